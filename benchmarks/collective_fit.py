@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, Operation, Point, allowed_error, ends, fit_points
-from phalanx.network.nccl_choice import FILL, OPERATIONS, choose, expected_s, on_wire
+from phalanx.network.collective_fit import (
+    FILL_ACROSS,
+    FILL_INSIDE,
+    Operation,
+    Point,
+    allowed_error,
+    fit_ends,
+    fit_points,
+)
+from phalanx.network.nccl_choice import FILL, OPERATIONS, choose_pair, expected_s, unrounded_choice
 from phalanx.network.nccl_choice import Operation as NcclOperation
-from phalanx.network.nccl_system import System, system
+from phalanx.network.nccl_system import NcclSystem, build_system
 from phalanx.network.nccl_tables import Family
 from phalanx.network.sizes import format_size
 
@@ -86,7 +94,7 @@ def _series(rows: Sequence[dict[str, str]]) -> Series:
 
 def both_ends(points: Sequence[Point]) -> Iterable[Pair]:
     """Smallest and largest."""
-    picked = ends(points)
+    picked = fit_ends(points)
     return [picked] if picked else []
 
 
@@ -165,10 +173,10 @@ def scaled(series: Sequence[Series]) -> list[str]:
     return lines
 
 
-def _scaled(one: Series, known: dict[str, tuple[System, NcclOperation]]) -> list[Miss]:
+def _scaled(one: Series, known: dict[str, tuple[NcclSystem, NcclOperation]]) -> list[Miss]:
     comm, asked = known[one.name]
     parts = {
-        point: on_wire(comm, choose(comm, point.nbytes, operation=asked), point.nbytes, operation=asked)
+        point: unrounded_choice(comm, choose_pair(comm, point.nbytes, operation=asked), point.nbytes, operation=asked)
         for point in one.points
     }
     found = []
@@ -220,22 +228,24 @@ def by_series(series: Sequence[Series]) -> list[str]:
     return lines
 
 
-def modelled(series: Sequence[Series]) -> dict[str, tuple[System, NcclOperation]]:
+def modelled(series: Sequence[Series]) -> dict[str, tuple[NcclSystem, NcclOperation]]:
     """Sweeps that NCCL's model can say something about: its GPUs and operations, its own choice."""
     found = {}
     for one in series:
         asked = next((name for name in OPERATIONS if name == one.operation), None)
         if one.gpu in FAMILY and asked is not None and "ALGO" not in one.forced:
-            comm = system(nodes=one.nodes, per_node=one.per_node, family=FAMILY[one.gpu], nic_gbps=one.nic_gbps)
+            comm = build_system(nodes=one.nodes, per_node=one.per_node, family=FAMILY[one.gpu], nic_gbps=one.nic_gbps)
             found[one.name] = (comm, asked)
     return found
 
 
-def unfitted(one: Series, known: tuple[System, NcclOperation], fill: float) -> list[Miss]:
+def unfitted(one: Series, known: tuple[NcclSystem, NcclOperation], fill: float) -> list[Miss]:
     """Errors without any measurement."""
     comm, asked = known
     times = {
-        point: expected_s(comm, choose(comm, point.nbytes, operation=asked), point.nbytes, operation=asked, fill=fill)
+        point: expected_s(
+            comm, choose_pair(comm, point.nbytes, operation=asked), point.nbytes, operation=asked, fill=fill
+        )
         for point in one.points
     }
     return [
@@ -270,7 +280,7 @@ def against_model(series: Sequence[Series]) -> list[str]:
     return lines
 
 
-def _model_cost(one: Series, known: dict[str, tuple[System, NcclOperation]], fill: float) -> float:
+def _model_cost(one: Series, known: dict[str, tuple[NcclSystem, NcclOperation]], fill: float) -> float:
     found = unfitted(one, known[one.name], fill)
     return mean(min(3.0, abs(m.error) / allowed_error(m.nbytes)) ** 2 for m in found)
 

@@ -25,13 +25,13 @@ from phalanx.network.nccl_choice import (
     START_ACROSS_S,
     START_INSIDE_S,
     SWEPT_NODES,
-    Choice,
+    AlgorithmChoice,
     Operation,
-    choose,
-    expect,
-    on_wire,
+    choose_pair,
+    expect_collective,
+    unrounded_choice,
 )
-from phalanx.network.nccl_system import System, system
+from phalanx.network.nccl_system import NcclSystem, build_system
 
 SMALL = Path(__file__).parent / "data" / "collective_small.csv"
 MODEL_OF_06 = (0.0, 0.0, 0.6)  # start-up of the call inside and across, fill
@@ -58,7 +58,7 @@ class Time:
     series: str
     nodes: int
     nbytes: float
-    pick: Choice  # on the wire
+    pick: AlgorithmChoice  # on the wire
     seconds: float
 
     @property
@@ -86,8 +86,10 @@ def times() -> list[Time]:
     with SMALL.open(newline="") as stream:
         for row in csv.DictReader(stream):
             nodes, per_node = int(row["nodes"]), int(row["per_node"])
-            comm = system(nodes=nodes, per_node=per_node, family=FAMILY[row["gpu"]], nic_gbps=float(row["nic_gbps"]))
-            asked: tuple[System, Operation] = (comm, "all-reduce")
+            comm = build_system(
+                nodes=nodes, per_node=per_node, family=FAMILY[row["gpu"]], nic_gbps=float(row["nic_gbps"])
+            )
+            asked: tuple[NcclSystem, Operation] = (comm, "all-reduce")
             found.append(_time(row["source"], row["series"], asked, float(row["bytes"]), 1e-6 * float(row["us"])))
     return found
 
@@ -97,7 +99,7 @@ def crowded() -> list[Time]:
     found = []
     operations: tuple[Operation, ...] = ("all-reduce", "all-gather")
     for nodes, *rates in CROWDED:
-        comm = system(nodes=nodes, per_node=8, family="hopper", nic_gbps=400)
+        comm = build_system(nodes=nodes, per_node=8, family="hopper", nic_gbps=400)
         for operation, rate in zip(operations, rates, strict=True):
             share = (2 if operation == "all-reduce" else 1) * (comm.ranks - 1) / comm.ranks
             seconds = share * CROWDED_BYTES / (rate * 1e9)
@@ -106,9 +108,9 @@ def crowded() -> list[Time]:
     return found
 
 
-def _time(source: str, series: str, known: tuple[System, Operation], nbytes: float, seconds: float) -> Time:
+def _time(source: str, series: str, known: tuple[NcclSystem, Operation], nbytes: float, seconds: float) -> Time:
     comm, operation = known
-    pick = on_wire(comm, choose(comm, nbytes, operation=operation), nbytes, operation=operation)
+    pick = unrounded_choice(comm, choose_pair(comm, nbytes, operation=operation), nbytes, operation=operation)
     return Time(source=source, series=series, nodes=comm.nodes, nbytes=nbytes, pick=pick, seconds=seconds)
 
 
@@ -212,11 +214,11 @@ def crowded_table() -> list[str]:
     lines = ["| nodes | all-reduce GB/s | expected, 80 % | all-gather GB/s | expected, 80 % |", "|---|---|---|---|---|"]
     nbytes = CROWDED_BYTES
     for nodes, reduced, gathered in CROWDED:
-        comm = system(nodes=nodes, per_node=8, family="hopper", nic_gbps=400)
+        comm = build_system(nodes=nodes, per_node=8, family="hopper", nic_gbps=400)
         cells = []
         asked: tuple[tuple[Operation, float], ...] = (("all-reduce", reduced), ("all-gather", gathered))
         for operation, measured in asked:
-            one = expect(comm, nbytes, operation=operation)
+            one = expect_collective(comm, nbytes, operation=operation)
             assert one is not None
             share = (2 if operation == "all-reduce" else 1) * (comm.ranks - 1) / comm.ranks
             slow, fast = share * nbytes / one.high_s / 1e9, share * nbytes / one.low_s / 1e9

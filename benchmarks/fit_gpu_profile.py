@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_profile import Configuration, plan_of
 
-from phalanx.plan.ask import Ask, from_job
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases
 from phalanx.plan.physics import Profile, physics, profiles
+from phalanx.plan.prediction import features, step_interval, weights
+from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.step import StepTimes, predict_step
-from phalanx.plan.uncertainty import features, interval, weights
 
 START = "pytorch"  # the profile this one begins as: eager PyTorch on the same card
 FITTED = {  # value, log width of the prior
@@ -75,14 +75,14 @@ class Case:
         configuration = Configuration(**{key: value for key, value in found.items() if key in keys})
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_of(configuration, "1xH200", "dataset", Path(folder))
-        self.ask: Ask = from_job(plan.job, plan.cluster)[0]
+        self.ask: PlanRequest = request_from_job(plan.job, plan.cluster)[0]
         self.layout = plan.layout
         shipped = profiles()["phalanx"] if "phalanx" in profiles() else profiles()[START]
         # What the job's optimizer adds to a profile; the fit moves the profile below it.
         self.extra_bytes = float(self.ask.profile.optimizer_bytes) - float(shipped.optimizer_bytes)
         self.newton_schulz = self.ask.profile.newton_schulz
 
-        self.table = cases(self.ask, layout_columns([self.layout]))
+        self.table = build_cases(self.ask, layout_columns([self.layout]))
 
 
 class Batch:
@@ -152,7 +152,7 @@ def report(members: list[Case], profile: Profile) -> str:
             alone = Batch([one])
             times = alone.times(profile)
             step_s = float(times.step_s[0])
-            low, high = (float(side[0]) for side in interval(alone.table, times, "phalanx"))
+            low, high = (float(side[0]) for side in step_interval(alone.table, times, "phalanx"))
             errors.append(abs(step_s / one.step_s - 1.0))
             inside.append(low <= one.step_s <= high)
             issue = f" (issue: {one.issue})" if one.issue else ""
@@ -217,7 +217,7 @@ def main() -> None:
     if args.write and logs is not None:
         write(profile, scales(fitting, profile))
         from phalanx.plan.physics import shipped_table
-        from phalanx.plan.uncertainty import _table
+        from phalanx.plan.prediction import _table
 
         for kept in (shipped_table, profiles, _table):
             kept.cache_clear()

@@ -26,11 +26,11 @@ from scipy.optimize import least_squares
 from phalanx.plan.calibrate import calibrate, calibrated
 from phalanx.plan.cases import Cases
 from phalanx.plan.physics import Physics, Profile, physics, profiles
-from phalanx.plan.published import Row, number, read_table
-from phalanx.plan.rows import predict_rows
+from phalanx.plan.prediction import step_interval
 from phalanx.plan.step import predict_step
-from phalanx.plan.uncertainty import interval
-from phalanx.plan.validate import SCATTER_SHARE, take
+from phalanx.validate.throughput_rows import predict_rows
+from phalanx.validate.throughput_score import SCATTER_SHARE, take_rows
+from phalanx.validate.throughput_table import PublishedRun, number, read_table
 
 Floats = NDArray[np.float64]
 
@@ -137,7 +137,7 @@ class Problem:
     """Cases with their measured step times."""
 
     cases: Cases
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedRun, ...]
     seconds: Floats
     source: NDArray[np.str_]
     family: NDArray[np.intp]
@@ -206,7 +206,7 @@ def load(paths: Sequence[Path], constants: Physics, known: dict[str, Profile]) -
     )
 
 
-def scored(row: Row) -> bool:
+def scored(row: PublishedRun) -> bool:
     """Rows the published score counts."""
     good = row.get("status") == "ok" and row.get("tier") in ("A", "B") and row.get("task") in ("", "pretrain")
     mfu = number(row, "measured_mfu_pct")
@@ -309,13 +309,13 @@ def left_out(problem: Problem, iterations: int, name: str) -> LeftOut:
     times, seconds = found.times, problem.seconds[held_out]
     plain = source_error(name, times.step_s / seconds - 1.0)
     shown = ["default" if unseen[at] else problem.families[problem.family[at]] for at in np.nonzero(held_out)[0]]
-    low, high = interval(found.cases, times, shown)
+    low, high = step_interval(found.cases, times, shown)
     medians, tails = [], []
     for seed in range(DRAWS):
         drawn = np.isin(np.arange(seconds.size), np.random.default_rng(seed).choice(seconds.size, 3, replace=False))
         scatter = SCATTER_SHARE * np.log(high / low) / 2.0
-        scalars = calibrate(take(times, drawn), seconds[drawn], scatter[drawn])
-        rest = np.abs(calibrated(take(times, ~drawn), scalars).step_s / seconds[~drawn] - 1.0)
+        scalars = calibrate(take_rows(times, drawn), seconds[drawn], scatter[drawn])
+        rest = np.abs(calibrated(take_rows(times, ~drawn), scalars).step_s / seconds[~drawn] - 1.0)
         medians.append(np.median(rest))
         tails.append(np.quantile(rest, 0.9))
     result = LeftOut(plain, float(np.mean(medians)), float(np.mean(tails)))

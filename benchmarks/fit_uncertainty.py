@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from phalanx.plan.published import number, read_table
-from phalanx.plan.rows import predict_rows
-from phalanx.plan.uncertainty import FEATURES, features
+from phalanx.plan.prediction import FEATURES, features
+from phalanx.validate.throughput_rows import predict_rows
+from phalanx.validate.throughput_table import number, read_table
 
 Floats = NDArray[np.float64]
 LEAST_BASE = 0.03  # two teams never agree better than this (planner.md, noise floor)

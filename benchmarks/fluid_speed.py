@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim import fluid, matrices, routes, spray, wire
-from phalanx.sim.packets.run import run
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim import fluid, routes, traffic_matrix
+from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import HTSIM
 
 FULL = 131_072
@@ -38,7 +38,7 @@ def timed(call: Callable[[], fluid.Rates]) -> tuple[fluid.Rates, float]:
 
 def rates() -> None:
     print("| case | rows | mean of line rate | slowest | CPU s |\n|---|---|---|---|---|")
-    flows = matrices.permutation(FULL, 2e6, seed=1)
+    flows = traffic_matrix.permutation(FULL, 2e6, seed=1)
     one, eight = f"clos2:{FULL}x100G/1p/512", f"clos2:{FULL}x800G/8p/512"
     cases = (
         ("one path, one plane", one, routes.by_flow(seed=2)),
@@ -50,7 +50,7 @@ def rates() -> None:
     )
     for name, text, routing in cases:
         fabric = parse_fabric(text)
-        found, seconds = timed(lambda f=fabric, r=routing: fluid.solve(f, flows, routing=r))  # type: ignore[misc]
+        found, seconds = timed(lambda f=fabric, r=routing: fluid.solve_rates(f, flows, routing=r))  # type: ignore[misc]
         rows = FULL * routing.paths
         print(f"| {name} | {rows:,} | {found.mean:.4f} | {found.slowest:.4f} | {seconds:.2f} |", flush=True)
 
@@ -71,11 +71,11 @@ def completions() -> None:
 def compare(text: str, name: str, mean_us: float, routing: Callable[..., routes.Routing]) -> None:
     seeds = range(2 if "256" in name or "64" in name else 4)
     runs = [
-        fluid.complete(
+        fluid.complete_flows(
             parse_fabric(text),
-            matrices.permutation(1024, 2e6, seed=seed),
+            traffic_matrix.permutation(1024, 2e6, seed=seed),
             routing=routing(seed=seed),
-            wire=wire.HTSIM,
+            wire=fluid.HTSIM,
         )
         for seed in seeds
     ]
@@ -103,15 +103,15 @@ def fit() -> None:
 
 
 def _mean_s(name: str, paths: int, sigma: float, trips: float) -> float:
-    over = replace(wire.HTSIM, unequal=sigma, queue_trips=trips)
+    over = replace(fluid.HTSIM, unequal=sigma, queue_trips=trips)
     seeds = range(1 if paths >= 64 else 2)
     return float(np.mean([_completion(name, paths, seed, over).mean_s for seed in seeds]))
 
 
-def _completion(name: str, paths: int, seed: int, over: wire.Wire) -> fluid.Completion:
+def _completion(name: str, paths: int, seed: int, over: fluid.Wire) -> fluid.Completion:
     routing = routes.by_flow(seed=seed) if paths == 1 else routes.spray(paths, adaptive=False, seed=seed)
-    flows = matrices.permutation(1024, 2e6, seed=seed)
-    return fluid.complete(parse_fabric(name), flows, routing=routing, wire=over, batch=0.02)
+    flows = traffic_matrix.permutation(1024, 2e6, seed=seed)
+    return fluid.complete_flows(parse_fabric(name), flows, routing=routing, wire=over, batch=0.02)
 
 
 def oversubscribed() -> None:
@@ -120,9 +120,9 @@ def oversubscribed() -> None:
         "\n| fabric | fluid mean µs | packets mean µs | difference | fastest: fluid, packets |\n|---|---|---|---|---|"
     )
     for text in ("clos2:1024x100G/1p/40/4:1/wide", "clos2:1024x100G/1p/36/8:1/wide"):
-        fabric, flows = replace(parse_fabric(text), hop_s=1e-6), matrices.permutation(1024, 2e6)
-        ours = fluid.complete(fabric, flows, routing=routes.spray(128), wire=wire.HTSIM, batch=0.02)
-        theirs = run(fabric, flows, transport=replace(HTSIM, paths=128))
+        fabric, flows = replace(parse_fabric(text), hop_s=1e-6), traffic_matrix.permutation(1024, 2e6)
+        ours = fluid.complete_flows(fabric, flows, routing=routes.spray(128), wire=fluid.HTSIM, batch=0.02)
+        theirs = run_connections(fabric, flows, transport=replace(HTSIM, paths=128))
         fast = f"{ours.times_s.min() * 1e6:.1f}, {theirs.best_s * 1e6:.1f}"
         mean, other = ours.mean_s * 1e6, theirs.mean_s * 1e6
         print(f"| {text} | {mean:.0f} | {other:.0f} | {mean / other - 1:+.1%} | {fast} |", flush=True)
@@ -136,8 +136,8 @@ def loads(quick: bool) -> None:
             continue
         start = time.process_time()
         worst = [
-            spray.offered(
-                fabric, matrices.permutation(FULL, 1.0, seed=seed), routing=routes.spray(paths, seed=seed)
+            routes.offered(
+                fabric, traffic_matrix.permutation(FULL, 1.0, seed=seed), routing=routes.spray(paths, seed=seed)
             ).worst_fabric
             for seed in ((1, 2) if paths <= 256 else (1,))
         ]
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="leave out the load of 2,048 paths")
     parser.add_argument("--part", choices=("rates", "completions", "fit", "oversubscribed", "loads"))
     args = parser.parse_args()
-    fluid.solve(parse_fabric("clos2:64x100G/1p/16"), matrices.ring(64, 1.0), routing=routes.by_flow())
+    fluid.solve_rates(parse_fabric("clos2:64x100G/1p/16"), traffic_matrix.ring(64, 1.0), routing=routes.by_flow())
     parts: dict[str, Callable[[], None]] = {
         "rates": rates,
         "completions": completions,

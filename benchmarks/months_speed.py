@@ -14,9 +14,9 @@ from pathlib import Path
 
 from phalanx.job.load import load
 from phalanx.plan.make import plan
-from phalanx.sim.months.network import Network
-from phalanx.sim.months.policy import Policy, policy
-from phalanx.sim.months.run import runs
+from phalanx.sim.months.causes import NetworkCauses
+from phalanx.sim.months.policy import MonthsPolicy, months_policy
+from phalanx.sim.months.simulate_run import simulate_runs
 from phalanx.units import DAY_S
 
 LLAMA = Path(__file__).parent.parent / "examples" / "llama-3.1-405b-16384xH100.toml"
@@ -24,10 +24,10 @@ FAILURES = 10_000  # the yardstick: so many in seconds
 REPEATS = 3
 
 
-def cases() -> dict[str, Policy]:
+def cases() -> dict[str, MonthsPolicy]:
     """Llama 3.1 405B's plan, at its own failure rate and at that of eight times the hosts."""
     made = plan(load(LLAMA))
-    usual, edge = policy(made), policy(made, network=Network(edge=True))
+    usual, edge = months_policy(made), months_policy(made, network=NetworkCauses(edge=True))
     return {
         "16,384 GPUs": usual,
         "131,072 GPUs": replace(usual, mtbf_s=usual.mtbf_s / 8, spares=81),
@@ -36,13 +36,13 @@ def cases() -> dict[str, Policy]:
     }
 
 
-def measure(made: Policy) -> tuple[int, int, float]:
+def measure(made: MonthsPolicy) -> tuple[int, int, float]:
     """Failures, events and CPU seconds of a run long enough for 10,000 failures; the best of three."""
     days = FAILURES * made.mtbf_s / DAY_S
     best = (0, 0, float("inf"))
     for _ in range(REPEATS):
         started = time.process_time()
-        (one,) = runs(made, days=days, count=1, seed=0)
+        (one,) = simulate_runs(made, days=days, count=1, seed=0)
         best = min(best, (one.failures, one.events, time.process_time() - started), key=lambda found: found[2])
     return best
 

@@ -17,14 +17,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import flows, permutation, shift
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_links import links_of
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.packets.roce import ROCE, ROCE_PFC, Roce
-from phalanx.sim.packets.roce_build import roce_routes
-from phalanx.sim.packets.run import run
-from phalanx.sim.packets.transport import MRC, Transport
+from phalanx.sim.packets.roce_run import roce_routes
+from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Transport
+from phalanx.sim.traffic_matrix import flows, permutation, shift
 
 SETTLED_S = 5e-3
 INCAST_FABRIC = parse_fabric("clos2:64x400G/1p/16/wide")
@@ -49,8 +48,8 @@ def throughput_gbps(loss: float, transport: Transport | Roce, limit_s: float) ->
     """Per host, after the first 5 ms, of 64 hosts that each send to the one eight further."""
     fabric = parse_fabric("clos2:64x400G/4p/16/wide")
     faults = (Fault(part="traffic", loss=loss),) if loss else ()
-    result = run(fabric, shift(64, 4e9, step=8), transport=transport, faults=faults, limit_s=limit_s, sample_s=1e-3,
-                 each_plane=True)  # fmt: skip
+    result = run_connections(fabric, shift(64, 4e9, step=8), transport=transport, faults=faults, limit_s=limit_s,
+                             sample_s=1e-3, each_plane=True)  # fmt: skip
     return float(result.throughput_gbps[result.time_s > SETTLED_S].mean()) / 64
 
 
@@ -88,7 +87,7 @@ def incast() -> list[str]:
 
 def _rates(transport: Transport | Roce, seed: int, limit_s: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Line rate that each gets after the first quarter."""
-    result = run(
+    result = run_connections(
         INCAST_FABRIC,
         INCAST,
         transport=transport,
@@ -117,7 +116,7 @@ def touched() -> list[str]:
     lines = ["| paths of 512 | connections touched by a T1's stop | 1 − (1 − 1/512)^paths |", "|---|---|---|"]
     for paths in (128, 256):
         stop = (Fault(part="t1", number=3, at_s=20e-6),)
-        result = run(fabric, shift(256, 8e6, step=128), transport=replace(MRC, paths=paths), faults=stop)
+        result = run_connections(fabric, shift(256, 8e6, step=128), transport=replace(MRC, paths=paths), faults=stop)
         lines.append(f"| {paths} | {result.touched_by_loss / 256:.1%} | {1 - (1 - 1 / 512) ** paths:.1%} |")
     return lines
 
@@ -132,7 +131,9 @@ def faults() -> list[str]:
         cells = []
         for transport in (MRC, replace(ROCE, qps=8)):
             traffic = permutation(256, 16e6, seed=1)
-            found = run(FAULT_FABRIC, traffic, transport=transport, faults=broken, limit_s=1.2, each_plane=True)
+            found = run_connections(
+                FAULT_FABRIC, traffic, transport=transport, faults=broken, limit_s=1.2, each_plane=True
+            )
             rest = len(traffic) - found.finished
             slowest = f"{rest} never finish" if rest else f"{found.tail_s * 1e6:,.0f}"
             cells.append(f"{found.mean_s * 1e6:,.0f} / {slowest} | {found.lost:,} | {found.touched_by_loss}")

@@ -17,12 +17,12 @@ from pathlib import Path
 # One core: nothing here uses BLAS, and the speed is stated per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.matrices import flows, permutation
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import HTSIM, Transport
+from phalanx.sim.traffic_matrix import flows, permutation
 
 NBYTES = 2e6
 SEEDS = (1, 2, 3)
@@ -74,13 +74,13 @@ INCASTS = (("clos3:16x100G/1p/4/wide", 2e6, None, 2478.53), ("clos3:128x100G/1p/
 def speed(hosts: int, radix: int) -> tuple[PacketResult, float]:
     """One plane of a full permutation of 2 MB, and the memory of the process in bytes."""
     over = fabric(f"clos2:{hosts}x100G/1p/{radix}")
-    result = run(over, permutation(hosts, NBYTES, seed=1), transport=replace(BITMAP, paths=32))
+    result = run_connections(over, permutation(hosts, NBYTES, seed=1), transport=replace(BITMAP, paths=32))
     return result, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def page(*, small: bool) -> str:
     """The result as markdown."""
-    run(LEAF_SPINE, permutation(1024, 1e4), transport=HTSIM)  # compiles
+    run_connections(LEAF_SPINE, permutation(1024, 1e4), transport=HTSIM)  # compiles
     today = datetime.datetime.now(datetime.UTC).date()
     lines = [
         f"# Packet engine, {today}",
@@ -113,7 +113,10 @@ def accuracy() -> list[str]:
         "|---|---|---|---|",
     ]
     for name, over, transport, mean, tail in CASES:
-        found = [run(over, permutation(1024, NBYTES, seed=seed), transport=transport, seed=seed) for seed in SEEDS]
+        found = [
+            run_connections(over, permutation(1024, NBYTES, seed=seed), transport=transport, seed=seed)
+            for seed in SEEDS
+        ]
         ours = [1e6 * statistics.median(r.mean_s for r in found), 1e6 * statistics.median(r.tail_s for r in found)]
         given = [f"{value:.1f}" if value else "–" for value in (mean, tail)]
         wrong = [f"{us / value - 1:+.1%}" if value else "–" for us, value in zip(ours, (mean, tail), strict=True)]
@@ -127,7 +130,7 @@ def incasts() -> list[str]:
     for text, nbytes, window, tail in INCASTS:
         over = fabric(text)
         traffic = flows(range(1, over.hosts), [0] * (over.hosts - 1), nbytes)
-        ours = 1e6 * run(over, traffic, transport=replace(HTSIM, window_packets=window)).tail_s
+        ours = 1e6 * run_connections(over, traffic, transport=replace(HTSIM, window_packets=window)).tail_s
         lines.append(
             f"| {over.hosts:,} hosts, {nbytes / 1e3:.0f} KB | {tail:.1f} | {ours:.1f} | {ours / tail - 1:+.1%} |"
         )

@@ -18,12 +18,12 @@ from statistics import median
 import numpy as np
 
 from phalanx.network import collectives as net
-from phalanx.network.nccl_choice import MIB, Operation, expect
-from phalanx.network.nccl_system import System, system
+from phalanx.network.nccl_choice import MIB, Operation, expect_collective
+from phalanx.network.nccl_system import NcclSystem, build_system
 from phalanx.network.nccl_tables import Family
 from phalanx.plan.physics import physics
-from phalanx.plan.published import read_table
-from phalanx.plan.validate import Scorecard, predict_table, score
+from phalanx.validate.throughput_score import Scorecard, predict_table, score_predictions
+from phalanx.validate.throughput_table import read_table
 
 # Families by one direction of a device's links, bytes/s.
 LINKS: tuple[tuple[float, Family], ...] = (
@@ -43,15 +43,15 @@ def nccl_seconds(ranks: int, per_domain: int, link: float, nic: float, nbytes: f
     """The NCCL model for one group of the planner's; rates are line rates."""
     if ranks < 2 or not nbytes > 0:
         return 0.0
-    found = expect(_system(ranks, per_domain, link, nic), nbytes, operation=operation)
+    found = expect_collective(_system(ranks, per_domain, link, nic), nbytes, operation=operation)
     assert found is not None
     return found.seconds
 
 
-def _system(ranks: int, per_domain: int, link: float, nic: float) -> System:
+def _system(ranks: int, per_domain: int, link: float, nic: float) -> NcclSystem:
     family = next(name for most, name in LINKS if link < most)
     nodes = max(1, math.ceil(ranks / per_domain))
-    return system(nodes=nodes, per_node=min(per_domain, ranks), family=family, nic_gbps=max(1e-3, nic * 8e-9))
+    return build_system(nodes=nodes, per_node=min(per_domain, ranks), family=family, nic_gbps=max(1e-3, nic * 8e-9))
 
 
 def through_nccl(operation: Operation, pace: float) -> Seconds:
@@ -112,10 +112,10 @@ def planner_over_nccl() -> list[str]:
 def page(table: Path) -> str:
     """The dated page."""
     rows = read_table(table).rows
-    cards: dict[str, Scorecard] = {"the planner's own": score(rows, predict_table(rows))}
+    cards: dict[str, Scorecard] = {"the planner's own": score_predictions(rows, predict_table(rows))}
     for name, pace in (("NCCL model, alone", 1.0), (f"NCCL model × {IN_TRAINING:g}", IN_TRAINING)):
         with asked(pace):
-            cards[name] = score(rows, predict_table(rows))
+            cards[name] = score_predictions(rows, predict_table(rows))
     sources = [one.source for one in cards["the planner's own"].sources]
     lines = [
         f"# The planner's collectives beside the NCCL model's, {datetime.date.today().isoformat()}",

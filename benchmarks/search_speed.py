@@ -23,10 +23,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
-from phalanx.plan.score import score
-from phalanx.plan.search import search
-from phalanx.plan.space import build
+from phalanx.plan.request import request_from_job
+from phalanx.plan.score import score_layouts
+from phalanx.plan.search import search_layouts
+from phalanx.plan.space import build_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CALCULON_LAYOUTS_PER_S = 82.0  # the fastest rate measured for Calculon on one core (design notes on planners)
@@ -56,14 +56,14 @@ def first_check(path: Path) -> tuple[float, float]:
 def measure(name: str) -> dict[str, float]:
     """Processor seconds, best of three: scoring every layout, and the whole search with runners-up and Pareto set."""
     job = load(EXAMPLES / name).job
-    ask, _ = from_job(job, resolve(job.cluster.target))
+    ask, _ = request_from_job(job, resolve(job.cluster.target))
     scoring, searching, legal = [], [], 0
     for _ in range(REPEATS):
         started = time.process_time()
-        legal = score(build(ask), hopeless=math.inf).legal
+        legal = score_layouts(build_space(ask), hopeless=math.inf).legal
         scoring.append(time.process_time() - started)
         started = time.process_time()
-        search(ask)
+        search_layouts(ask)
         searching.append(time.process_time() - started)
     return {"legal": legal, "score_s": min(scoring), "search_s": min(searching)}
 

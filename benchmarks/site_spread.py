@@ -27,10 +27,9 @@ from phalanx.job.load import load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import REPAIR_S
-from phalanx.sim.months.policy import policy
-from phalanx.sim.months.run import runs
-from phalanx.sim.months.sites import site_range, site_spreads
-from phalanx.sim.months.spread import spread
+from phalanx.sim.months.forecast import site_range, site_spreads, spread
+from phalanx.sim.months.policy import months_policy
+from phalanx.sim.months.simulate_run import simulate_runs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LLAMA, BLOOM = "llama-3.1-405b-16384xH100.toml", "bloom-176b-48x8xA100.toml"
@@ -124,12 +123,12 @@ def planned(job: str, cluster: str, detect_s: float, restart_s: float) -> Plan:
 def simulated(fact: Fact) -> Line:
     """A fact beside the simulation that does not know its site."""
     plan = planned(fact.job, fact.cluster, fact.detect_s, fact.restart_s)
-    made = policy(plan)
+    made = months_policy(plan)
     rate = host_failure_spread(plan.cluster.accelerator, plan.cluster.host_devices, without=fact.sites)
     recovery = site_spreads(plan, made)[1] if fact.detect_s else recovery_spread(without=fact.sites)
     found = site_range(plan, made, days=fact.days, seed=0, among=(rate, recovery, repair_spread(REPAIR_S)))
     assert found is not None
-    outcomes = list(runs(made, days=fact.days, count=20, seed=0))
+    outcomes = list(simulate_runs(made, days=fact.days, count=20, seed=0))
     if fact.quantity == "effective":
         one, (low, high) = spread([each.effective for each in outcomes]), found.effective
     else:

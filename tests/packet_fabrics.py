@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.network.fabric.types import Fabric, Switch
-from phalanx.sim.matrices import permutation
+from phalanx.network.fabric.fabric_types import Fabric, Switch
+from phalanx.sim.traffic_matrix import permutation
 
 
 def clos(hosts: int, half: int, *, planes: int = 1, tiers: int = 2, up: int | None = None, gbps: float = 100) -> Fabric:

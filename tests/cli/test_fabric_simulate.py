@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.network.fabric.recovery import CONVERGE_S, EDGE_RECOVERY_S
-from phalanx.sim.episode import episode
-from phalanx.sim.fill import fill
+from phalanx.network.fabric.failure_budget import CONVERGE_S, EDGE_RECOVERY_S
+from phalanx.sim.episode import run_episode
+from phalanx.sim.fabric_failures import SCENARIOS
+from phalanx.sim.fair_rates import fair_rates_of
 from phalanx.sim.packets import kernel
-from phalanx.sim.scenarios import SCENARIOS
 
 SMALL = "clos2:32x100G/1p/8"
 
@@ -348,9 +348,9 @@ def test_ctrl_c_between_two_keeps_the_first(
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return episode(*args, **words)
+        return run_episode(*args, **words)
 
-    monkeypatch.setattr("phalanx.sim.compare.episode", stop_the_third)
+    monkeypatch.setattr("phalanx.sim.compare_recovery.episode", stop_the_third)
     assert main(["fabric", "simulate", SMALL, "--compare", "--traffic", "ring"]) == 130
     out = capsys.readouterr().out
     assert "PFC on" in out
@@ -364,7 +364,7 @@ def test_ctrl_c_while_flows_finish(capsys: pytest.CaptureFixture[str], monkeypat
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return fill(*args, **words)
+        return fair_rates_of(*args, **words)
 
     monkeypatch.setattr("phalanx.sim.fluid.fill", stop_the_fourth)
     assert main(["fabric", "simulate", SMALL, "--routing", "flow"]) == 130

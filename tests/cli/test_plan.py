@@ -33,7 +33,7 @@ def test_page_on_stdout(job, capsys):
     assert main(["plan", job]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("small: gpt2, 124M parameters, on 8xH100-80GB-SXM:1 (8 devices)\n")
-    assert "BILL" in out
+    assert "COST AND ENERGY" in out
     assert err == ""
 
 

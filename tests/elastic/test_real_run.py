@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from phalanx.plan.fieldwork import calibrate_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
@@ -23,6 +22,7 @@ from phalanx.rules.api import check
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
+from phalanx.validate.calibration_report import calibrate_run
 
 JOB = """\
 name = "real"

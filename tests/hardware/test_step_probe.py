@@ -17,9 +17,8 @@ from phalanx.hardware.codec import from_dict, to_dict
 from phalanx.hardware.cpu_steps import CpuStep
 from phalanx.hardware.discover import discover
 from phalanx.job.load import load
-from phalanx.plan.make import plan
+from phalanx.plan.make import plan, plan_here
 from phalanx.plan.plan import Plan
-from phalanx.plan.timed import plan_here
 
 STEP = CpuStep(
     layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, gated=1, vocab=512, seq=256, tokens=512, count=4,

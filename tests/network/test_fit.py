@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fit import FILL_ACROSS, FILL_INSIDE, AlphaBeta, Point, allowed_error, ends, fit_points, wire_share
+from phalanx.network.collective_fit import (
+    FILL_ACROSS,
+    FILL_INSIDE,
+    AlphaBeta,
+    Point,
+    allowed_error,
+    fit_ends,
+    fit_points,
+    wire_share,
+)
 
 MIB = 2**20
 # busbw in GB/s by MiB: stas00/ml-engineering network/README.md @744d01e, all of its sizes from 16 MiB on
@@ -47,7 +56,7 @@ def measured(rates: dict[int, float], ranks: int) -> list[Point]:
     ids=["8xH200", "8xB200", "4x8xB200", "2x8xH100", "8x8xH100"],
 )
 def test_held_out_sizes(points: list[Point], ranks: int, nodes: int) -> None:
-    picked = ends(points)
+    picked = fit_ends(points)
     assert picked is not None
     fit = fit_points(picked, ranks=ranks, nodes=nodes)
     held_out = [one for one in points if one not in picked]
@@ -105,8 +114,8 @@ def test_many_points_give_back_what_made_them_and_share_an_error(nodes: int) -> 
 
 def test_ends_wait_for_a_third_size_to_judge_by() -> None:
     points = [Point(nbytes=mib * MIB, seconds=mib * 1e-4) for mib in (1, 8, 16, 4096)]
-    assert ends(points) is None
-    more = ends([*points, Point(nbytes=64 * MIB, seconds=7e-3)])
+    assert fit_ends(points) is None
+    more = fit_ends([*points, Point(nbytes=64 * MIB, seconds=7e-3)])
     assert more is not None
     assert [one.nbytes // MIB for one in more] == [16, 4096]
 

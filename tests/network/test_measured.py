@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fit import Operation, Point
-from phalanx.network.measured import read_points, worst
+from phalanx.network.collective_fit import Operation, Point, read_points, worst_error
 
 HEAD = """\
 # nccl-tests version 2.18.3 nccl-headers=23004 nccl-library=23004
@@ -144,5 +143,5 @@ def test_of_two_ranks_only_the_root_tells_a_reduce() -> None:
 
 def test_the_worst_error_keeps_its_sign() -> None:
     points = [Point(nbytes=1, seconds=1.0), Point(nbytes=2, seconds=2.0)]
-    error, at = worst(points, [1.1, 1.0])
+    error, at = worst_error(points, [1.1, 1.0])
     assert (error, at) == (-0.5, points[1])

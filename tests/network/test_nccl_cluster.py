@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve
-from phalanx.network.nccl_choice import bus_bytes_per_s, choose
+from phalanx.network.nccl_choice import bus_bytes_per_s, choose_pair
 from phalanx.network.nccl_cluster import nccl_system
 
 
@@ -36,7 +36,7 @@ def test_options_reach_the_model() -> None:
     assert [nccl_system(resolve(spec)).cpu for spec in ("8xB200", "72xGB200", "GH200:64")] == ["intel", "arm", "arm"]
     assert nccl_system(resolve("72xGB200"), cpu="amd").cpu == "amd"
     plain = nccl_system(resolve("8xH100"), nvls=False)
-    assert bus_bytes_per_s(plain, 2.0**34, choose(plain, 2.0**34).seconds) == pytest.approx(360e9, rel=0.01)
+    assert bus_bytes_per_s(plain, 2.0**34, choose_pair(plain, 2.0**34).seconds) == pytest.approx(360e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

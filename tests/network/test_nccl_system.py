@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.nccl_system import Channels, System, system, wired
+from phalanx.network.nccl_system import Channels, NcclSystem, build_system, unrounded_system
 
 
 @pytest.mark.parametrize(
@@ -14,24 +14,24 @@ from phalanx.network.nccl_system import Channels, System, system, wired
 )
 def test_rings_between_nodes_fill_nics_or_nvlinks(gpus: int, nic_gbps: float, channels: int, gb: float) -> None:
     """One channel per NIC, as many as a GPU's 722 GB/s of NVLink carry."""
-    found = system(nodes=4, per_node=gpus, family="blackwell", nic_gbps=nic_gbps).ring
+    found = build_system(nodes=4, per_node=gpus, family="blackwell", nic_gbps=nic_gbps).ring
     assert (found.count, found.across_gb) == (channels, gb)
 
 
 def test_fewer_links_give_slower_rings() -> None:
     """H800 has 8 of the 18 links of an H100."""
-    full, half = (system(nodes=1, per_node=8, family="hopper", links=links).ring for links in (0, 8))
+    full, half = (build_system(nodes=1, per_node=8, family="hopper", links=links).ring for links in (0, 8))
     assert full.count * full.inside_gb == 360.0
     assert half.count * half.inside_gb == 160.0
 
 
 def test_the_wire_leaves_alone_what_it_does_not_know() -> None:
     ring = Channels(count=8, inside_gb=40.0, across_gb=40.0)
-    bare = System(nodes=1, per_node=8, family="hopper", ring=ring, nvls=ring)
-    rack = system(nodes=1, per_node=72, family="blackwell")
-    without = system(nodes=1, per_node=8, family="hopper", nvls=False)
-    assert (wired(bare), wired(rack), wired(without)) == (bare, rack, without)
-    board = wired(system(nodes=2, per_node=8, family="blackwell", nic_gbps=400)).nvls
+    bare = NcclSystem(nodes=1, per_node=8, family="hopper", ring=ring, nvls=ring)
+    rack = build_system(nodes=1, per_node=72, family="blackwell")
+    without = build_system(nodes=1, per_node=8, family="hopper", nvls=False)
+    assert (unrounded_system(bare), unrounded_system(rack), unrounded_system(without)) == (bare, rack, without)
+    board = unrounded_system(build_system(nodes=2, per_node=8, family="blackwell", nic_gbps=400)).nvls
     assert board is not None
     assert (board.inside_gb, board.across_gb) == pytest.approx((40.1 * 18 / 9, 48.0))
 
@@ -47,4 +47,4 @@ def test_the_wire_leaves_alone_what_it_does_not_know() -> None:
 )
 def test_refusals(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}\n  use "):
-        system(**options)  # type: ignore[arg-type]
+        build_system(**options)  # type: ignore[arg-type]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.network.nccl_choice import choices
-from phalanx.network.nccl_system import Channels, System
+from phalanx.network.nccl_choice import possible_pairs
+from phalanx.network.nccl_system import Channels, NcclSystem
 
 MIB = 2**20
 NODES = (2, 4, 8, 16, 32, 64, 128)
@@ -17,17 +17,17 @@ CROSSING_H100 = (23, 152, 1.7 * 1024, 4.8 * 1024, 9.5 * 1024, 23 * 1024, 45 * 10
 CROSSING_A100 = (14, 19, 54, 181, 609, 1.4 * 1024, 2.8 * 1024)
 
 
-def board(nodes: int, channels: int, family: str = "hopper") -> System:
+def board(nodes: int, channels: int, family: str = "hopper") -> NcclSystem:
     """Nodes of 8 with `channels` rings of 24 GB/s: 16 make the 384 GB/s of 8 x 400 Gb/s, 8 the 192 of 8 x 200."""
     ring = Channels(count=channels, inside_gb=24.0, across_gb=24.0)
-    return System(nodes=nodes, per_node=8, family=family, ring=ring, nvls=None, cpu="amd")
+    return NcclSystem(nodes=nodes, per_node=8, family=family, ring=ring, nvls=None, cpu="amd")
 
 
-def microseconds(comm: System, algorithm: str, nbytes: float) -> float:
-    return 1e6 * min(one.seconds for one in choices(comm, nbytes) if one.algorithm == algorithm)
+def microseconds(comm: NcclSystem, algorithm: str, nbytes: float) -> float:
+    return 1e6 * min(one.seconds for one in possible_pairs(comm, nbytes) if one.algorithm == algorithm)
 
 
-def crossing_mib(comm: System) -> float:
+def crossing_mib(comm: NcclSystem) -> float:
     """The largest message for which the tree is still faster."""
     sizes = [2**16 * 1.02**step for step in range(730)]
     return max(n for n in sizes if microseconds(comm, "Tree", n) < microseconds(comm, "Ring", n)) / MIB

@@ -1,56 +1,5 @@
-"""Jobs and questions for planner tests, written as a person would write them."""
+"""Fixtures of planner tests."""
 
-from __future__ import annotations
+from plan_jobs import make_ask, make_job
 
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-
-from phalanx.hardware.cluster import resolve
-from phalanx.job.load import ResolvedJob, load
-from phalanx.plan.ask import Ask, from_job
-
-TEMPLATE = """\
-name = "test"
-[model]
-preset = "{preset}"
-[data]
-sequence = {sequence}
-tokens = "1B"
-[batch]
-global_sequences = {batch}
-[cluster]
-spec = "{cluster}"
-"""
-
-MakeJob = Callable[..., ResolvedJob]
-MakeAsk = Callable[..., Ask]
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> MakeJob:
-    """A loaded job; keyword arguments are `--set` overrides with dots written as double underscores."""
-
-    def make(preset: str = "llama-3-8b", cluster: str = "8xH100:2", *, sequence: int = 4096, batch: int = 128, **sets):
-        path = tmp_path / "job.toml"
-        path.write_text(TEMPLATE.format(preset=preset, cluster=cluster, sequence=sequence, batch=batch))
-        return load(path, overrides=[f"{key.replace('__', '.')}={value}" for key, value in sets.items()])
-
-    return make
-
-
-@pytest.fixture
-def make_ask(make_job: MakeJob) -> MakeAsk:
-    """The question such a job asks."""
-
-    def make(*args, **kwargs) -> Ask:
-        resolved = make_job(*args, **kwargs)
-        ask, _ = from_job(
-            resolved.job,
-            resolve(resolved.job.cluster.target),
-            origins={key: origin.where for key, origin in resolved.origins.items()},
-        )
-        return ask
-
-    return make
+__all__ = ("make_ask", "make_job")

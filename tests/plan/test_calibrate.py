@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
-from phalanx.plan.rows import predict_rows
 from phalanx.plan.step import StepTimes
-from phalanx.plan.validate import take
+from phalanx.validate.throughput_rows import predict_rows
+from phalanx.validate.throughput_score import take_rows
 
 ROW = {
     "model_name": "llama-3-8b", "layers": "32", "hidden": "4096", "seq": "4096", "gpu": "H100-80GB-SXM",
@@ -85,7 +85,7 @@ def test_a_faster_device_does_not_shorten_a_step_that_the_host_or_the_network_se
 
 
 def test_no_measurements_leave_ones(times):
-    nothing = take(times, np.zeros(len(LAYOUTS), dtype=bool))
+    nothing = take_rows(times, np.zeros(len(LAYOUTS), dtype=bool))
     assert calibrate(nothing, np.array([])) == Calibration()
     assert calibrate(times, np.full(len(LAYOUTS), np.nan)) == Calibration()
 
@@ -96,14 +96,14 @@ def test_measurements_that_are_none_are_left_out(times, bad):
     spoilt = truth.copy()
     spoilt[0] = bad
     without = np.arange(len(LAYOUTS)) > 0
-    expected = calibrate(take(times, without), truth[without])
+    expected = calibrate(take_rows(times, without), truth[without])
     assert calibrate(times, spoilt).compute == pytest.approx(expected.compute, rel=1e-3)
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.3])
 def test_a_slower_device_is_recovered_from_three_steps(times, slower):
     truth = calibrated(times, Calibration(compute=slower)).step_s
-    found = calibrate(take(times, FEW), truth[FEW])
+    found = calibrate(take_rows(times, FEW), truth[FEW])
     # The priors hold compute closer than the host, so the host takes a part of the blame; unseen steps come out well.
     assert found.compute == pytest.approx(slower, rel=0.1)
     assert np.mean(errors(times, found, truth)[~FEW]) < np.mean(errors(times, Calibration(), truth)[~FEW]) / 2
@@ -111,7 +111,7 @@ def test_a_slower_device_is_recovered_from_three_steps(times, slower):
 
 def test_a_slower_network_is_recovered_on_the_layouts_that_use_it(times):
     truth = calibrated(times, Calibration(inner_traffic=2.0)).step_s
-    found = calibrate(take(times, FEW), truth[FEW])
+    found = calibrate(take_rows(times, FEW), truth[FEW])
     assert found.inner_traffic > 1.5
     assert np.max(errors(times, found, truth)) < np.max(errors(times, Calibration(), truth)) / 2
 
@@ -131,12 +131,12 @@ def test_one_absurd_measurement_does_not_ruin_the_rest(times, factor):
 
 
 def test_scalars_stay_positive_and_bounded(times):
-    found = calibrate(take(times, FEW), np.array([1e-6, 1e6, 1.0]))
+    found = calibrate(take_rows(times, FEW), np.array([1e-6, 1e6, 1.0]))
     for name in GROUPS:
         assert 0.01 < getattr(found, name) < 100.0
 
 
 def test_noisy_measurements_move_less(times):
     truth = times.step_s * 1.3
-    sure, unsure = (calibrate(take(times, FEW), truth[FEW], noise) for noise in (0.03, 0.5))
+    sure, unsure = (calibrate(take_rows(times, FEW), truth[FEW], noise) for noise in (0.03, 0.5))
     assert 1.0 < unsure.compute < sure.compute

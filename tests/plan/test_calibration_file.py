@@ -5,13 +5,12 @@ import pytest
 
 import phalanx
 from phalanx.errors import UserError
-from phalanx.plan.calibrate import GROUPS, Calibration, calibrated
-from phalanx.plan.calibration_file import read
+from phalanx.plan.calibrate import GROUPS, Calibration, calibrated, read_calibration
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
-from phalanx.plan.score import price
-from phalanx.plan.search import search
-from phalanx.plan.text import render
+from phalanx.plan.score import price_layouts
+from phalanx.plan.search import search_layouts
+from phalanx.plan.text import plan_text
 
 SCALARS = {"compute": 1.2, "memory": 1.0, "host": 2.0, "inner_traffic": 1.1, "outer_traffic": 0.7}
 
@@ -24,15 +23,15 @@ def file(tmp_path):
 
 
 def test_what_calibrate_writes_is_read(file):
-    note = read(file)
+    note = read_calibration(file)
     assert note.file == str(file)
     assert note.scalars == SCALARS
     assert set(SCALARS) == set(GROUPS)
 
 
 def test_a_calibrated_plan_is_the_calibrated_step(file, make_job, make_ask):
-    plan = make_plan(make_job(cluster="8xH100:4", parallel__tensor=2), calibration=read(file))
-    _, times, _ = price(make_ask(cluster="8xH100:4", parallel__tensor=2), [plan.layout])
+    plan = make_plan(make_job(cluster="8xH100:4", parallel__tensor=2), calibration=read_calibration(file))
+    _, times, _ = price_layouts(make_ask(cluster="8xH100:4", parallel__tensor=2), [plan.layout])
     expected = calibrated(times, Calibration(**SCALARS))
     assert plan.prediction.step_s == pytest.approx(float(expected.step_s[0]))
     assert plan.prediction.step_s > float(times.step_s[0])
@@ -43,14 +42,14 @@ def test_a_calibrated_plan_is_the_calibrated_step(file, make_job, make_ask):
 def test_the_search_follows_the_calibration(make_ask):
     ask = make_ask(cluster="8xH100:4")
     slow_network = replace(ask, calibration=Calibration(outer_traffic=20.0))
-    assert search(slow_network).fastest.layout != search(ask).fastest.layout
+    assert search_layouts(slow_network).fastest.layout != search_layouts(ask).fastest.layout
 
 
 def test_the_plan_says_so(file, make_job):
-    plan = make_plan(make_job(), calibration=read(file))
+    plan = make_plan(make_job(), calibration=read_calibration(file))
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.to_dict()["calibration"] == {"file": str(file), "scalars": SCALARS}
-    page = " ".join(render(plan).split())
+    page = " ".join(plan_text(plan).split())
     assert f"calibrated with {file}: compute ×1.2, memory ×1, host ×2, inner_traffic ×1.1, outer_traffic ×0.7" in page
     assert phalanx.plan(make_job()).calibration is None
 
@@ -83,11 +82,11 @@ def test_a_bad_file_is_refused_with_a_cure(tmp_path, text, told):
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
-        read(path)
+        read_calibration(path)
     assert told in str(caught.value)
 
 
 def test_a_missing_file_names_the_near_one(file):
     with pytest.raises(UserError) as caught:
-        read(file.with_name("mien.json"))
+        read_calibration(file.with_name("mien.json"))
     assert f"there is no such calibration file\n  did you mean {file}?" in str(caught.value)

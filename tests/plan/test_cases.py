@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from phalanx.plan.rows import row_columns, to_cases
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "32", "hidden": "4096", "seq": "4096", "gpu": "H100", "gpus": "16", "global_batch": "64"}
 

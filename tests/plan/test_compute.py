@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from phalanx.hardware.cluster import resolve
 from phalanx.job.model import known_presets
 from phalanx.plan.build import machine_columns, model_columns
+from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import BF16, FP4, FP8, FP32
-from phalanx.plan.compute import compute, matmul, rates, routed_tokens
+from phalanx.plan.compute import compute_seconds, matmul, rates, routed_tokens
 from phalanx.plan.physics import Profile, physics
-from phalanx.plan.rows import row_columns, to_cases
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 FULL, SELECTIVE, NONE = 2.0, 1.0, 0.0
@@ -23,7 +24,7 @@ def case(preset="llama-3-8b", cluster="8xH100:1", **changes):
 
 
 def work(*args, **changes):
-    return compute(case(*args, **changes), physics(), Profile())
+    return compute_seconds(case(*args, **changes), physics(), Profile())
 
 
 def seconds(part):
@@ -39,7 +40,7 @@ def test_never_faster_than_the_best_matmul_anyone_measured():
     cases = case(micro_batch=4.0)
     weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     ideal = 6.0 * weights * cases.tokens.item() / cases.matmul_flops.item()
-    found = seconds(compute(cases, physics(), Profile()).matmul)
+    found = seconds(compute_seconds(cases, physics(), Profile()).matmul)
     assert ideal < found < 2.0 * ideal
 
 
@@ -196,7 +197,7 @@ def test_tensor_parallel_layers_launch_more():
 
 
 def test_a_better_framework_profile_is_faster():
-    slow, fast = (compute(case(), physics(), Profile(gemm=speed)).matmul for speed in (0.5, 1.0))
+    slow, fast = (compute_seconds(case(), physics(), Profile(gemm=speed)).matmul for speed in (0.5, 1.0))
     assert seconds(slow) > 1.8 * seconds(fast)
 
 

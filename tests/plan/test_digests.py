@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rules.kit import evidence
 
-from phalanx.plan.digests import digest_every
+from phalanx.plan.auto_settings import digest_every
 
 
 @pytest.mark.parametrize(

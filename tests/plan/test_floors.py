@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.published import read_table
-from phalanx.plan.validate import Scorecard, predict_table, score
+from phalanx.validate.throughput_score import Scorecard, predict_table, score_predictions
+from phalanx.validate.throughput_table import read_table
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "data" / "throughput_public.csv"
 
@@ -15,7 +15,7 @@ TABLE = Path(__file__).parents[2] / "benchmarks" / "data" / "throughput_public.c
 @pytest.fixture(scope="module")
 def card() -> Scorecard:
     rows = read_table(TABLE).rows
-    return score(rows, predict_table(rows))
+    return score_predictions(rows, predict_table(rows))
 
 
 def test_step_time(card: Scorecard) -> None:

@@ -3,12 +3,12 @@ import re
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.plan.search import search
+from phalanx.plan.search import search_layouts
 
 
 def message(ask) -> str:
     with pytest.raises(UserError) as caught:
-        search(ask)
+        search_layouts(ask)
     return str(caught.value)
 
 
@@ -64,14 +64,18 @@ def test_under_fixed_mode_the_cure_is_to_set_a_value_not_to_leave_it_out(make_as
     assert cure is not None, text
     assert "leave" not in text
     key, value = cure.groups()
-    assert search(make_ask("llama-3-8b", cluster="8xH100:1", sequence=8192, **(sets | {key.replace(".", "__"): value})))
+    assert search_layouts(
+        make_ask("llama-3-8b", cluster="8xH100:1", sequence=8192, **(sets | {key.replace(".", "__"): value}))
+    )
 
 
 def test_device_counts_with_offload_are_named(make_ask):
     text = message(make_ask("llama-3-70b", cluster="1xH100:1", sequence=8192, batch=64))
     found = re.search(r"use (\d+) such devices with the optimizer in host memory", text)
     assert found is not None
-    assert search(make_ask("llama-3-70b", cluster=f"1xH100:{found.group(1)}", sequence=8192, batch=64)).best.fits
+    assert search_layouts(
+        make_ask("llama-3-70b", cluster=f"1xH100:{found.group(1)}", sequence=8192, batch=64)
+    ).best.fits
 
 
 def test_logits_that_outgrow_their_index_are_named_with_the_largest_micro_batch(make_ask):

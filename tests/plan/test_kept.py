@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan import kept
+from phalanx.plan import plan_cache as kept
 
 JOB = 'name = "kept"\n[model]\npreset = "llama-3-8b"\n[batch]\nglobal_sequences = 64\n[data]\nsequence = 4096\n'
 
@@ -29,9 +29,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kept, "make_plan", counted)
 
     def ask(*overrides: str, spec: str = "8xH100:2"):
-        return kept.kept_plan(load(job, overrides=overrides), resolve(spec), environ=environ)
+        return kept.cached_plan(load(job, overrides=overrides), resolve(spec), environ=environ)
 
-    return ask, searches, kept.usual_folder(environ)
+    return ask, searches, kept.plan_cache_folder(environ)
 
 
 def test_the_second_time_nothing_is_searched_and_the_plan_is_equal(asked) -> None:
@@ -88,6 +88,6 @@ def test_a_plan_of_another_job_under_our_name_is_not_believed(asked) -> None:
 
 
 def test_without_a_home_nothing_is_kept_in_the_current_folder() -> None:
-    assert kept.usual_folder({}) is None
-    assert kept.usual_folder({"XDG_CACHE_HOME": "relative"}) is None
-    assert kept.usual_folder({"HOME": "/home/a"}) == Path("/home/a/.cache/phalanx/plans")
+    assert kept.plan_cache_folder({}) is None
+    assert kept.plan_cache_folder({"XDG_CACHE_HOME": "relative"}) is None
+    assert kept.plan_cache_folder({"HOME": "/home/a"}) == Path("/home/a/.cache/phalanx/plans")

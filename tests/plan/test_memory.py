@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from phalanx.hardware.cluster import resolve
 from phalanx.job.model import known_presets
 from phalanx.plan.build import machine_columns, model_columns
+from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import FP8, FP16, FP32
 from phalanx.plan.memory import (
     MemoryProfile,
@@ -18,7 +19,7 @@ from phalanx.plan.memory import (
     predict_memory,
     stack_memory,
 )
-from phalanx.plan.rows import row_columns, to_cases
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "buffers")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from phalanx.plan.memory import memory_profiles
-from phalanx.plan.physics import PROFILE_FIELDS, Physics, Profile, physics, profile_name, profiles, stack
+from phalanx.plan.physics import PROFILE_FIELDS, Physics, Profile, physics, profile_name, profiles, stack_profiles
 
 SHARES = (
     "sustained",
@@ -94,6 +94,6 @@ def test_no_profile_is_a_table_of_rows():
 
 
 def test_stack_keeps_the_order():
-    both = stack([Profile(gemm=0.5), Profile(gemm=1.0, launch_s=1.0)])
+    both = stack_profiles([Profile(gemm=0.5), Profile(gemm=1.0, launch_s=1.0)])
     assert np.asarray(both.gemm).tolist() == [0.5, 1.0]
     assert np.asarray(both.launch_s).tolist() == [10e-6, 1.0]

@@ -8,25 +8,25 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
 from phalanx.plan.make import plan
 from phalanx.plan.memory import memory_profiles
-from phalanx.plan.score import score
-from phalanx.plan.search import search
-from phalanx.plan.space import build
-from phalanx.plan.text import render
+from phalanx.plan.request import request_from_job
+from phalanx.plan.score import score_layouts
+from phalanx.plan.search import search_layouts
+from phalanx.plan.space import build_space
+from phalanx.plan.text import plan_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def ask(name, *sets):
     job = load(EXAMPLES / name, overrides=sets).job
-    return from_job(job, resolve(job.cluster.target))[0]
+    return request_from_job(job, resolve(job.cluster.target))[0]
 
 
 def best_by_sizes(question):
     """Fastest fitting step of each (tensor, pipeline, data), fastest first."""
-    scores = score(build(question))
+    scores = score_layouts(build_space(question))
     step = np.where(scores.fits, scores.step_s, np.inf)
     best = {}
     for row in np.argsort(step):
@@ -51,14 +51,14 @@ def test_llama_3():
     name = "llama-3.1-405b-16384xH100.toml"
     sizes = ("parallel.tensor=8", "parallel.context=1", "parallel.pipeline=16", "parallel.data=128")
     kept = memory_profiles()["pytorch"]
-    theirs = search(replace(ask(name, *sizes), memory=kept)).fastest.step_s
-    assert theirs <= 1.10 * search(replace(ask(name), memory=kept)).fastest.step_s
+    theirs = search_layouts(replace(ask(name, *sizes), memory=kept)).fastest.step_s
+    assert theirs <= 1.10 * search_layouts(replace(ask(name), memory=kept)).fastest.step_s
 
 
 @pytest.mark.slow
 def test_deepseek_v3():
     """DeepSeek ran PP16 EP64 without tensor parallelism on 2,048 H800 (arXiv 2412.19437); ours is of that kind."""
-    layout = search(ask("deepseek-v3-2048xH800.toml")).best.layout
+    layout = search_layouts(ask("deepseek-v3-2048xH800.toml")).best.layout
     assert layout.expert >= 8
     assert layout.tensor <= 2
     assert layout.pipeline > 1
@@ -72,6 +72,6 @@ def test_llama_3_as_published():
     assert sizes.recompute != "full"
     assert made.prediction.mfu == pytest.approx(0.41, rel=0.05)
     assert made.prediction.step_s_low < 6.46 < made.prediction.step_s_high  # 400 TFLOP/s per GPU
-    page = render(made)
-    assert "assumes the speed and memory of framework default, $3.25 per device-hour" in page
+    page = plan_text(made)
+    assert "assumptions: speed and memory use of framework default, $3.25 per device-hour" in page
     assert "0.0038 failures per host and day" in " ".join(page.split())

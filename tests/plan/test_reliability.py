@@ -4,12 +4,19 @@ import pytest
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
-from phalanx.plan.reliability import daly, effective_time, exact_effective_time, overhead, reliability, spares
+from phalanx.plan.reliability import (
+    daly_interval,
+    effective_time,
+    exact_effective_time,
+    overhead,
+    predict_reliability,
+    spare_hosts,
+)
 
 
 def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, step_s=5.0, **fault):
     cluster = resolve(spec)
-    return reliability(
+    return predict_reliability(
         cluster,
         checkpoint=checkpoint or Checkpoint(),
         fault=Fault(**fault),
@@ -31,13 +38,13 @@ def test_llama_3_effective_time():
 
 @pytest.mark.parametrize(("hosts", "expected"), [(128, 2), (256, 2), (512, 3), (1024, 4)])
 def test_byterobust_spares(hosts, expected):
-    assert spares(hosts, 1.25e-3) == expected
+    assert spare_hosts(hosts, 1.25e-3) == expected
 
 
 def test_spares_at_the_ends():
-    assert spares(100, 0.0) == 0
-    assert spares(100, 1.0) == 100
-    assert spares(100_000, 0.01) > 1000
+    assert spare_hosts(100, 0.0) == 0
+    assert spare_hosts(100, 1.0) == 100
+    assert spare_hosts(100_000, 0.01) > 1000
 
 
 @pytest.mark.parametrize(
@@ -46,11 +53,11 @@ def test_spares_at_the_ends():
 )
 def test_effective_time_table(gpus, lost_s, ettr):
     mtbf_s = 86400 / (gpus / 8 * 3.8e-3)
-    assert effective_time(10.0, daly(10.0, mtbf_s), mtbf_s, lost_s=lost_s) == pytest.approx(ettr, abs=0.002)
+    assert effective_time(10.0, daly_interval(10.0, mtbf_s), mtbf_s, lost_s=lost_s) == pytest.approx(ettr, abs=0.002)
 
 
 def test_daly_minimises_the_overhead():
-    best = daly(10.0, 11_000.0)
+    best = daly_interval(10.0, 11_000.0)
     assert overhead(10.0, best, 11_000.0) < min(overhead(10.0, best * f, 11_000.0) for f in (0.8, 1.25))
 
 
@@ -127,7 +134,7 @@ def test_sites_beyond_hope_still_have_a_range():
 
 def test_the_exact_expectation_agrees_with_the_formula_where_failures_are_rare():
     mtbf_s = 1e6
-    interval_s = daly(10.0, mtbf_s)
+    interval_s = daly_interval(10.0, mtbf_s)
     exact = exact_effective_time(10.0, interval_s, mtbf_s, lost_s=300.0)
     assert exact == pytest.approx(effective_time(10.0, interval_s, mtbf_s, lost_s=300.0), abs=1e-4)
     assert exact_effective_time(10.0, 1e6, 100.0, lost_s=300.0) == 0.0

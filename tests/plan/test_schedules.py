@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from phalanx.plan.schedules import is_v_shaped, rank_load, rank_order, split_layers, stage_loads
+from phalanx.plan.schedules import is_v_shaped, layers_of_stages, rank_load, rank_order, stage_loads
 from phalanx.train.parallel.pipeline import schedule_class
 
 
@@ -65,7 +65,7 @@ def test_the_order_is_torchs(name, ranks, chunks, count):
 
 def test_what_the_single_orders_hold():
     """GPipe everything, 1F1B as many as ranks follow; too few micro-batches make the two one."""
-    layers = split_layers(8, 4)
+    layers = layers_of_stages(8, 4)
     held = {
         (name, count): [rank_load(name, rank, 4, 1, count, layers=layers).held for rank in range(4)]
         for name, count in (("gpipe", 6), ("1f1b", 6), ("1f1b", 3))
@@ -77,7 +77,7 @@ def test_what_the_single_orders_hold():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_more_micro_batches_hold_no_more(name, chunks, ranks):
     """What `stage_loads` counts on when it plays three rounds for all."""
-    layers = split_layers(40, ranks * chunks, embed_cost=1.0, head_cost=1.7)
+    layers = layers_of_stages(40, ranks * chunks, embed_cost=1.0, head_cost=1.7)
     few, many = (
         [rank_load(name, rank, ranks, chunks, rounds * ranks, layers=layers) for rank in range(ranks)]
         for rounds in (3, 9)
@@ -89,7 +89,7 @@ def test_more_micro_batches_hold_no_more(name, chunks, ranks):
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2)])
 def test_one_of_four_ranks_is_the_fullest(name, chunks, ranks):
     costs = {"embed_cost": 1.0, "head_cost": 1.23}
-    layers = split_layers(80, ranks * chunks, **costs)
+    layers = layers_of_stages(80, ranks * chunks, **costs)
     every = [rank_load(name, rank, ranks, chunks, 3 * ranks, layers=layers) for rank in range(ranks)]
     chosen = stage_loads(name, ranks, chunks, 3 * ranks, 80, **costs)
 

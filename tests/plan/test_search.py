@@ -8,15 +8,15 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
-from phalanx.plan.score import price, score
-from phalanx.plan.search import DECIDES, FULL_MEMORY, SAFE_MEMORY, SAME, complexity, search
-from phalanx.plan.space import build
+from phalanx.plan.request import request_from_job
+from phalanx.plan.score import price_layouts, score_layouts
+from phalanx.plan.search import DECIDES, FULL_MEMORY, SAFE_MEMORY, SAME, complexity, search_layouts
+from phalanx.plan.space import build_space
 
 
 def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
     ask = make_ask()
-    found, scores = search(ask), score(build(ask))
+    found, scores = search_layouts(ask), score_layouts(build_space(ask))
     fastest = scores.step_s[scores.fits].min()
     assert found.best.fits
     assert fastest <= found.best.step_s <= SAME * fastest
@@ -39,24 +39,24 @@ def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
 )
 def test_scores_of_a_grid_equal_prices_one_by_one(make_ask, preset, settings):
     ask = make_ask(preset, cluster="8xH100:2", batch=16, **settings)
-    scores = score(build(ask), hopeless=np.inf)
+    scores = score_layouts(build_space(ask), hopeless=np.inf)
     rows = np.linspace(0, scores.base.size - 1, 200, dtype=int)
-    _, times, memory = price(ask, [scores.layout(int(row)) for row in rows])
+    _, times, memory = price_layouts(ask, [scores.layout(int(row)) for row in rows])
     assert np.allclose(times.step_s, scores.step_s[rows], rtol=1e-12, atol=0)
     assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-12, atol=0)
     assert memory.runs.all()
 
 
 def test_scores_are_in_the_order_of_the_tables(make_ask):
-    scores = score(build(make_ask("mixtral-8x7b")))
+    scores = score_layouts(build_space(make_ask("mixtral-8x7b")))
     order = scores.base * scores.space.choice["zero"].size + scores.choice
     assert (np.diff(order) > 0).all(), "of equals the first is taken: it must not depend on how they were priced"
 
 
 def test_where_nothing_comes_near_only_the_smallest_is_kept(make_ask, monkeypatch):
     monkeypatch.setattr("phalanx.plan.space.GRID_CELLS", 500)
-    space = build(make_ask())
-    everything, least = score(space, hopeless=np.inf), score(space, hopeless=1e-3)
+    space = build_space(make_ask())
+    everything, least = score_layouts(space, hopeless=np.inf), score_layouts(space, hopeless=1e-3)
     smallest = everything.memory_bytes == everything.memory_bytes.min()
     assert least.legal == everything.legal
     assert least.base.tolist() == everything.base[smallest].tolist()
@@ -68,8 +68,8 @@ def axes_of(scores):
 
 
 def all_equal(space, **options):
-    """As `score`, but every layout takes 1.00 to 1.01 s, the less the more machinery it has, and half of the memory."""
-    scores = score(space, **options)
+    """As `score_layouts`, but every layout takes 1.00 to 1.01 s, less with more machinery, and half the memory."""
+    scores = score_layouts(space, **options)
     step_s = 1.01 - 0.001 * axes_of(scores) - 1e-5 * scores.column("pp") - 1e-6 * scores.column("vpp")
     return replace(scores, step_s=step_s, memory_bytes=np.full(step_s.size, 0.5 * scores.usable_bytes))
 
@@ -77,7 +77,7 @@ def all_equal(space, **options):
 def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
     monkeypatch.setattr("phalanx.plan.search.score", all_equal)
     ask = make_ask()
-    found, scores = search(ask), all_equal(build(ask))
+    found, scores = search_layouts(ask), all_equal(build_space(ask))
     assert found.fastest.step_s == scores.step_s.min() < found.best.step_s <= SAME * found.fastest.step_s
     rows = np.arange(scores.base.size)
     keys = dict(zip(map(scores.layout, rows), zip(*complexity(scores, rows), strict=True), strict=True))
@@ -92,7 +92,7 @@ def test_a_simpler_layout_that_fills_the_memory_does_not_win(make_ask, monkeypat
         return replace(scores, memory_bytes=share * scores.usable_bytes)
 
     monkeypatch.setattr("phalanx.plan.search.score", crowded)
-    assert search(make_ask()).best.layout.axes == 1
+    assert search_layouts(make_ask()).best.layout.axes == 1
 
 
 def test_beyond_a_tie_the_fastest_wins_whatever_it_takes(make_ask, monkeypatch):
@@ -101,13 +101,13 @@ def test_beyond_a_tie_the_fastest_wins_whatever_it_takes(make_ask, monkeypatch):
         return replace(scores, step_s=np.where(scores.step_s == scores.step_s.min(), 1.0 / SAME - 0.02, 1.0))
 
     monkeypatch.setattr("phalanx.plan.search.score", far_apart)
-    found = search(make_ask())
+    found = search_layouts(make_ask())
     assert found.best.layout.axes == 3
     assert found.best.layout == found.fastest.layout
 
 
 def test_stages_come_before_axes_before_schedules(make_ask):
-    scores = score(build(make_ask()))
+    scores = score_layouts(build_space(make_ask()))
     rows = np.arange(scores.base.size)
     keys = list(zip(*complexity(scores, rows), strict=True))
     plain = [row for row in rows[::97] if scores.layout(int(row)).axes == 0]
@@ -128,9 +128,9 @@ def test_stages_come_before_axes_before_schedules(make_ask):
 def test_a_simpler_layout_may_not_risk_the_memory():
     """BLOOM on 48 nodes: TP8 PP6 is simpler and 1.4 % slower, but would fill 94 % of the usable memory."""
     job = load(Path(__file__).parents[2] / "examples" / "bloom-176b-48x8xA100.toml").job
-    ask, _ = from_job(job, resolve(job.cluster.target))
-    best = search(ask).best
-    assert best.memory_bytes <= 0.9 * score(build(ask)).usable_bytes
+    ask, _ = request_from_job(job, resolve(job.cluster.target))
+    best = search_layouts(ask).best
+    assert best.memory_bytes <= 0.9 * score_layouts(build_space(ask)).usable_bytes
 
 
 def filled(share_of_fastest, lead, share_of_rest, monkeypatch):
@@ -147,7 +147,7 @@ def filled(share_of_fastest, lead, share_of_rest, monkeypatch):
 
 def test_a_layout_with_room_beats_one_at_the_edge_of_memory_that_is_little_faster(make_ask, monkeypatch):
     filled(0.99, 1.025, 0.94, monkeypatch)
-    found = search(make_ask())
+    found = search_layouts(make_ask())
     assert found.best.step_s > found.fastest.step_s
     assert found.best.memory_bytes < found.fastest.memory_bytes
     assert found.warnings == ()
@@ -156,7 +156,7 @@ def test_a_layout_with_room_beats_one_at_the_edge_of_memory_that_is_little_faste
 def test_a_full_layout_loses_to_one_within_the_specification_however_fast_it_is(make_ask, monkeypatch):
     """MEM001 calls more than 90 % of the device an error: the plan keeps it, and tells what is faster on paper."""
     filled(0.99, 1.10, 0.80, monkeypatch)
-    found = search(make_ask())
+    found = search_layouts(make_ask())
     assert found.fastest.memory_bytes > found.best.memory_bytes
     assert found.best.step_s == pytest.approx(1.10 * found.fastest.step_s)
     assert found.warnings == ()
@@ -165,15 +165,15 @@ def test_a_full_layout_loses_to_one_within_the_specification_however_fast_it_is(
 def test_a_full_layout_fills_no_more_of_the_device_than_it_must(make_ask, monkeypatch):
     """0.99 of the usable 92 % is beyond 90 % of the device, 0.97 is not."""
     filled(0.99, 1.10, 0.97, monkeypatch)
-    assert search(make_ask()).best.step_s == 1.0
+    assert search_layouts(make_ask()).best.step_s == 1.0
     filled(0.999, 1.10, 0.985, monkeypatch)
-    assert search(make_ask()).best.step_s < 1.0
+    assert search_layouts(make_ask()).best.step_s < 1.0
 
 
 def test_a_layout_that_would_fit_if_its_trace_took_more_beats_any_that_would_not(make_ask, monkeypatch):
     """0.97 of the usable memory is within 90 % of the device, and still not what a trace 6 % above its plan leaves."""
     filled(0.97, 1.50, 0.94, monkeypatch)
-    found = search(make_ask())
+    found = search_layouts(make_ask())
     assert found.best.step_s == pytest.approx(1.50 * found.fastest.step_s)
     assert found.warnings == ()
 
@@ -182,7 +182,7 @@ def test_a_layout_that_would_fit_if_its_trace_took_more_beats_any_that_would_not
 def test_a_full_layout_without_a_roomy_one_says_so(make_ask, monkeypatch, framework, decided):
     """And for our own trainer, what tells whether it fits."""
     filled(0.99, 1.10, 0.96, monkeypatch)
-    (warning,) = search(make_ask(parallel__framework=f'"{framework}"')).warnings
+    (warning,) = search_layouts(make_ask(parallel__framework=f'"{framework}"')).warnings
     assert "no layout here leaves 10% free: use more devices" in warning.fix
     assert (DECIDES in warning.why) is decided
 
@@ -196,22 +196,22 @@ def test_a_full_layout_fixed_by_hand_names_what_the_free_search_finds(make_ask, 
         )
 
     monkeypatch.setattr("phalanx.plan.search.score", made)
-    assert "leaves 20.0% free and takes 1.0" in search(make_ask(parallel__tensor=2)).warnings[0].fix
+    assert "leaves 20.0% free and takes 1.0" in search_layouts(make_ask(parallel__tensor=2)).warnings[0].fix
 
 
 def test_llama_70b_on_64_h100_leaves_room(make_ask):
     ask = make_ask("llama-3-70b", cluster="8xH100:8", sequence=8192, batch=512)
-    found = search(ask)
-    assert found.best.memory_bytes <= FULL_MEMORY * score(build(ask)).usable_bytes or found.warnings
+    found = search_layouts(ask)
+    assert found.best.memory_bytes <= FULL_MEMORY * score_layouts(build_space(ask)).usable_bytes or found.warnings
 
 
 def test_the_choice_does_not_depend_on_chance(make_ask):
     ask = make_ask(cluster="8xH100:8", sequence=8192, batch=512)
-    assert search(ask) == search(ask)
+    assert search_layouts(ask) == search_layouts(ask)
 
 
 def test_runners_up_are_distinct_and_each_is_another_idea(make_ask):
-    found = search(make_ask(cluster="8xH100:4"))
+    found = search_layouts(make_ask(cluster="8xH100:4"))
     layouts = [one.layout for one in found.others]
     assert found.best.layout not in layouts
     assert len(set(layouts)) == len(layouts) >= 4
@@ -227,7 +227,7 @@ def test_runners_up_are_distinct_and_each_is_another_idea(make_ask):
 def test_nothing_in_the_pareto_set_is_beaten_in_all_three(make_ask):
     points = [
         (one.step_s, one.step_s * one.layout.devices, one.memory_bytes)
-        for one in search(make_ask(cluster="8xH100:4")).pareto
+        for one in search_layouts(make_ask(cluster="8xH100:4")).pareto
     ]
     assert len(points) >= 2
     for a in points:
@@ -235,7 +235,7 @@ def test_nothing_in_the_pareto_set_is_beaten_in_all_three(make_ask):
 
 
 def test_smaller_parts_of_the_cluster_take_part(make_ask):
-    devices = {one.layout.devices for one in search(make_ask(cluster="8xH100:4")).pareto}
+    devices = {one.layout.devices for one in search_layouts(make_ask(cluster="8xH100:4")).pareto}
     assert 32 in devices
     assert devices <= {32, 16, 8}
     assert len(devices) > 1
@@ -243,7 +243,7 @@ def test_smaller_parts_of_the_cluster_take_part(make_ask):
 
 def test_a_fixed_layout_is_kept_and_a_better_one_is_named(make_ask):
     sizes = {"parallel__tensor": 8, "parallel__pipeline": 2, "parallel__context": 1, "parallel__recompute": "full"}
-    found = search(make_ask(**sizes))
+    found = search_layouts(make_ask(**sizes))
     best = found.best.layout
     assert (best.tensor, best.pipeline, best.context, best.recompute) == (8, 2, 1, "full")
     (warning,) = found.warnings
@@ -252,7 +252,7 @@ def test_a_fixed_layout_is_kept_and_a_better_one_is_named(make_ask):
 
 
 def test_offload_is_the_last_resort_and_is_said(make_ask):
-    found = search(make_ask("llama-3-8b", cluster="1xH100:1", batch=8))
+    found = search_layouts(make_ask("llama-3-8b", cluster="1xH100:1", batch=8))
     assert found.best.layout.offload == "optimizer"
     assert "nothing fits in device memory without keeping the optimizer in host memory" in found.warnings[0].what
 
@@ -263,27 +263,32 @@ def test_more_memory_never_makes_the_best_slower(make_ask):
     roomy = replace(
         ask, cluster=replace(ask.cluster, accelerator=replace(device, memory_bytes=2 * device.memory_bytes))
     )
-    assert search(roomy).best.step_s <= search(ask).best.step_s * SAME
+    assert search_layouts(roomy).best.step_s <= search_layouts(ask).best.step_s * SAME
 
 
 def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
     with pytest.raises(UserError) as caught:
-        search(make_ask("llama-3.1-405b", cluster="8xH100:1", batch=64))
+        search_layouts(make_ask("llama-3.1-405b", cluster="8xH100:1", batch=64))
     text = str(caught.value)
     assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: the least any legal layout needs is ")
     assert "or devices with more memory" in text
     named = re.search(r"use (\d+) such devices with the optimizer in host memory \((\d+) without\)", text)
     assert named is not None
     for devices, offload in zip(named.groups(), ("optimizer", "none"), strict=True):
-        assert search(make_ask("llama-3.1-405b", cluster=f"H100:{devices}", batch=64)).best.layout.offload == offload
+        assert (
+            search_layouts(make_ask("llama-3.1-405b", cluster=f"H100:{devices}", batch=64)).best.layout.offload
+            == offload
+        )
 
 
 def test_a_network_of_ones_own_is_split_only_as_it_can_be(make_ask):
     """The trainer splits its own layers alone over tensor, context and expert ranks; stages need their author."""
     own = {"model__module": '"net.py:build"'}
-    assert search(make_ask(cluster="8xH100:2", batch=4)).best.layout.data < 16, "our own layers would be split here"
-    found = search(make_ask(cluster="8xH100:2", batch=16, **own))
+    assert search_layouts(make_ask(cluster="8xH100:2", batch=4)).best.layout.data < 16, (
+        "our own layers would be split here"
+    )
+    found = search_layouts(make_ask(cluster="8xH100:2", batch=16, **own))
     splits = {(one.layout.tensor, one.layout.context, one.layout.pipeline) for one in (found.best, *found.pareto)}
     assert splits == {(1, 1, 1)}
-    by_hand = search(make_ask(cluster="8xH100:2", batch=16, parallel__pipeline=2, **own))
+    by_hand = search_layouts(make_ask(cluster="8xH100:2", batch=16, parallel__pipeline=2, **own))
     assert (by_hand.best.layout.pipeline, by_hand.best.layout.tensor) == (2, 1)

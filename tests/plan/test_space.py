@@ -3,7 +3,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.space import build, divisors, expert_sizes, micro_batches, schedules, splits, tensor_sizes
+from phalanx.plan.space import build_space, divisors, expert_sizes, micro_batches, schedules, splits, tensor_sizes
 
 
 def layouts(space, every=1):
@@ -25,7 +25,7 @@ def test_divisors_are_exactly_those(number):
 @given(domains=st.sampled_from([1, 2, 3, 5, 6, 8]), batch=st.sampled_from([12, 60, 96, 128]))
 def test_every_layout_is_legal(make_ask, domains, batch):
     ask = make_ask(cluster=f"8xH100:{domains}", batch=batch)
-    space = build(ask)
+    space = build_space(ask)
     for one in layouts(space, every=29):
         assert one.devices == 8 * domains
         assert one.data * one.micro_batch * one.accumulation == batch
@@ -46,7 +46,7 @@ def test_every_layout_is_legal(make_ask, domains, batch):
     ("preset", "cluster", "batch"), [("mixtral-8x7b", "8xH100:6", 96), ("llama-3-8b", "8xH100:3", 60)]
 )
 def test_a_cell_of_a_grid_is_the_layout_of_its_rows(make_ask, preset, cluster, batch):
-    space = build(make_ask(preset, cluster, batch=batch), offload=("none", "optimizer"))
+    space = build_space(make_ask(preset, cluster, batch=batch), offload=("none", "optimizer"))
     for grid in space.grids():
         where = legal_cells(grid)
         base, choice = grid.rows(where)
@@ -56,7 +56,7 @@ def test_a_cell_of_a_grid_is_the_layout_of_its_rows(make_ask, preset, cluster, b
 
 
 def test_the_grid_around_some_layouts_holds_exactly_them(make_ask):
-    space = build(make_ask("mixtral-8x7b", "8xH100:4"))
+    space = build_space(make_ask("mixtral-8x7b", "8xH100:4"))
     for grid in space.grids():
         wanted = legal_cells(grid) & (grid.columns["zero"] == 1) & (grid.columns["ep"] > 2)
         small, inside = grid.around(wanted)
@@ -70,9 +70,9 @@ def test_the_grid_around_some_layouts_holds_exactly_them(make_ask):
 
 
 def test_what_is_legal_does_not_depend_on_how_grids_are_joined(make_ask, monkeypatch):
-    space = build(make_ask("mixtral-8x7b", "8xH100:6", batch=96))
+    space = build_space(make_ask("mixtral-8x7b", "8xH100:6", batch=96))
     joined = set(layouts(space))
-    monkeypatch.setattr("phalanx.plan.grid.WASTED_CELLS", 0)
+    monkeypatch.setattr("phalanx.plan.space.WASTED_CELLS", 0)
     monkeypatch.setattr("phalanx.plan.space.GRID_CELLS", 500)
     assert set(layouts(space)) == joined
 
@@ -114,11 +114,11 @@ def test_interleaving_needs_chunks_and_full_rounds(make_ask):
 
 def test_frameworks_are_offered_only_what_they_run(make_ask):
     ask = make_ask(parallel__framework="megatron-deepspeed")
-    found = layouts(build(ask))
+    found = layouts(build_space(ask))
     assert {one.schedule for one in found} == {"1f1b"}
     assert {one.context for one in found} == {1}
     assert not [one for one in found if one.pipeline > 1 and one.zero > 1]
-    ours = layouts(build(make_ask(batch=16)))
+    ours = layouts(build_space(make_ask(batch=16)))
     assert {one.zero for one in ours if one.pipeline > 1} == {0, 1, 2}  # ZeRO-3 would free nothing there
     assert {one.zero for one in ours if one.pipeline == 1} == {0, 1, 2, 3}
     assert not [one for one in ours if one.schedule == "zero-bubble" and one.recompute == "selective"]
@@ -126,23 +126,25 @@ def test_frameworks_are_offered_only_what_they_run(make_ask):
 
 def test_what_is_fixed_stays(make_ask):
     ask = make_ask(parallel__tensor=2, parallel__zero=1, parallel__recompute="full", batch__micro=2)
-    found = layouts(build(ask))
+    found = layouts(build_space(ask))
     assert found
     assert {(one.tensor, one.zero, one.recompute, one.micro_batch) for one in found} == {(2, 1, "full", 2)}
 
 
 def test_hsdp_shards_inside_the_domain(make_ask):
-    found = layouts(build(make_ask(cluster="8xH100:4", parallel__zero=3, parallel__tensor=2, parallel__pipeline=1)))
+    found = layouts(
+        build_space(make_ask(cluster="8xH100:4", parallel__zero=3, parallel__tensor=2, parallel__pipeline=1))
+    )
     assert {one.shard for one in found if one.context == 1} == {16, 4}
 
 
 def test_wider_tensor_groups_only_on_request(make_ask):
     ask = make_ask(cluster="8xH100:4", parallel__framework="megatron")
-    assert int(build(ask).base["tp"].max()) == 8
-    assert int(build(ask, widest_tensor=32).base["tp"].max()) == 32
-    assert set(np.unique(build(make_ask(cluster="8xH100:4", parallel__tensor=16)).base["tp"])) == {16}
+    assert int(build_space(ask).base["tp"].max()) == 8
+    assert int(build_space(ask, widest_tensor=32).base["tp"].max()) == 32
+    assert set(np.unique(build_space(make_ask(cluster="8xH100:4", parallel__tensor=16)).base["tp"])) == {16}
 
 
 @pytest.mark.parametrize("offload", [("none",), ("optimizer",), ("none", "optimizer")])
 def test_offload_is_tried_as_asked(make_ask, offload):
-    assert {one.offload for one in layouts(build(make_ask(cluster="8xH100:1"), offload=offload))} == set(offload)
+    assert {one.offload for one in layouts(build_space(make_ask(cluster="8xH100:1"), offload=offload))} == set(offload)

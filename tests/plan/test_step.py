@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from phalanx.hardware.cluster import resolve
 from phalanx.job.model import known_presets
 from phalanx.plan.build import machine_columns, model_columns
+from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, PRECISION, SCHEDULES
 from phalanx.plan.physics import Profile, physics, profiles
-from phalanx.plan.rows import row_columns, to_cases
 from phalanx.plan.step import StepTimes, predict_step, smooth_max, stage_layers
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "256"}
 COMBINED = {"device_s", "host_s", "launch_sharpness", "busy_s", "moving_s", "shard_sharpness"}

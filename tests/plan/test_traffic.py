@@ -6,12 +6,12 @@ import pytest
 from phalanx.hardware.cluster import resolve
 from phalanx.job.model import known_presets
 from phalanx.plan import traffic
-from phalanx.plan.build import machine_columns, model_columns
+from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION
-from phalanx.plan.compute import compute
+from phalanx.plan.compute import compute_seconds
 from phalanx.plan.physics import Profile, physics
-from phalanx.plan.rows import row_columns, to_cases
 from phalanx.plan.weights import rank_weights
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 
@@ -111,7 +111,8 @@ def tensor(**changes):
 def test_tensor_traffic_explodes_past_the_node():
     """Published: TP 8 to 16 over EFA loses 43 % of throughput, 2 to 32 loses 85 % (Ultra-Scale Playbook)."""
     assert tensor(tp=1.0) == 0
-    assert 0 < tensor(tp=4.0) <= tensor(tp=8.0)
+    # Sums in the switch need heads: on 4 x H200 NCCL takes a ring (365 GB/s), on 8 the switch (480 GB/s).
+    assert 0 < tensor(tp=4.0) < 1.2 * tensor(tp=8.0)
     assert tensor(tp=16.0) > 1.4 * tensor(tp=8.0)
 
 
@@ -157,7 +158,7 @@ def test_dense_models_have_no_expert_traffic():
 
 def context(**changes):
     cases = case(**changes)
-    behind = compute(cases, physics(), Profile()).attention.forward
+    behind = compute_seconds(cases, physics(), Profile()).attention.forward
     return traffic.context_seconds(cases, physics(), traffic.groups(cases, physics(), Profile()), behind).item()
 
 
@@ -166,7 +167,7 @@ def test_ring_attention_hides_behind_long_sequences():
     short, long = ({"cp": 8.0, "tp": 8.0, "seq": length} for length in (8192.0, 524288.0))
     shares = []
     for one in (short, long):
-        attention = compute(case(**one), physics(), Profile()).attention.forward.item()
+        attention = compute_seconds(case(**one), physics(), Profile()).attention.forward.item()
         shares.append(context(**one) / attention)
     assert shares[1] < 0.2 * shares[0]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.published import read_table
-from phalanx.plan.validate import draw_known, predict_table, score
+from phalanx.validate.throughput_score import draw_known, predict_table, score_predictions
+from phalanx.validate.throughput_table import read_table
 
 FIXTURE = Path(__file__).parents[1] / "data" / "published_runs.csv"
 
@@ -20,7 +20,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def card(rows):
-    return score(rows, predict_table(rows))
+    return score_predictions(rows, predict_table(rows))
 
 
 def test_step_time(card):
@@ -60,6 +60,6 @@ def test_three_measured_rows_find_a_slower_system(rows):
     """The same runs on machines a third slower than any the constants were fitted to."""
     slow = tuple(row | {"step_s": str(1.35 * float(row["step_s"]))} if row["step_s"] else row for row in rows)
     known, rest = draw_known(slow, per_source=3, seed=0)
-    plain, fitted = (score(rest, predict_table(rest, known=some)) for some in ((), known))
+    plain, fitted = (score_predictions(rest, predict_table(rest, known=some)) for some in ((), known))
     medians = [sum(source.median for source in one.sources) / len(one.sources) for one in (plain, fitted)]
     assert medians[1] < 0.6 * medians[0]

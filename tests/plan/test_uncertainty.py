@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan.physics import profiles
-from phalanx.plan.rows import predict_rows
-from phalanx.plan.uncertainty import FEATURES, features, interval, scales, weights
+from phalanx.plan.prediction import FEATURES, features, scales, step_interval, weights
+from phalanx.validate.throughput_rows import predict_rows
 
 ROW = {
     "id": "a", "model_name": "llama-3-8b", "layers": "32", "hidden": "4096", "seq": "4096", "gpu": "H100-80GB-SXM",
@@ -20,7 +20,7 @@ def predicted(**changes):
 
 
 def width(found, framework="default"):
-    low, high = interval(found.cases, found.times, framework)
+    low, high = step_interval(found.cases, found.times, framework)
     return float(np.log(high / low)[0])
 
 
@@ -34,7 +34,7 @@ def width(found, framework="default"):
 )
 def test_low_step_high(tp, pp, framework, model, gpus):
     found = predicted(tp=tp, pp=pp, framework=framework, model_name=model, gpus=gpus, global_batch=4096)
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     assert 0 < low < found.times.step_s < high
 
 
@@ -71,7 +71,7 @@ def test_shipped_widths_never_turn_inside_out():
 def test_one_framework_per_case():
     rows = tuple(ROW | {"id": name} for name in "ab")
     found = predict_rows(rows)
-    low, high = interval(found.cases, found.times, ["megatron-lm", "default"])
+    low, high = step_interval(found.cases, found.times, ["megatron-lm", "default"])
     assert np.log(high / low)[1] > np.log(high / low)[0]
 
 

@@ -5,9 +5,10 @@ import pytest
 
 from phalanx.job.model import known_presets
 from phalanx.plan.build import model_columns
+from phalanx.plan.case_columns import model_columns
 from phalanx.plan.parameter_counts import count_parameters
-from phalanx.plan.rows import row_columns, to_cases
 from phalanx.plan.weights import active_weights, rank_weights, total_weights
+from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
 # Learned positions are the one thing left out that a small model feels.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rules.kit import answers, evidence
 
-from phalanx.plan.reliability import daly, effective_time, overhead, spares
+from phalanx.plan.reliability import daly_interval, effective_time, overhead, spare_hosts
 from phalanx.rules.edition import EDITION, all_rules
 from phalanx.rules.outcome import Edit
 from phalanx.rules.rule import GROUPS
@@ -34,14 +34,14 @@ def test_daly_and_effective_time(
     mtbf_s = DAY_S / (devices / 8 * RATE)
     assert mtbf_s / HOUR_S == pytest.approx(hours, rel=0.04), "the table rounds to two digits"
     for blocking_s, best in zip((1.0, 10.0, 60.0), minutes, strict=True):
-        assert daly(blocking_s, mtbf_s) / MINUTE_S == pytest.approx(best, rel=0.04, abs=0.05)
-    best_s = daly(10.0, mtbf_s)
+        assert daly_interval(blocking_s, mtbf_s) / MINUTE_S == pytest.approx(best, rel=0.04, abs=0.05)
+    best_s = daly_interval(10.0, mtbf_s)
     for lost_s, share in ((600.0, slow), (90.0, fast)):
         assert effective_time(10.0, best_s, mtbf_s, lost_s=lost_s) == pytest.approx(share, abs=6e-4)
 
 
 def test_spares_of_byterobust() -> None:
-    assert [spares(hosts, 1.25e-3) for hosts in (128, 256, 512, 1_024)] == [2, 2, 3, 4]
+    assert [spare_hosts(hosts, 1.25e-3) for hosts in (128, 256, 512, 1_024)] == [2, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("times", "more"), [(0.5, 0.25), (2, 0.25), (0.25, 1.125), (4, 1.125)])

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.job.load import load
-from phalanx.network.nccl_choice import expect
+from phalanx.network.nccl_choice import expect_collective
 from phalanx.network.nccl_cluster import group_system
 from phalanx.plan.make import plan as make_plan
 
@@ -67,11 +67,13 @@ def test_a_group_inside_the_node_is_asked_for_as_one(tmp_path):
     path.write_text(JOB.format(mib=25, data=8, tensor=8, preset="llama-3-8b"))
     plan = make_plan(load(path), hopeless=True)
     tensor = next(one for one in plan.mapping if one.axis == "tensor")
-    alone = expect(group_system(plan.cluster, nodes=1, per_node=8), tensor.message_bytes, operation="all-gather")
+    alone = expect_collective(
+        group_system(plan.cluster, nodes=1, per_node=8), tensor.message_bytes, operation="all-gather"
+    )
     assert "all-gather" in tensor.operation or tensor.operation == "all-reduce"
     assert tensor.message_s > 0
     if "all-gather" in tensor.operation:
         assert (tensor.algorithm, tensor.message_s) == (alone.algorithm, pytest.approx(alone.seconds, rel=0.01))
     data = next(one for one in plan.mapping if one.axis == "data")
-    across = expect(group_system(plan.cluster, nodes=8, per_node=1), data.message_bytes)
+    across = expect_collective(group_system(plan.cluster, nodes=8, per_node=1), data.message_bytes)
     assert (data.algorithm, data.message_s) == (across.algorithm, pytest.approx(across.seconds))

@@ -8,22 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim import matrices, routes
-from phalanx.sim.episode import Episode, Manner, episode
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim import routes, traffic_matrix
+from phalanx.sim.episode import Episode, Manner, run_episode
+from phalanx.sim.fluid import IDEAL, MRC, Wire
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.wire import IDEAL, MRC, Wire
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
-ALONE = matrices.flows([0], [60], 20e6)  # 200 µs at line rate
+ALONE = traffic_matrix.flows([0], [60], 20e6)  # 200 µs at line rate
 QPS = routes.Routing(spread="qp", paths=8, planes="equal", recovery="conventional")
 ROCE = Manner(name="RoCE", routing=QPS, react_s=1.0, go_back=True)
 EDGE = Manner(name="MRC", routing=routes.spray(256), react_s=30e-6)
 PORT = Fault(part="nic", number=0, at_s=50e-6)
 
 
-def run(manner: Manner, *faults: Fault, flows: matrices.Flows = ALONE, over: Wire = IDEAL) -> Episode:
-    return episode(FABRIC, flows, manner=manner, faults=faults, wire=over)
+def run(manner: Manner, *faults: Fault, flows: traffic_matrix.Flows = ALONE, over: Wire = IDEAL) -> Episode:
+    return run_episode(FABRIC, flows, manner=manner, faults=faults, wire=over)
 
 
 def _met_t1() -> int:
@@ -67,9 +67,9 @@ def test_two_grey_parts_on_a_path_lose_more_than_one() -> None:
 
 
 def test_a_flow_that_is_done_is_not_touched() -> None:
-    flows = matrices.flows([0, 0], [60, 61], [1e6, 20e6])
+    flows = traffic_matrix.flows([0, 0], [60, 61], [1e6, 20e6])
     assert run(EDGE, replace(PORT, at_s=100e-6), flows=flows).touched == 1
-    assert run(EDGE, PORT, flows=matrices.flows([0, 0], [60, 61], [20e6, 20e6])).touched == 2
+    assert run(EDGE, PORT, flows=traffic_matrix.flows([0, 0], [60, 61], [20e6, 20e6])).touched == 2
 
 
 def test_a_port_that_returns_lets_a_queue_pair_go_on_where_it_was() -> None:
@@ -110,7 +110,7 @@ def test_routing_goes_around_a_switch_when_it_has_converged() -> None:
 
 def test_connections_touched_are_those_with_a_path_there() -> None:
     """1-(1-1/n)^k with n = 8 T1s and k = 32 or 8 paths in the plane."""
-    flows = matrices.shift(64, 20e6)
+    flows = traffic_matrix.shift(64, 20e6)
     for paths in (64, 256):
         found = run(replace(EDGE, routing=routes.spray(paths)), Fault(part="t1", number=3, at_s=50e-6), flows=flows)
         expected = 64 * (1 - (1 - 1 / 8) ** (paths / 8))
@@ -139,10 +139,10 @@ def test_loss_everywhere_dries_up_the_paths_of_long_transfers() -> None:
     """A packet in a hundred retires a path, probes bring back 1 in 10 ms: after 1 ms four paths are left, of eight."""
     sender = replace(EDGE, least_paths=4, probe_s=10e-3)
     grey = Fault(part="traffic", loss=0.01)
-    short, long = run(sender, grey), run(sender, grey, flows=matrices.flows([0], [60], 2e9))
+    short, long = run(sender, grey), run(sender, grey, flows=traffic_matrix.flows([0], [60], 2e9))
     assert short.times_s[0] == pytest.approx(200e-6 / 0.99, rel=0.01)
     assert long.times_s[0] == pytest.approx(20e-3 / 0.5 / 0.99, rel=0.03)
-    rare = run(sender, replace(grey, loss=0.001), flows=matrices.flows([0], [60], 2e9))
+    rare = run(sender, replace(grey, loss=0.001), flows=traffic_matrix.flows([0], [60], 2e9))
     assert rare.times_s[0] == pytest.approx(20e-3, rel=0.01)
 
 
@@ -151,7 +151,7 @@ def test_losses_and_probes_balance_between_dry_and_all_paths() -> None:
     rate falls to 0.53 of the line, which is four of eight planes, and with 0.0007 to 0.75, which is six."""
     sender = replace(EDGE, routing=routes.spray(128), least_paths=4, probe_s=10e-3)
     for loss, planes in ((0.01, 4), (0.001, 4), (0.0007, 6), (0.0005, 8)):
-        found = run(sender, Fault(part="traffic", loss=loss), flows=matrices.flows([0], [60], 40e9))
+        found = run(sender, Fault(part="traffic", loss=loss), flows=traffic_matrix.flows([0], [60], 40e9))
         assert found.times_s[0] == pytest.approx(0.4 * 8 / planes / (1 - loss), rel=0.05), loss
 
 
@@ -159,10 +159,10 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
     """The packet engine, one queue pair at 100G, 100 MB (24,415 packets), seed 1: 8.2 ms without loss, 211 ms with 1 %
     (three timers of 67 ms), 1,423 ms with 3 %: n·p² timers, 2.4 and 22 of them, beside which going back is little."""
     one = replace(parse_fabric("clos2:4x100G/1p/8"))
-    sent = matrices.flows([0], [3], 100e6)
+    sent = traffic_matrix.flows([0], [3], 100e6)
     for loss, expected in ((0.01, 2.44), (0.03, 21.97)):
         times = [
-            episode(
+            run_episode(
                 one,
                 sent,
                 manner=replace(ROCE, routing=replace(ROCE.routing, paths=1, seed=seed), timeout_s=67e-3),
@@ -178,13 +178,13 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
 def test_what_is_denied_is_never_used() -> None:
     """A dead NIC port that senders were told of costs its eighth from the start, and not a packet."""
     port = Fault(part="nic", number=0)
-    flows = matrices.flows([0], [60], 20e6)
+    flows = traffic_matrix.flows([0], [60], 20e6)
     for denied in ((), (port,)):
-        found = episode(FABRIC, flows, manner=EDGE, faults=(port,), denied=denied, wire=IDEAL)
+        found = run_episode(FABRIC, flows, manner=EDGE, faults=(port,), denied=denied, wire=IDEAL)
         assert (found.lost_packets == 0) == (found.touched == 0) == bool(denied)
     assert found.times_s[0] == pytest.approx(200e-6 * 8 / 7, rel=1e-3)
     grey = Fault(part="t1", number=_met_t1(), loss=0.2)
-    hashed = episode(FABRIC, flows, manner=ROCE, faults=(grey,), denied=(grey,), wire=IDEAL)
+    hashed = run_episode(FABRIC, flows, manner=ROCE, faults=(grey,), denied=(grey,), wire=IDEAL)
     assert hashed.lost_packets == 0  # routing had been told
 
 
@@ -194,7 +194,7 @@ def test_nothing_waits_for_a_failure_after_the_end() -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, advance = [], episode.__globals__["_advance"]
+    stages, advance = [], run_episode.__globals__["_advance"]
 
     def stop_in_the_second(*args: object) -> None:
         stages.append(1)
@@ -203,6 +203,6 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(*args)
 
     monkeypatch.setattr("phalanx.sim.episode._advance", stop_in_the_second)
-    found = run(EDGE, replace(PORT, at_s=1e-3), flows=matrices.flows([0, 1], [60, 61], [1e6, 2e9]))
+    found = run(EDGE, replace(PORT, at_s=1e-3), flows=traffic_matrix.flows([0, 1], [60, 61], [1e6, 2e9]))
     assert found.stopped == "interrupted"
     assert np.isfinite(found.times_s).tolist() == [True, False]

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.broken import NOTHING
-from phalanx.sim.failures import Break, broken_of, denied_of, faults_of
-from phalanx.sim.links import links_of
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_failures import FabricBreak, broken_of, denied_of, faults_of
+from phalanx.sim.fabric_links import NOTHING, links_of
 from phalanx.sim.packets.faults import Fault
 
 
@@ -26,29 +25,29 @@ from phalanx.sim.packets.faults import Fault
     ],
 )
 def test_faults(word: str, fault: Fault) -> None:
-    assert faults_of(Break(failed=(word,))) == (fault,)
+    assert faults_of(FabricBreak(failed=(word,))) == (fault,)
 
 
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        (Break(failed=("plug:1",)), '"plug:1" names no part of a fabric'),
-        (Break(failed=("nic:1",)), "write nic:PLANE/HOST"),
-        (Break(failed=("linc:0/0/0",)), "write link:PLANE/T0/PORT"),
-        (Break(failed=("t1:0/3@",)), "has no time after @"),
-        (Break(failed=("t1:0/3@50",)), "has no time after @"),
-        (Break(failed=("t1:0/3@2ms..",)), "has no time after @"),
-        (Break(failed=("t1:0/3@2ms..50us",)), "ends before it begins"),
-        (Break(failed=("t1:0/3@..50us",)), "has no time after @"),
-        (Break(failed=("all",)), "nothing would be left"),
-        (Break(failed=("t1:0/3",), left=1.0), "1 of the capacity is left"),
-        (Break(failed=("t1:0/3",), loss=2.0), "2 of the packets are lost"),
-        (Break(failed=("t1:0/3",), loss=0.1, left=0.1), "either slow or loses packets"),
-        (Break(loss=0.1), "nothing is named that loses packets"),
-        (Break(left=0.1), "nothing is named that is slow"),
+        (FabricBreak(failed=("plug:1",)), '"plug:1" names no part of a fabric'),
+        (FabricBreak(failed=("nic:1",)), "write nic:PLANE/HOST"),
+        (FabricBreak(failed=("linc:0/0/0",)), "write link:PLANE/T0/PORT"),
+        (FabricBreak(failed=("t1:0/3@",)), "has no time after @"),
+        (FabricBreak(failed=("t1:0/3@50",)), "has no time after @"),
+        (FabricBreak(failed=("t1:0/3@2ms..",)), "has no time after @"),
+        (FabricBreak(failed=("t1:0/3@2ms..50us",)), "ends before it begins"),
+        (FabricBreak(failed=("t1:0/3@..50us",)), "has no time after @"),
+        (FabricBreak(failed=("all",)), "nothing would be left"),
+        (FabricBreak(failed=("t1:0/3",), left=1.0), "1 of the capacity is left"),
+        (FabricBreak(failed=("t1:0/3",), loss=2.0), "2 of the packets are lost"),
+        (FabricBreak(failed=("t1:0/3",), loss=0.1, left=0.1), "either slow or loses packets"),
+        (FabricBreak(loss=0.1), "nothing is named that loses packets"),
+        (FabricBreak(left=0.1), "nothing is named that is slow"),
     ],
 )
-def test_words_that_name_nothing(broken: Break, text: str) -> None:
+def test_words_that_name_nothing(broken: FabricBreak, text: str) -> None:
     with pytest.raises(UserError) as caught:
         faults_of(broken)
     assert text in str(caught.value)
@@ -56,22 +55,22 @@ def test_words_that_name_nothing(broken: Break, text: str) -> None:
 
 def test_what_is_left_of_links() -> None:
     links = links_of(parse_fabric("clos2:64x800G/8p/16/wide"))
-    assert broken_of(links, Break()) is NOTHING
-    left = broken_of(links, Break(failed=("t1:3/2", "transceiver:5"), left=0.25)).links
+    assert broken_of(links, FabricBreak()) is NOTHING
+    left = broken_of(links, FabricBreak(failed=("t1:3/2", "transceiver:5"), left=0.25)).links
     assert left is not None
     # A T1 has a link to each of 8 T0s, a transceiver a lane in each of 8 planes; both count in both directions.
     assert np.unique(left).tolist() == [0.25, 1.0]
     assert (left < 1).sum() == 2 * 8 + 2 * 8
-    assert Break(failed=("t1:0/3@50us",)).timed
-    assert not Break(failed=("t1:0/3",)).timed
+    assert FabricBreak(failed=("t1:0/3@50us",)).timed
+    assert not FabricBreak(failed=("t1:0/3",)).timed
 
 
 def test_what_is_denied_counts_as_dead_and_has_no_time() -> None:
     links = links_of(parse_fabric("clos2:64x800G/8p/16/wide"))
-    left = broken_of(links, Break(failed=("t1:3/2",), left=0.25, denied=("nic:0/5",))).links
+    left = broken_of(links, FabricBreak(failed=("t1:3/2",), left=0.25, denied=("nic:0/5",))).links
     assert left is not None
     assert ((left == 0).sum(), (left == 0.25).sum()) == (2, 16)
-    assert Break(failed=("t1:3/2",), loss=0.1, denied=("nic:0/5",)).healthy == Break(denied=("nic:0/5",))
+    assert FabricBreak(failed=("t1:3/2",), loss=0.1, denied=("nic:0/5",)).healthy == FabricBreak(denied=("nic:0/5",))
     for word, text in (("nic:0/5@1us", "holds from the start"), ("all", "name parts"), ("nic", "--deny")):
         with pytest.raises(UserError, match=text):
-            denied_of(Break(denied=(word,)))
+            denied_of(FabricBreak(denied=(word,)))

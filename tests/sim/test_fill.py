@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.sim.fill import Table, fill
+from phalanx.sim import fair_rates
+from phalanx.sim.fair_rates import Table, fair_rates_of
 
 ENGINES = ("numba", "numpy")
 
@@ -19,25 +20,25 @@ def table(rows: list[list[int]], pull: list[float] | None = None) -> Table:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_long_flow_and_two_short_ones(engine: str) -> None:
     # Link 0 is shared by rows 0 and 1, link 1 by rows 0 and 2: the small link stops row 0, the other takes the rest.
-    rates = fill(table([[0, 1], [0], [1]]), np.array([10.0, 4.0]), engine=engine)
+    rates = fair_rates_of(table([[0, 1], [0], [1]]), np.array([10.0, 4.0]), engine=engine)
     assert rates.tolist() == pytest.approx([2.0, 8.0, 2.0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dead_link_gives_nothing_and_takes_nothing(engine: str) -> None:
-    rates = fill(table([[0, 1], [1]]), np.array([0.0, 6.0]), engine=engine)
+    rates = fair_rates_of(table([[0, 1], [1]]), np.array([0.0, 6.0]), engine=engine)
     assert rates.tolist() == pytest.approx([0.0, 6.0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pull_divides_a_link_in_proportion(engine: str) -> None:
-    rates = fill(table([[0], [0], [0]], pull=[1.0, 2.0, 3.0]), np.array([12.0]), engine=engine)
+    rates = fair_rates_of(table([[0], [0], [0]], pull=[1.0, 2.0, 3.0]), np.array([12.0]), engine=engine)
     assert rates.tolist() == pytest.approx([2.0, 4.0, 6.0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_few_rows_on_many_links(engine: str) -> None:
-    rates = fill(table([[900], [900], [17]]), np.full(1000, 8.0), engine=engine)
+    rates = fair_rates_of(table([[900], [900], [17]]), np.full(1000, 8.0), engine=engine)
     assert rates.tolist() == pytest.approx([4.0, 4.0, 8.0])
 
 
@@ -51,8 +52,8 @@ def random_problem(seed: int) -> tuple[Table, np.ndarray]:
 def test_definition_holds_and_engines_agree(seed: int) -> None:
     """Max-min: no link is overfull, and every row meets a full link on which nobody is faster."""
     problem, capacity = random_problem(seed)
-    rates = fill(problem, capacity, engine="numba")
-    assert rates == pytest.approx(fill(problem, capacity, engine="numpy"), rel=1e-9)
+    rates = fair_rates_of(problem, capacity, engine="numba")
+    assert rates == pytest.approx(fair_rates_of(problem, capacity, engine="numpy"), rel=1e-9)
     row = np.repeat(np.arange(len(rates)), np.diff(problem.start))
     load = np.bincount(problem.link, weights=rates[row], minlength=len(capacity))
     assert (load <= capacity * (1 + 1e-9)).all()
@@ -70,11 +71,11 @@ def test_some_rows_are_a_table_of_their_own() -> None:
 
 def test_without_numba_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from phalanx.errors import UserError
-    from phalanx.sim import compiled
+    from phalanx.sim import fair_rates
 
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setattr(fair_rates, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        compiled.compiled(len)
+        fair_rates.compile_loop(len)
     assert "pip install 'phalanx[sim]'" in str(caught.value)
 
 
@@ -82,12 +83,10 @@ def test_where_nothing_can_be_written_the_loop_is_compiled_without_a_cache(monke
     """numba raises RuntimeError when neither the package nor the home folder can be written."""
     from types import SimpleNamespace
 
-    from phalanx.sim import compiled
-
     def njit(*, nogil: bool, cache: bool = False) -> object:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: function
 
-    monkeypatch.setattr(compiled, "import_module", lambda name: SimpleNamespace(njit=njit))
-    assert compiled.compiled(len) is len
+    monkeypatch.setattr(fair_rates, "import_module", lambda name: SimpleNamespace(njit=njit))
+    assert fair_rates.compile_loop(len) is len

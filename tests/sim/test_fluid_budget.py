@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.fluid_budget import afford, expected
-from phalanx.sim.links import links_of
-from phalanx.sim.packets.budget import Budget
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_links import links_of
+from phalanx.sim.fluid import afford, expected
+from phalanx.sim.packets.build import PacketBudget
 from phalanx.sim.routes import by_flow, by_qp, every_path, spray
 
 LINKS = links_of(parse_fabric("clos2:131072x800G/8p/512"))
@@ -27,11 +27,11 @@ def test_estimates_are_near_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("paths", "budget", "said"),
     [
-        (256, Budget(), "use --paths 128 or --routing all or simulate about"),
-        (64, Budget(cpu_s=20), "use --paths 8 or --routing all or simulate about 23,148 flows or raise --cpu"),
+        (256, PacketBudget(), "use --paths 128 or --routing all or simulate about"),
+        (64, PacketBudget(cpu_s=20), "use --paths 8 or --routing all or simulate about 23,148 flows or raise --cpu"),
     ],
 )
-def test_what_is_too_much_says_what_would_fit(paths: int, budget: Budget, said: str) -> None:
+def test_what_is_too_much_says_what_would_fit(paths: int, budget: PacketBudget, said: str) -> None:
     with pytest.raises(UserError) as caught:
         afford(LINKS, HOSTS, spray(paths), budget)
     assert said in str(caught.value)
@@ -39,6 +39,6 @@ def test_what_is_too_much_says_what_would_fit(paths: int, budget: Budget, said: 
 
 
 def test_one_path_has_no_fewer() -> None:
-    afford(LINKS, HOSTS, by_flow(), Budget())
+    afford(LINKS, HOSTS, by_flow(), PacketBudget())
     with pytest.raises(UserError, match="simulate about 31,746 flows or raise --cpu"):
-        afford(LINKS, HOSTS, by_flow(), Budget(cpu_s=1))
+        afford(LINKS, HOSTS, by_flow(), PacketBudget(cpu_s=1))

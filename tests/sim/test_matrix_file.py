@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.sim.matrix_file import read_matrix
+from phalanx.sim.traffic_matrix import read_matrix
 
 
 def write(folder: Path, text: str) -> Path:

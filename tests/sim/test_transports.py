@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.packets.roce import ROCE, ROCE_PFC, Roce
-from phalanx.sim.packets.transport import HTSIM, MRC, Transport
-from phalanx.sim.transports import SHORT_CONVERGE_S, compared, converge_of, paths_of, recovery_of, transport_of
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.packets.transport import HTSIM, MRC, ROCE, ROCE_PFC, Roce, Transport
+from phalanx.sim.simulate import SHORT_CONVERGE_S, compared, converge_of, paths_of, recovery_of, transport_of
 
 
 def sprayed(*words: str, **more: Any) -> Transport:

@@ -23,14 +23,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, write, print."""
-    from phalanx.plan.fieldwork import calibrate_run, calibrate_table, text, write
+    from phalanx.validate.calibration_report import calibrate_run, calibrate_table, calibration_text, write_calibration
 
     source = Path(args.measured)
     report = calibrate_run(source) if source.is_dir() else calibrate_table(source)
-    write(Path(args.out), report)
+    write_calibration(Path(args.out), report)
     note(f"wrote {args.out}; use it with: phalanx plan JOB --calibration {args.out}")
     if args.json:
         print_json(report)
     else:
-        say(text(report))
+        say(calibration_text(report))
     return 0

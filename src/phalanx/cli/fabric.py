@@ -71,9 +71,9 @@ def _decisions(args: argparse.Namespace) -> int:
     found = _decide(args)
     if args.picture:
         from phalanx.io.files import write_text
-        from phalanx.network.fabric.picture import picture
+        from phalanx.network.fabric.decisions_picture import decisions_svg
 
-        write_text(Path(args.picture), picture(found), fix="name another --picture")
+        write_text(Path(args.picture), decisions_svg(found), fix="name another --picture")
         note(f"wrote {args.picture}")
     if args.json:
         print_json({**value_plain(found), "fabric": fabric_plain(found.fabric)})
@@ -84,9 +84,8 @@ def _decisions(args: argparse.Namespace) -> int:
 
 def _decide(args: argparse.Namespace) -> Decisions:
     """For a number of GPUs, or for a fabric that exists."""
-    from phalanx.network.fabric.budget import RESTART_S
     from phalanx.network.fabric.decisions import BOX, decisions, decisions_of
-    from phalanx.network.fabric.recovery import EDGE_RECOVERY_S
+    from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
 
     recovery_s = EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s
     restart_s = RESTART_S[0] if args.restart_s is None else args.restart_s
@@ -110,16 +109,21 @@ def _decide(args: argparse.Namespace) -> Decisions:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.bill import bill, loss
-    from phalanx.network.fabric.budget import budget
-    from phalanx.network.fabric.text import show_fabric
+    from phalanx.network.fabric.bill import fabric_bill, failure_loss
+    from phalanx.network.fabric.fabric_text import show_fabric
+    from phalanx.network.fabric.failure_budget import failure_budget
 
     if args.fabric is None:
         return _list(args)
     fabric = named_fabric(args.fabric)
     if args.json:
         print_json(
-            {"fabric": fabric_plain(fabric), "bill": bill(fabric), "loss": loss(fabric), "budget": budget(fabric)}
+            {
+                "fabric": fabric_plain(fabric),
+                "bill": fabric_bill(fabric),
+                "loss": failure_loss(fabric),
+                "budget": failure_budget(fabric),
+            }
         )
     else:
         say(show_fabric(fabric, width=page_width()))
@@ -128,9 +132,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     """The catalogue: named fabrics and switches."""
-    from phalanx.network.fabric.catalogue import named_fabrics, switches
-    from phalanx.network.fabric.tables import folded, table
-    from phalanx.network.fabric.text import money
+    from phalanx.network.fabric.fabric_text import folded, money, table
+    from phalanx.network.fabric.switch_catalogue import named_fabrics, switches
 
     if args.json:
         names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in named_fabrics().items()]

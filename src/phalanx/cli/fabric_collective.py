@@ -13,9 +13,8 @@ from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster
-    from phalanx.network.fit import AlphaBeta, Operation, Point
-    from phalanx.network.measured import Measured
-    from phalanx.network.nccl_system import System
+    from phalanx.network.collective_fit import AlphaBeta, Measured, Operation, Point
+    from phalanx.network.nccl_system import NcclSystem
 
 KINDS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all")
 SIZES = "64KiB..16GiB"
@@ -38,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask and print."""
     from phalanx.hardware.cluster import resolve
-    from phalanx.network.collective_answer import answers, reigns
+    from phalanx.network.collective_answer import collective_answers, pick_ranges
     from phalanx.network.sizes import parse_sizes
 
     kind, sizes = _kind(args.kind), parse_sizes(args.bytes, "--bytes")
@@ -48,23 +47,26 @@ def run(args: argparse.Namespace) -> int:
     measured = _measured(args.fit, kind, cluster) if args.fit else None
     comm = _model(args, cluster, kind)
     fit = _fit(measured.points, cluster, kind) if measured else None
-    found = answers(comm, None if kind == "all-to-all" else kind, sizes, fit)
-    ruled = reigns(comm, kind, sizes[0], sizes[-1]) if comm and kind != "all-to-all" else ()
+    found = collective_answers(comm, None if kind == "all-to-all" else kind, sizes, fit)
+    ruled = pick_ranges(comm, kind, sizes[0], sizes[-1]) if comm and kind != "all-to-all" else ()
     if args.json:
         assumed = measured is not None and not measured.named
         group = {"cluster": cluster.name, "ranks": cluster.devices, "kind": kind, "fit": fit}
         print_json({**group, "fit_kind_assumed": assumed, "sizes": found, "reigns": ruled})
         return 0
-    from phalanx.network import collective_text as text
+    from phalanx.network import collective_answer
 
     say(f"{kind}, {_named(cluster)}\n")
     if len(sizes) == 1:
-        say((text.show_pairs(found[0]) + "\n\n" if comm else "") + text.show_expected(found[0]))
+        say(
+            (collective_answer.show_pairs(found[0]) + "\n\n" if comm else "")
+            + collective_answer.show_expected(found[0])
+        )
     else:
-        say(text.show_sizes(found))
+        say(collective_answer.show_sizes(found))
     if ruled and len(sizes) > 1:
-        say("\n" + text.show_reigns(ruled))
-    say(_footing(fit, measured, kind) if fit and measured else text.MODEL_NOTE)
+        say("\n" + collective_answer.show_pick_ranges(ruled))
+    say(_footing(fit, measured, kind) if fit and measured else collective_answer.MODEL_NOTE)
     return 0
 
 
@@ -96,7 +98,7 @@ def _with_nic(cluster: Cluster, nic_gbps: float | None) -> Cluster:
     return replace(cluster, nic_bytes_per_s=nic_gbps * 1e9 / 8)
 
 
-def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> System | None:
+def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> NcclSystem | None:
     """None where only the fit can speak."""
     from phalanx.errors import UserError
     from phalanx.network.nccl_cluster import nccl_system
@@ -118,7 +120,7 @@ def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> Syste
 
 
 def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
-    from phalanx.network.measured import read_points
+    from phalanx.network.collective_fit import read_points
 
     path = Path(name)
     try:
@@ -130,7 +132,7 @@ def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
 
 
 def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
-    from phalanx.network.fit import LEAST_BYTES, fit_points
+    from phalanx.network.collective_fit import LEAST_BYTES, fit_points
 
     usable = [one for one in points if one.nbytes >= LEAST_BYTES]
     if len({one.nbytes for one in usable}) < 2:
@@ -144,11 +146,10 @@ def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaB
 
 
 def _footing(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
-    from phalanx.network.collective_text import show_fit
-    from phalanx.network.fit import LEAST_BYTES
-    from phalanx.network.measured import worst
+    from phalanx.network.collective_answer import show_fit
+    from phalanx.network.collective_fit import LEAST_BYTES, worst_error
 
     usable = [one for one in measured.points if one.nbytes >= LEAST_BYTES]
-    error, at = worst(usable, [fit.seconds(one.nbytes) for one in usable])
+    error, at = worst_error(usable, [fit.seconds(one.nbytes) for one in usable])
     said = show_fit(fit, len(usable), error, at.nbytes)
     return said if measured.named else f"{said}\nthe file names no collective: taken for {kind}"

@@ -15,10 +15,9 @@ from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.compare import Question, Run
-    from phalanx.sim.failures import Break
-    from phalanx.sim.scenarios import Scenario
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.compare_recovery import RecoveryQuestion, RecoveryRun
+    from phalanx.sim.fabric_failures import FabricBreak, Scenario
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 CPU_S = 600.0
@@ -27,7 +26,7 @@ TELL_S = 10.0
 
 def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> int:
     """One failure, a column for each way of sending."""
-    from phalanx.sim.compare import unsaid
+    from phalanx.sim.compare_recovery import unsaid
 
     question = question_of(args, fabric, traffic, engine)
     _announce([question], engine)
@@ -44,12 +43,12 @@ def run_compare(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engi
 
 def run_scenarios(args: argparse.Namespace, fabric: Fabric, engine: str) -> int:
     """Named failures: one as a table, several as a line each."""
-    from phalanx.sim.compare import unsaid
-    from phalanx.sim.scenarios import chosen
+    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.fabric_failures import chosen_scenarios
 
-    picked = chosen(args.scenario, fabric)
+    picked = chosen_scenarios(args.scenario, fabric)
     done: dict[str, list[dict[str, Any]]] = {}
-    kept: list[Run] = []  # without failure, of the traffic that all but the incast have
+    kept: list[RecoveryRun] = []  # without failure, of the traffic that all but the incast have
     code = 0
     questions = [_scenario(args, fabric, one, engine) for one in picked]
     _announce(questions, engine)
@@ -75,50 +74,51 @@ def run_scenarios(args: argparse.Namespace, fabric: Fabric, engine: str) -> int:
     return code
 
 
-def broken_by(args: argparse.Namespace, traffic: Traffic) -> Break:
+def broken_by(args: argparse.Namespace, traffic: Traffic) -> FabricBreak:
     """What fails, by the options and by a file of connections."""
-    from phalanx.sim.failures import Break
+    from phalanx.sim.fabric_failures import FabricBreak
 
     failed, denied = (*args.fail, *traffic.failed), tuple(args.deny)
-    return Break(failed=failed, left=args.left, loss=args.loss or 0.0, denied=denied)
+    return FabricBreak(failed=failed, left=args.left, loss=args.loss or 0.0, denied=denied)
 
 
-def question_of(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> Question:
+def question_of(args: argparse.Namespace, fabric: Fabric, traffic: Traffic, engine: str) -> RecoveryQuestion:
     """What the options ask to compare."""
-    from phalanx.network.fabric.recovery import CONVERGE_S
-    from phalanx.sim import compare
-    from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.transports import SHORT_CONVERGE_S
+    from phalanx.network.fabric.failure_budget import CONVERGE_S
+    from phalanx.sim import compare_recovery
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import SHORT_CONVERGE_S
 
     usual_s = CONVERGE_S if engine == "fluid" else SHORT_CONVERGE_S
-    return compare.Question(
+    return compare_recovery.RecoveryQuestion(
         fabric=fabric,
         flows=traffic.flows,
         traffic=traffic.name,
         broken=broken_by(args, traffic),
         paths=args.paths or 0,
-        converge_s=compare.checked_converge_s(args.converge, usual_s),
+        converge_s=compare_recovery.checked_converge_s(args.converge, usual_s),
         watched=traffic.watched,
         seed=args.seed,
-        budget=Budget(cpu_s=args.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=args.cpu or CPU_S),
     )
 
 
-def _scenario(args: argparse.Namespace, fabric: Fabric, one: Scenario, engine: str) -> Question:
-    from phalanx.sim.matrices import INCAST
+def _scenario(args: argparse.Namespace, fabric: Fabric, one: Scenario, engine: str) -> RecoveryQuestion:
+    from phalanx.sim.traffic_matrix import INCAST
 
     args = argparse.Namespace(**{**vars(args), "traffic": INCAST if one.incast else None})
     made = question_of(args, fabric, load_traffic(args, fabric), engine)
     return replace(made, broken=replace(one.broken, denied=made.broken.denied))
 
 
-def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dict[str, Any]], int]:
+def _columns(question: RecoveryQuestion, engine: str, kept: list[RecoveryRun]) -> tuple[list[dict[str, Any]], int]:
     """What each way of sending gives, up to Ctrl-C, and the exit code."""
-    from phalanx.sim.compare import compare, fluid_runs
-    from phalanx.sim.compare_packets import packet_runs
+    from phalanx.sim.compare_recovery import compare_recoveries, fluid_runs, packet_runs
 
     found: list[dict[str, Any]] = []
-    rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if engine == "fluid" else packet_runs, kept)
+    rows: Iterator[dict[str, Any]] = compare_recoveries(
+        question, fluid_runs if engine == "fluid" else packet_runs, kept
+    )
     try:
         for one in rows:
             found.append(one)
@@ -130,7 +130,7 @@ def _columns(question: Question, engine: str, kept: list[Run]) -> tuple[list[dic
     return found, INTERRUPTED if found[-1]["stopped"] == "interrupted" else 0
 
 
-def _announce(questions: Sequence[Question], engine: str) -> None:
+def _announce(questions: Sequence[RecoveryQuestion], engine: str) -> None:
     """Say how long all will take, where that is long; raises UserError where it is too long."""
     question, cpu_s = questions[0], _cpu_s(questions, engine)
     cases = f" and {len(questions)} scenarios" if len(questions) > 1 else ""
@@ -147,10 +147,9 @@ def _announce(questions: Sequence[Question], engine: str) -> None:
         note(f"{len(question.flows):,} flows in three ways of sending{cases}: about {cpu_s:,.0f} s of CPU")
 
 
-def _cpu_s(questions: Sequence[Question], engine: str) -> float:
+def _cpu_s(questions: Sequence[RecoveryQuestion], engine: str) -> float:
     """Expected of all; the same traffic without failure runs once."""
-    from phalanx.sim.compare import fluid_cpu_s, whole_of
-    from phalanx.sim.compare_packets import packet_cpu_s
+    from phalanx.sim.compare_recovery import fluid_cpu_s, packet_cpu_s, whole_of
 
     expected = fluid_cpu_s if engine == "fluid" else packet_cpu_s
     total, seen = 0.0, set()

@@ -13,9 +13,9 @@ from phalanx.errors import mistake
 
 if TYPE_CHECKING:
     from phalanx.cli.fabric_job import JobSteps
-    from phalanx.network.fabric.design import Design, Wish
-    from phalanx.network.fabric.types import Switch
-    from phalanx.network.fabric.verdict import Prices, Verdict
+    from phalanx.network.fabric.design import Design, DesignRequest
+    from phalanx.network.fabric.fabric_types import Switch
+    from phalanx.network.fabric.verdict import DesignVerdict, Prices
 
 WHERE = "phalanx fabric design"
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -49,13 +49,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find, choose, tell, and write what was asked for."""
-    from phalanx.network.fabric.design import designs
+    from phalanx.network.fabric.design import design_fabrics
 
     if args.top < 1:
         raise mistake(WHERE, f"--top {args.top} shows nothing", fix="use 1 or more")
     catalogue = _catalogue(args.catalogue)
     if args.job is None:
-        found = designs(_wish(args, catalogue))
+        found = design_fabrics(_wish(args, catalogue))
         chosen, steps = _choose(found, args), None
     else:
         found, chosen, steps = _for_job(args, catalogue)
@@ -67,19 +67,21 @@ def run(args: argparse.Namespace) -> int:
 def _catalogue(name: str | None) -> tuple[Switch, ...]:
     if name is None:
         return ()
-    from phalanx.network.fabric.catalogue_file import read_catalogue
+    from phalanx.network.fabric.switch_catalogue import read_catalogue
 
     return read_catalogue(Path(name))
 
 
-def _wish(args: argparse.Namespace, catalogue: tuple[Switch, ...], *, gpus: int = 0, nic_gbps: float = 0.0) -> Wish:
-    from phalanx.network.fabric.design import Wish
+def _wish(
+    args: argparse.Namespace, catalogue: tuple[Switch, ...], *, gpus: int = 0, nic_gbps: float = 0.0
+) -> DesignRequest:
+    from phalanx.network.fabric.design import DesignRequest
 
     for option, given, known in (("--gpus", args.gpus, gpus), ("--nic-gbps", args.nic_gbps, nic_gbps)):
         if given is None and not known:
             fix = f"give {option}, as --gpus 131072 --nic-gbps 800, or --job JOB, whose cluster says it"
             raise mistake(WHERE, f"{option} is missing", fix=fix)
-    return Wish(
+    return DesignRequest(
         gpus=gpus_of(args.gpus, WHERE) if args.gpus is not None else gpus,
         nic_gbps=args.nic_gbps if args.nic_gbps is not None else nic_gbps,
         switch=args.switch,
@@ -106,19 +108,19 @@ def _prices(args: argparse.Namespace, gpu_hour_usd: float | None = None, waits: 
     return prices
 
 
-def _choose(found: tuple[Design, ...], args: argparse.Namespace) -> Verdict | None:
-    from phalanx.network.fabric.verdict import verdict
+def _choose(found: tuple[Design, ...], args: argparse.Namespace) -> DesignVerdict | None:
+    from phalanx.network.fabric.verdict import choose_design
 
-    return verdict(found, _prices(args))
+    return choose_design(found, _prices(args))
 
 
 def _for_job(
     args: argparse.Namespace, catalogue: tuple[Switch, ...]
-) -> tuple[tuple[Design, ...], Verdict | None, JobSteps]:
+) -> tuple[tuple[Design, ...], DesignVerdict | None, JobSteps]:
     from phalanx.cli.fabric_job import job_plan, job_steps
-    from phalanx.network.fabric.design import designs
-    from phalanx.network.fabric.verdict import verdict
-    from phalanx.sim.months.network import network_share
+    from phalanx.network.fabric.design import design_fabrics
+    from phalanx.network.fabric.verdict import choose_design
+    from phalanx.sim.months.causes import network_share
 
     plan = job_plan(args.job, args.overrides, args.cluster)
     cluster = plan.cluster
@@ -128,14 +130,14 @@ def _for_job(
         raise mistake(WHERE, what, fix="leave out --gpus, or name a smaller --cluster")
     usd = plan.bill.usd_per_device_hour[1] if plan.bill.usd_per_device_hour else None
     prices = _prices(args, usd, waits=network_share(plan))
-    found = designs(wish)
+    found = design_fabrics(wish)
     steps = job_steps(plan, found, prices)
-    return found, verdict(found, prices, steps_s=steps.steps_s), steps
+    return found, choose_design(found, prices, steps_s=steps.steps_s), steps
 
 
-def _write(found: tuple[Design, ...], chosen: Verdict | None, args: argparse.Namespace) -> None:
+def _write(found: tuple[Design, ...], chosen: DesignVerdict | None, args: argparse.Namespace) -> None:
     from phalanx.io.files import write_text
-    from phalanx.network.fabric.save import designs_csv, fabric_toml
+    from phalanx.network.fabric.design import designs_csv, fabric_toml
 
     if args.csv:
         write_text(Path(args.csv), designs_csv(found), fix="name another --csv")
@@ -146,10 +148,11 @@ def _write(found: tuple[Design, ...], chosen: Verdict | None, args: argparse.Nam
         note(f"wrote {args.save}: {pick.fabric.name}")
 
 
-def _tell(found: tuple[Design, ...], chosen: Verdict | None, steps: JobSteps | None, args: argparse.Namespace) -> None:
-    from phalanx.network.fabric.tables import folded
-    from phalanx.network.fabric.text import show_designs
-    from phalanx.network.fabric.verdict_text import show_verdict
+def _tell(
+    found: tuple[Design, ...], chosen: DesignVerdict | None, steps: JobSteps | None, args: argparse.Namespace
+) -> None:
+    from phalanx.network.fabric.fabric_text import folded, show_designs
+    from phalanx.network.fabric.verdict import show_verdict
 
     if args.json:
         made = [{**value_plain(one), "fabric": fabric_plain(one.fabric)} for one in found]

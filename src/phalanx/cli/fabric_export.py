@@ -23,8 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the files, and say what they do not hold."""
     from phalanx.io.files import write_text
-    from phalanx.sim.htsim.cm import matrix_of, write_cm
-    from phalanx.sim.htsim.topo import write_topo
+    from phalanx.sim.htsim.connection_matrix import matrix_of, write_cm
+    from phalanx.sim.htsim.topology import write_topo
 
     if not args.topo and not args.cm:
         raise mistake("phalanx fabric export", "nothing to write", fix="add --topo FILE.topo, --cm FILE.cm or both")

@@ -14,9 +14,9 @@ from phalanx.io.visible import one_line
 from phalanx.units import parse_count
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.matrices import Flows
+    from phalanx.network.fabric.fabric_types import Fabric
     from phalanx.sim.packets.schedule import Schedule
+    from phalanx.sim.traffic_matrix import Flows
 
 FABRIC_HELP = "clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
 TRAFFIC, NBYTES = "permutation", "2M"
@@ -56,11 +56,11 @@ def add_traffic(parser: argparse.ArgumentParser) -> None:
 def load_fabric(text: str) -> tuple[Fabric, tuple[str, ...]]:
     """The fabric a text names, and what of its file it cannot hold."""
     if text.strip().lower().endswith(".topo"):
-        from phalanx.sim.htsim.topo import read_topo
+        from phalanx.sim.htsim.topology import read_topo
 
         topo = read_topo(Path(text.strip()))
         return topo.fabric, topo.not_mapped
-    from phalanx.network.fabric.parse import parse_fabric
+    from phalanx.network.fabric.fabric_file import parse_fabric
 
     return parse_fabric(text), ()
 
@@ -75,20 +75,20 @@ def named_fabric(text: str) -> Fabric:
 
 def load_traffic(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     """By name; `--seed` below zero is refused, since numpy would."""
-    from phalanx.sim.matrices import INCAST, traffic
+    from phalanx.sim.traffic_matrix import INCAST, named_traffic
 
     if args.seed < 0:
         raise mistake("--seed", f"{args.seed} is below zero", fix="use 0 or more")
     name = args.traffic or TRAFFIC
     if says_bytes(name):
         return _from_file(name.strip(), args.nbytes, fabric)
-    made = traffic(name, fabric, _bytes(args.nbytes or NBYTES), seed=args.seed)
+    made = named_traffic(name, fabric, _bytes(args.nbytes or NBYTES), seed=args.seed)
     return Traffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
 
 
 def load_matrix(args: argparse.Namespace, fabric: Fabric) -> Traffic:
     """From a .cm file."""
-    from phalanx.sim.htsim.cm import read_cm
+    from phalanx.sim.htsim.connection_matrix import read_cm
 
     if args.traffic or args.nbytes:
         raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
@@ -116,7 +116,7 @@ def _from_file(name: str, nbytes: str | None, fabric: Fabric) -> Traffic:
     if nbytes:
         raise mistake("--bytes", f"{name[:80]} already says who sends how much", fix="leave out --bytes")
     if name.lower().endswith(".csv"):
-        from phalanx.sim.matrix_file import read_matrix
+        from phalanx.sim.traffic_matrix import read_matrix
 
         return Traffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
     from phalanx.cli.fabric_plan import plan_flows

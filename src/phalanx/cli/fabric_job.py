@@ -12,7 +12,7 @@ from phalanx.errors import Problem, UserError, mistake
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.design import Design
-    from phalanx.network.fabric.types import Fabric
+    from phalanx.network.fabric.fabric_types import Fabric
     from phalanx.network.fabric.verdict import Prices
     from phalanx.plan.plan import Plan
 
@@ -44,8 +44,7 @@ class JobSteps:
 
     def text(self) -> str:
         """A table, quickest first."""
-        from phalanx.network.fabric.tables import table
-        from phalanx.network.fabric.text import percent
+        from phalanx.network.fabric.fabric_text import percent, table
         from phalanx.units import format_seconds
 
         best = min(row.step_s for row in self.rows)
@@ -114,7 +113,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices) -> JobSteps:
 def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     """One of each kind, by what it costs over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
-    from phalanx.network.fabric.verdict import verdict
+    from phalanx.network.fabric.verdict import choose_design
 
     kinds: dict[tuple[float, int, bool], list[Design]] = {}
     for one in found:
@@ -123,7 +122,7 @@ def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
             kinds.setdefault((nominal_ratio(fabric), fabric.rails, fabric.planes == 1), []).append(one)
     picks = []
     for kind in sorted(kinds, key=lambda one: (one[2], one[0], one[1])):
-        choice = verdict(kinds[kind], prices)
+        choice = choose_design(kinds[kind], prices)
         picks.append(choice.pick.design.fabric if choice is not None else kinds[kind][0].fabric)
     return picks
 

@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 from phalanx.units import parse_count
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
+    from phalanx.network.fabric.fabric_types import Fabric
 
 
 def gpus_of(text: str, where: str) -> int:

@@ -12,8 +12,8 @@ from phalanx.errors import mistake
 from phalanx.units import format_bytes, plural
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.matrices import Flows
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.traffic_matrix import Flows
 
 _JOB = re.compile(r"^(?P<file>.+\.toml)(?::(?P<axis>[a-z_-]+))?$", re.IGNORECASE)
 
@@ -22,8 +22,8 @@ def plan_flows(text: str, fabric: Fabric) -> Flows:
     """The flows of one axis, or of all that leave a fast domain, taken as starting together."""
     from phalanx.job.load import load
     from phalanx.plan.make import plan as make_plan
-    from phalanx.sim.collect import collectives
-    from phalanx.sim.matrices import flows
+    from phalanx.sim.plan_flows import plan_collectives
+    from phalanx.sim.traffic_matrix import flows
 
     match = _JOB.match(text.strip())
     assert match is not None, "says_bytes() said so"
@@ -32,7 +32,9 @@ def plan_flows(text: str, fabric: Fabric) -> Flows:
         what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
         raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
     sent = {
-        one.axis.replace(" ", "-"): (one.operation, one.flows) for one in collectives(plan) if one.flows is not None
+        one.axis.replace(" ", "-"): (one.operation, one.flows)
+        for one in plan_collectives(plan)
+        if one.flows is not None
     }
     if not sent:
         raise mistake(

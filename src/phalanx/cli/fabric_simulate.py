@@ -34,7 +34,7 @@ from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
+    from phalanx.network.fabric.fabric_types import Fabric
 
 TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
 
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _holds(fabric: Fabric, engine: str) -> None:
     """Refuse a fabric of more links than an engine holds before any traffic is made for it."""
-    from phalanx.sim.links import links_of
+    from phalanx.sim.fabric_links import links_of
 
     # Planes that are alike are simulated once by the packet engine.
     links_of(fabric if engine == "fluid" else replace(fabric, planes=1, nic_gbps=fabric.port_gbps))
@@ -129,7 +129,7 @@ def _holds(fabric: Fabric, engine: str) -> None:
 
 def _usual_bytes(args: argparse.Namespace, fabric: Fabric) -> None:
     """Comparisons need traffic that is still there when something fails, unless the user says how much."""
-    from phalanx.sim.scenarios import usual_bytes
+    from phalanx.sim.fabric_failures import usual_bytes
 
     if not args.cm and not says_bytes(args.traffic or "") and args.nbytes is None:
         args.nbytes = f"{usual_bytes(fabric):.0f}"
@@ -137,13 +137,13 @@ def _usual_bytes(args: argparse.Namespace, fabric: Fabric) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """An option that would have no effect is a mistake."""
-    from phalanx.sim.failures import Break, faults_of
+    from phalanx.sim.fabric_failures import FabricBreak, faults_of
 
     for name, value in vars(args).items():
         if value == "" or (isinstance(value, list) and "" in value):
             raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
     if not args.cm:  # its file may name parts too
-        faults_of(Break(failed=tuple(args.fail), left=args.left, loss=args.loss or 0.0))
+        faults_of(FabricBreak(failed=tuple(args.fail), left=args.left, loss=args.loss or 0.0))
     if args.engine == "fluid":
         for option, value in {"--transport": args.transport, "--dcqcn": args.dcqcn}.items():
             if value is not None:
@@ -193,7 +193,7 @@ def _fluid(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
 
 def _settled(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict[str, Any]:
     """Rates that settle, with what is broken from the start."""
-    from phalanx.sim.packets.budget import Budget
+    from phalanx.sim.packets.build import PacketBudget
     from phalanx.sim.simulate import simulate
 
     return simulate(
@@ -209,13 +209,13 @@ def _settled(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
         wire=args.wire or "mrc",
         seed=args.seed,
         watched=traffic.watched,
-        budget=Budget(cpu_s=args.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=args.cpu or CPU_S),
     )
 
 
 def _in_time(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict[str, Any]:
     """What happens when something fails on the way."""
-    from phalanx.sim.compare import one_fluid_run
+    from phalanx.sim.compare_recovery import one_fluid_run
     from phalanx.sim.simulate import WIRES, choice
 
     return one_fluid_run(
@@ -229,9 +229,8 @@ def _in_time(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> dict
 
 
 def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
-    from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.simulate_packets import simulate_packets
-    from phalanx.sim.transports import transport_of
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import simulate_packets, transport_of
 
     words = {"routing": args.routing or "", "recovery": args.recovery or "", "pfc": args.pfc, "dcqcn": args.dcqcn}
     found: dict[str, Any] = simulate_packets(
@@ -241,7 +240,7 @@ def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
         transport=transport_of(args.transport or "mrc", paths=args.paths or 0, converge_s=args.converge, **words),
         broken=broken_by(args, traffic),
         seed=args.seed,
-        budget=Budget(cpu_s=args.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=args.cpu or CPU_S),
         schedule=traffic.schedule,
         each_plane=args.each_plane,
     )
@@ -255,7 +254,7 @@ def _packets(args: argparse.Namespace, fabric: Fabric, traffic: Traffic) -> int:
 
 
 def _unsaid(args: argparse.Namespace, traffic: Traffic, found: dict[str, Any]) -> tuple[str, ...]:
-    from phalanx.sim.compare import unsaid
+    from phalanx.sim.compare_recovery import unsaid
 
     return unsaid(broken_by(args, traffic), [found])
 

@@ -16,11 +16,10 @@ from phalanx.hardware.cluster import resolve
 from phalanx.io.files import write_text
 from phalanx.io.visible import visible
 from phalanx.job.load import load
-from phalanx.plan import compare as comparing
 from phalanx.plan import text
 from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import plan_here
 from phalanx.plan.plan import CalibrationNote, Plan
-from phalanx.plan.timed import plan_here
 from phalanx.units import plural
 
 MOST_COMPARED = 8
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(made.to_dict())
     else:
-        _show(text.render(made, top=args.top))
+        _show(text.plan_text(made, top=args.top))
     return 0
 
 
@@ -79,9 +78,9 @@ def _plan(job: str, args: argparse.Namespace) -> Plan:
 def _calibration(name: str | None) -> CalibrationNote | None:
     if name is None:
         return None
-    from phalanx.plan.calibration_file import read  # imports scipy: only when asked for
+    from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
 
-    return read(Path(name))
+    return read_calibration(Path(name))
 
 
 def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
@@ -94,11 +93,11 @@ def _compare(args: argparse.Namespace, jobs: list[str]) -> int:
     if args.out:
         raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
     plans = [_plan(job, args) for job in jobs]
-    differences = comparing.compare(plans, jobs)
+    differences = text.compare_plans(plans, jobs)
     if args.json:
         print_json({"differences": differences, "plans": [one.to_dict() for one in plans]})
         return 0
-    say(comparing.render(differences))
+    say(text.comparison_text(differences))
     for job, one in zip(jobs, plans, strict=True):
         warn(Problem(where=job, what=line) for line in one.warnings)
     return 0

@@ -14,12 +14,11 @@ from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.sim.months.compare import Row
-    from phalanx.sim.months.ledger import Outcome
-    from phalanx.sim.months.levers import Lever
-    from phalanx.sim.months.network import Network
-    from phalanx.sim.months.policy import Policy
-    from phalanx.sim.months.sites import SiteRange
+    from phalanx.sim.months.causes import NetworkCauses
+    from phalanx.sim.months.forecast import Lever, SiteRange
+    from phalanx.sim.months.policy import MonthsPolicy
+    from phalanx.sim.months.recovery_table import RecoveryTableRow
+    from phalanx.sim.months.simulate_run import RunOutcome
 
 WHERE = "phalanx sim"
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
@@ -133,29 +132,31 @@ def run_months(plan: Plan, args: argparse.Namespace) -> int:
     network = _network(plan, args)
     if args.compare:
         return _compare(plan, network, args)
-    from phalanx.sim.months.forecast import forecast
-    from phalanx.sim.months.text import render
+    from phalanx.sim.months.forecast import forecast_months
+    from phalanx.sim.months.text import forecast_text
 
     policy = _policy(plan, network, args)
     _check_size(policy, args, times=1 + MOST_LEVERS * args.levers)
     outcomes, code = _run_all(policy, args)
     sites, code = _sites(plan, policy, args, code)
-    made = forecast(plan, policy, outcomes, seed=args.seed, sites=sites, levers=_levers(plan, policy, outcomes, args))
+    made = forecast_months(
+        plan, policy, outcomes, seed=args.seed, sites=sites, levers=_levers(plan, policy, outcomes, args)
+    )
     if args.json:
         print_json(made)
     else:
-        say(render(plan, policy, made))
+        say(forecast_text(plan, policy, made))
     return code
 
 
-def _network(plan: Plan, args: argparse.Namespace) -> Network:
-    from phalanx.sim.months.network import DEFAULT_PLANES, Network
+def _network(plan: Plan, args: argparse.Namespace) -> NetworkCauses:
+    from phalanx.sim.months.causes import DEFAULT_PLANES, NetworkCauses
 
     if args.fabric is None:
         if args.planes is not None and not (args.edge_recovery or args.compare or args.levers):
             warn([Problem(where=WHERE, what="--planes has no effect: only --edge-recovery and --compare use it")])
-        return Network(edge=args.edge_recovery, planes=args.planes or DEFAULT_PLANES)
-    from phalanx.network.fabric.recovery import sprays
+        return NetworkCauses(edge=args.edge_recovery, planes=args.planes or DEFAULT_PLANES)
+    from phalanx.network.fabric.failure_budget import sprays
     from phalanx.sim.step.paths import check_size
 
     fabric = named_fabric(args.fabric)
@@ -169,14 +170,14 @@ def _network(plan: Plan, args: argparse.Namespace) -> Network:
     if (args.edge_recovery or args.compare) and not sprays(fabric):
         what = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
         warn([Problem(where=WHERE, what=what, why="a NIC's lost port or T0 restarts the job under both")])
-    return Network(edge=args.edge_recovery, planes=fabric.planes, fabric=fabric)
+    return NetworkCauses(edge=args.edge_recovery, planes=fabric.planes, fabric=fabric)
 
 
-def _policy(plan: Plan, network: Network, args: argparse.Namespace) -> Policy:
-    from phalanx.sim.months.policy import policy
+def _policy(plan: Plan, network: NetworkCauses, args: argparse.Namespace) -> MonthsPolicy:
+    from phalanx.sim.months.policy import months_policy
     from phalanx.units import HOUR_S
 
-    return policy(
+    return months_policy(
         plan,
         network=network,
         shape=args.weibull,
@@ -185,22 +186,22 @@ def _policy(plan: Plan, network: Network, args: argparse.Namespace) -> Policy:
     )
 
 
-def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
+def _compare(plan: Plan, network: NetworkCauses, args: argparse.Namespace) -> int:
     """Row by row; those before Ctrl-C are kept."""
     from dataclasses import replace
 
-    from phalanx.sim.months.compare import cases, render, row
-    from phalanx.sim.months.run import runs
-    from phalanx.sim.months.sites import site_range
+    from phalanx.sim.months.forecast import site_range
+    from phalanx.sim.months.recovery_table import recovery_cases, recovery_row, recovery_table_text
+    from phalanx.sim.months.simulate_run import simulate_runs
 
     both = [_policy(plan, replace(network, edge=edge), args) for edge in (False, True)]
     _check_size(both[0], args, times=MOST_CASES)
-    rows: list[Row] = []
-    code, asked = 0, list(cases(*both))
+    rows: list[RecoveryTableRow] = []
+    code, asked = 0, list(recovery_cases(*both))
     try:
         for one in asked:
-            outcomes = list(runs(one, days=args.days, count=args.runs, seed=args.seed))
-            rows.append(row(plan, one, outcomes, site_range(plan, one, days=args.days, seed=args.seed)))
+            outcomes = list(simulate_runs(one, days=args.days, count=args.runs, seed=args.seed))
+            rows.append(recovery_row(plan, one, outcomes, site_range(plan, one, days=args.days, seed=args.seed)))
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -216,18 +217,18 @@ def _compare(plan: Plan, network: Network, args: argparse.Namespace) -> int:
             if network.fabric
             else f"without a name, Llama 3's rate, {plural(network.planes, 'plane')}"
         )
-        say(render(plan, rows, days=args.days, runs=args.runs, seed=args.seed, network=named))
+        say(recovery_table_text(plan, rows, days=args.days, runs=args.runs, seed=args.seed, network=named))
     return code
 
 
-def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], int]:
+def _run_all(policy: MonthsPolicy, args: argparse.Namespace) -> tuple[list[RunOutcome], int]:
     """All runs, or those that Ctrl-C left finished, with the exit code that tells which."""
-    from phalanx.sim.months.run import runs
+    from phalanx.sim.months.simulate_run import simulate_runs
 
-    outcomes: list[Outcome] = []  # those before Ctrl-C are kept
+    outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
     started = told = time.perf_counter()
     try:
-        for one in runs(policy, days=args.days, count=args.runs, seed=args.seed):
+        for one in simulate_runs(policy, days=args.days, count=args.runs, seed=args.seed):
             outcomes.append(one)
             if time.perf_counter() - told > TELL_S:
                 told = time.perf_counter()
@@ -243,9 +244,9 @@ def _run_all(policy: Policy, args: argparse.Namespace) -> tuple[list[Outcome], i
     return outcomes, 0
 
 
-def _sites(plan: Plan, policy: Policy, args: argparse.Namespace, code: int) -> tuple[SiteRange | None, int]:
+def _sites(plan: Plan, policy: MonthsPolicy, args: argparse.Namespace, code: int) -> tuple[SiteRange | None, int]:
     """The plan at other sites; Ctrl-C leaves the runs at this one."""
-    from phalanx.sim.months.sites import site_range
+    from phalanx.sim.months.forecast import site_range
 
     if code:
         return None, code
@@ -256,16 +257,18 @@ def _sites(plan: Plan, policy: Policy, args: argparse.Namespace, code: int) -> t
         return None, INTERRUPTED
 
 
-def _levers(plan: Plan, policy: Policy, outcomes: list[Outcome], args: argparse.Namespace) -> tuple[Lever, ...]:
+def _levers(
+    plan: Plan, policy: MonthsPolicy, outcomes: list[RunOutcome], args: argparse.Namespace
+) -> tuple[Lever, ...]:
     """What would help, if asked for and if all runs were finished."""
-    from phalanx.sim.months.levers import levers
+    from phalanx.sim.months.forecast import try_levers
 
     if not args.levers or len(outcomes) < args.runs:
         return ()
-    return levers(plan, policy, outcomes, days=args.days, seed=args.seed)
+    return try_levers(plan, policy, outcomes, days=args.days, seed=args.seed)
 
 
-def _check_size(policy: Policy, args: argparse.Namespace, *, times: int) -> None:
+def _check_size(policy: MonthsPolicy, args: argparse.Namespace, *, times: int) -> None:
     """Refuses what would take minutes, and says how long the rest takes when that is long."""
     from phalanx.sim.months.policy import expected_failures
 

@@ -14,7 +14,7 @@ from phalanx.errors import Problem, UserError
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
+    from phalanx.network.fabric.fabric_types import Fabric
     from phalanx.plan.plan import Plan
     from phalanx.sim.step.breaks import Aftermath
     from phalanx.sim.step.report import StepReport
@@ -113,11 +113,11 @@ def _write_trace(plan: Plan, report: StepReport, name: str) -> None:
 
 
 def _show(report: StepReport, kind: str | None, found: list[Aftermath]) -> None:
-    from phalanx.sim.step.text import render, render_break
+    from phalanx.sim.step.step_text import break_text, step_text
 
-    say(render(report))
+    say(step_text(report))
     if kind is not None and found:
-        say("\n" + render_break(kind, found))
+        say("\n" + break_text(kind, found))
 
 
 def _plain(report: StepReport, kind: str | None, found: list[Aftermath]) -> dict[str, object]:

@@ -186,7 +186,7 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
     _check_files(prepare.with_absolute_files(asked).job, asked, args)
     if args.no_probe or find_rank(os.environ) is not None:
         return prepare.make(asked), asked
-    from phalanx.plan.timed import plan_here
+    from phalanx.plan.make import plan_here
 
     target = str(asked.job.cluster.target)
     return plan_here(lambda: prepare.make(asked), target, environ=os.environ, tell=note), asked

@@ -45,10 +45,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict, write, score, print."""
     from phalanx.errors import mistake
-    from phalanx.plan.published import read_table
-    from phalanx.plan.scorecard import text, write_predictions
-    from phalanx.plan.validate import draw_known, predict_table, score
-    from phalanx.validate.network.table import is_network_table
+    from phalanx.validate.network_claims import is_network_table
+    from phalanx.validate.throughput_score import (
+        draw_known,
+        predict_table,
+        score_predictions,
+        scorecard_text,
+        write_predictions,
+    )
+    from phalanx.validate.throughput_table import read_table
 
     if is_network_table(Path(args.table)):
         return _network(args)
@@ -61,37 +66,36 @@ def run(args: argparse.Namespace) -> int:
     if args.draw:
         known, rows = draw_known(rows, per_source=args.draw, seed=args.seed)
     predictions = predict_table(rows, known=known)
-    card = score(rows, predictions)
+    card = score_predictions(rows, predictions)
     if args.predictions:
         write_predictions(Path(args.predictions), predictions)
         note(f"wrote {plural(len(predictions), 'row')} to {args.predictions}")
     if args.json:
         print_json({"scorecard": card, "calibrated_on_rows": len(known), "predictions": predictions})
     else:
-        say(text(card, calibrated_on=len(known)))
+        say(scorecard_text(card, calibrated_on=len(known)))
     return 0
 
 
 def _network(args: argparse.Namespace) -> int:
     """Network claims: nothing is fitted but the two ends of a series, so the options of runs do not apply."""
     from phalanx.errors import mistake
-    from phalanx.validate.network.run import plan, validate
-    from phalanx.validate.network.table import read_rows
-    from phalanx.validate.network.text import text
+    from phalanx.validate.network_claims import read_claims
+    from phalanx.validate.network_score import network_card_text, plan_simulations, score_claims
 
     if args.predictions or args.calibrate or args.draw:
         raise mistake(args.table, "is a table of network claims", fix="leave --predictions, --calibrate and --draw out")
-    rows = read_rows(Path(args.table))
-    planned = plan(rows, simulate=args.simulate)
+    rows = read_claims(Path(args.table))
+    planned = plan_simulations(rows, simulate=args.simulate)
     if planned.keys:
         note(f"{len(planned.keys)} simulations, about {planned.cpu_s:.0f} s of CPU; Ctrl-C keeps what is finished")
     if planned.left_out:
         note(f"{planned.left_out} more would take about {planned.left_out_cpu_s:,.0f} s: add --simulate")
-    card = validate(rows, simulate=args.simulate, planned=planned, progress=_Progress().tell)
+    card = score_claims(rows, simulate=args.simulate, planned=planned, progress=_Progress().tell)
     if args.json:
         print_json(card)
     else:
-        say(text(card))
+        say(network_card_text(card))
     return INTERRUPTED if card.interrupted else 0
 
 

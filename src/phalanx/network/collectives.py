@@ -1,7 +1,10 @@
-"""What a collective costs: α-β arithmetic per algorithm, over groups that may span fast domains.
+"""The NCCL model of `nccl_choice.py` for a million groups at once: what a collective costs inside a training step.
 
-Formulas: ring, tree and hierarchical all-reduce as in NCCL's tuning model (src/graph/tuning.cc, 2.30) and Thakur et
-al. 2005. All functions are elementwise over arrays and return seconds.
+The same algorithms, channel limits, corrections and latencies (`nccl_tables.py`), for large messages: protocol Simple,
+no rounding of rates to NCCL's list of speeds, and no call, since a training step issues collectives ahead. With NCCL's
+rates and latencies both give the same pick and time (tests/network/test_collectives.py). The planner passes rates and
+latencies as fitted to published steps instead: a collective beside compute and other traffic is slower than one alone
+(docs/decisions/0027). All functions are elementwise over arrays and return seconds.
 """
 
 from __future__ import annotations
@@ -12,15 +15,38 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.network.nccl_choice import CORRECTED_NVLS_TREE, CORRECTED_TREE, TREE_EFFICIENCY
+from phalanx.network.nccl_tables import (
+    FAMILIES,
+    LATENCY_US,
+    MOST_NVLS_HEADS,
+    NVLS_EFFICIENCY,
+    NVLS_TREE_CHANNEL_GB,
+    PROTOCOLS,
+    TREE_CHANNEL_GB,
+    TREE_CORRECTION,
+    Algorithm,
+)
+
 Floats = NDArray[np.float64]
 
-ALGORITHMS = ("ring", "tree", "hierarchical", "switch")
-# Share of line rate that a pipelined tree reaches beside a ring; NCCL 2.30 uses 0.92 (src/graph/tuning.cc).
-TREE_EFFICIENCY = 0.92
-# Reduction inside the NVSwitch (NVLS): measured 480 GB/s of bus bandwidth where a ring reaches 367 on 8 x H200
-# (stas00/ml-engineering network/README.md), and only for sums that stay inside one domain.
-SWITCH_GAIN = 480.0 / 367.0
-SWITCH_LATENCY_S = 25e-6
+ALGORITHMS: tuple[Algorithm, ...] = ("Ring", "Tree", "NVLS", "NVLSTree")  # of an all-reduce, without CollNet
+NEVER = np.asarray(np.inf)
+SIMPLE = PROTOCOLS.index("Simple")
+GB, MICROSECOND = 1e9, 1e-6
+# A hop of a tree inside a node takes longer than one of a ring, by NCCL's table 4.0 to 3.4 µs.
+TREE_HOP = LATENCY_US["NVLINK"]["Tree"][SIMPLE] / LATENCY_US["NVLINK"]["Ring"][SIMPLE]
+SWITCH_LATENCY_S = LATENCY_US["NVLINK"]["NVLS"][SIMPLE] * MICROSECOND
+# A hop of an NVLSTree between nodes, as a multiple of one of a ring: 20.9 to 14 µs.
+SWITCH_TREE_HOP = LATENCY_US["NET"]["NVLSTree"][SIMPLE] / LATENCY_US["NET"]["Ring"][SIMPLE]
+# By family and number of nodes (1, 2, more), bytes/s of one channel.
+TREE_CHANNEL = np.array([TREE_CHANNEL_GB[family] for family in FAMILIES]) * GB
+SWITCH_TREE_CHANNEL = np.array([NVLS_TREE_CHANNEL_GB[family] for family in FAMILIES]) * GB
+SWITCH_EFFICIENCY = np.array([NVLS_EFFICIENCY[family] for family in FAMILIES])
+# c(S) by power of two from 64 B, for trees and for Blackwell's NVLS trees; 1 beyond the places that NCCL reads.
+CORRECTION = np.array([*TREE_CORRECTION["Simple"][:CORRECTED_TREE], 1.0, 1.0])
+SWITCH_CORRECTION = np.array([*TREE_CORRECTION["Simple"][:CORRECTED_NVLS_TREE], 1.0])
+BLACKWELL = FAMILIES.index("blackwell")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +64,7 @@ class Group:
     nic_latency_s: Floats
     loss: Floats | float = 0.0  # exponent by which NIC bandwidth falls with the domains a collective spans
     switch: Floats | float = 0.0  # 1 where the switch of the fast domain reduces (NVLS)
+    family: Floats | float = 2.0  # index in nccl_tables.FAMILIES
     pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
 
     @cached_property
@@ -55,6 +82,34 @@ class Group:
         """Slowest link of a ring: NVLink inside a domain, all of the members' NICs together between domains."""
         across = np.minimum(self.link_bytes_per_s, self.per_domain * self.network_bytes_per_s)
         return np.where(self.domains > 1, across, self.link_bytes_per_s)
+
+    @cached_property
+    def tree_bus_bytes_per_s(self) -> Floats:
+        """Before c(S): 0.92 of a ring's bus; between nodes one channel per NIC, each with its limit."""
+        limit = np.where(self.domains > 1, self.per_domain * TREE_CHANNEL[self._family, self._column], np.inf)
+        return np.minimum(TREE_EFFICIENCY * self.bus_bytes_per_s, limit)
+
+    @cached_property
+    def switch_bus_bytes_per_s(self) -> Floats:
+        """Sums in the NVSwitch: NVLS in one domain, NVLSTree between several; 0 where the switch cannot add.
+
+        A device's links carry every head's part once and its own twice; an all-reduce adds and multicasts at once.
+        """
+        heads = np.minimum(self.per_domain, MOST_NVLS_HEADS)
+        part = self.link_bytes_per_s / (heads + 1.0)
+        inside = 2.0 * part * SWITCH_EFFICIENCY[self._family] * (heads - 1.0) / heads
+        across = np.minimum(self.network_bytes_per_s, part) * np.where(self.domains <= 2, 2.0, 1.0)
+        between = np.minimum(across, SWITCH_TREE_CHANNEL[self._family, self._column])
+        bus: Floats = heads * np.where(self.domains > 1, np.minimum(inside, between), inside)
+        return np.where((np.asarray(self.switch) > 0) & (self.per_domain > 2), bus, 0.0)
+
+    @property
+    def _family(self) -> NDArray[np.intp]:
+        return np.asarray(self.family, dtype=np.intp)
+
+    @property
+    def _column(self) -> NDArray[np.intp]:
+        return np.asarray(np.minimum(self.domains, 3.0), dtype=np.intp) - 1
 
     @cached_property
     def ring_latency_s(self) -> Floats:
@@ -79,6 +134,7 @@ def place(
     pacing: Floats | float = 0.0,
     loss: Floats | float = 0.0,
     switch: Floats | float = 0.0,
+    family: Floats | float = 2.0,
 ) -> Group:
     """The group of an axis whose members stand `stride` ranks apart when ranks fill domains in order.
 
@@ -99,6 +155,7 @@ def place(
         pacing=pacing,
         loss=loss,
         switch=switch,
+        family=family,
     )
 
 
@@ -110,35 +167,35 @@ def ring_latency(group: Group) -> Floats:
 def all_gather(group: Group, nbytes: Floats) -> Floats:
     """Ring all-gather (or reduce-scatter) of `nbytes` in total; NCCL has no tree for it."""
     share = (group.ranks - 1.0) / np.maximum(group.ranks, 1.0)
-    return np.where(group.ranks > 1, share * nbytes / group.bus_bytes_per_s + ring_latency(group), 0.0)
+    return np.where(group.ranks > 1, share * nbytes / group.bus_bytes_per_s + group.ring_latency_s, 0.0)
 
 
 reduce_scatter = all_gather
 
 
 def all_reduce_by_algorithm(group: Group, nbytes: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Seconds of each of ALGORITHMS; infinite where the algorithm does not apply."""
+    """Seconds of each of ALGORITHMS; infinite where the algorithm does not exist."""
     ring = 2.0 * all_gather(group, nbytes)
     depth = np.floor(np.log2(np.maximum(group.domains, 1.0)) + 1e-9)
-    tree = 2.0 * nbytes / (TREE_EFFICIENCY * group.bus_bytes_per_s) + 2.0 * (
-        (group.per_domain - 1.0) * group.link_latency_s + depth * group.nic_latency_s
+    place = np.minimum(np.frexp(np.maximum(nbytes, 64.0) / 64.0)[1] - 1, CORRECTION.size - 1)
+    tree = 2.0 * nbytes / (group.tree_bus_bytes_per_s * CORRECTION[place]) + 2.0 * (
+        (group.per_domain - 1.0) * TREE_HOP * group.link_latency_s + depth * group.nic_latency_s
     )
-    inner = (group.per_domain - 1.0) / group.per_domain * nbytes / group.link_bytes_per_s
-    inner = inner + (group.per_domain - 1.0) * group.link_latency_s
-    outer_share = 2.0 * (group.domains - 1.0) / group.domains * nbytes / group.per_domain
-    outer = outer_share / group.network_bytes_per_s + 2.0 * (group.domains - 1.0) * group.nic_latency_s
-    spans = (group.domains > 1) & (group.per_domain > 1)
-    hierarchical = np.where(spans, 2.0 * inner + outer, np.inf)
-    switch_bus = group.link_bytes_per_s * SWITCH_GAIN
-    switch = 2.0 * (group.ranks - 1.0) / np.maximum(group.ranks, 1.0) * nbytes / switch_bus + SWITCH_LATENCY_S
-    reduces = (np.asarray(group.switch) > 0) & (group.domains <= 1) & (group.ranks > 2)
-    return ring, tree, hierarchical, np.where(reduces, switch, np.inf)
+    bus, alone = group.switch_bus_bytes_per_s, group.domains <= 1
+    if not (bus > 0).any():
+        return ring, tree, NEVER, NEVER
+    wire = 2.0 * (group.ranks - 1.0) / np.maximum(group.ranks, 1.0) / np.where(bus > 0, bus, 1e-30)
+    hops = SWITCH_LATENCY_S + 2.0 * depth * SWITCH_TREE_HOP * group.nic_latency_s
+    switch = wire * nbytes + hops
+    newer = np.asarray(group.family) == BLACKWELL
+    between = np.where(newer, wire * nbytes / SWITCH_CORRECTION[place] + hops, switch) if newer.any() else switch
+    return ring, tree, np.where((bus > 0) & alone, switch, np.inf), np.where((bus > 0) & ~alone, between, np.inf)
 
 
 def all_reduce(group: Group, nbytes: Floats) -> Floats:
-    """The fastest applicable algorithm."""
-    ring, tree, hierarchical, switch = all_reduce_by_algorithm(group, nbytes)
-    best = np.minimum(np.minimum(ring, tree), np.minimum(hierarchical, switch))
+    """The fastest algorithm."""
+    ring, tree, switch, switch_tree = all_reduce_by_algorithm(group, nbytes)
+    best = np.minimum(np.minimum(ring, tree), np.minimum(switch, switch_tree))
     return np.where(group.ranks > 1, best, 0.0)
 
 

@@ -1,10 +1,10 @@
 """Which algorithm and protocol NCCL 2.30 picks by itself, and the time its model gives for it.
 
 The model is NCCL's (src/graph/tuning.cc, 2.30.7), all seven algorithms and three protocols; `nccl_system.py` has what
-its search for channels finds. `expect` is what `phalanx fabric collective`, the rules COM001 and COM003 and the plan's
-table of axes ask: NCCL's pick, its time, and how sure that is; two measurements are better (network/fit.py). Left out:
-PCIe-only boards, mixed GPUs, rails that share a NIC, user settings (NCCL_ALGO, NCCL_PROTO), aggregated calls,
-symmetric-memory kernels.
+its search for channels finds. `expect_collective` is what `phalanx fabric collective`, the rules COM001 and COM003 and
+the plan's table of axes ask: NCCL's pick, its time, and how sure that is; two measurements are better
+(collective_fit.py). Left out: PCIe-only boards, mixed GPUs, rails that share a NIC, user settings (NCCL_ALGO,
+NCCL_PROTO), aggregated calls, symmetric-memory kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.errors import mistake
-from phalanx.network.nccl_system import WHERE, Channels, System, wired
+from phalanx.network.nccl_system import WHERE, Channels, NcclSystem, unrounded_system
 from phalanx.network.nccl_tables import (
     LATENCY_US,
     LL_MOST_GB,
@@ -40,6 +40,7 @@ POST_US = {"intel": 1.0, "amd": 2.0, "arm": 1.0}  # posting a send to a NIC; thr
 PLATEAU = 1.4  # ring all-reduce, Simple, several nodes, 64 B or more per channel and rank; 1.9 before Ampere
 OLD_PLATEAU = 1.9
 PLATEAU_BYTES = 64
+TREE_EFFICIENCY = 0.92  # of a ring's bus
 CORRECTED_TREE, CORRECTED_NVLS_TREE = 23, 24  # places of c(S) that are read
 # What NCCL's sum of start-up and transfer leaves out, fitted to 24 measured sweeps of 12 sources
 # (benchmarks/collective_interval.py): the call itself, on one node and between nodes, and k √(start-up x transfer) for
@@ -68,7 +69,7 @@ RIVAL_DOUBT_INSIDE, RIVAL_DOUBT_SMALL, RIVAL_DOUBT_LARGE = 1.1, 1.5, 1.15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class AlgorithmChoice:
     """One algorithm and protocol with the time NCCL's model gives."""
 
     algorithm: Algorithm
@@ -82,7 +83,7 @@ class Choice:
         return self.latency_s + self.transfer_s
 
 
-def choose(comm: System, nbytes: float, *, operation: Operation = "all-reduce") -> Choice:
+def choose_pair(comm: NcclSystem, nbytes: float, *, operation: Operation = "all-reduce") -> AlgorithmChoice:
     """The pair NCCL takes by itself.
 
     >>> from phalanx.network.nccl_system import system
@@ -90,21 +91,23 @@ def choose(comm: System, nbytes: float, *, operation: Operation = "all-reduce") 
     >>> [(one.algorithm, one.protocol) for one in (choose(h200, 2**20), choose(h200, 2**21))]
     [('Ring', 'LL'), ('NVLS', 'Simple')]
     """
-    return min(choices(comm, nbytes, operation=operation), key=lambda one: one.seconds)
+    return min(possible_pairs(comm, nbytes, operation=operation), key=lambda one: one.seconds)
 
 
-def choices(comm: System, nbytes: float, *, operation: Operation = "all-reduce") -> tuple[Choice, ...]:
+def possible_pairs(
+    comm: NcclSystem, nbytes: float, *, operation: Operation = "all-reduce"
+) -> tuple[AlgorithmChoice, ...]:
     """Every pair that exists for this communicator and operation."""
     if not (math.isfinite(nbytes) and nbytes > 0):
         raise mistake(WHERE, f"a message of {nbytes:g} bytes", fix="sizes are above zero")
     if comm.ranks == 1:
-        return (Choice(algorithm="Ring", protocol="Simple", latency_s=0.0, transfer_s=0.0),)
+        return (AlgorithmChoice(algorithm="Ring", protocol="Simple", latency_s=0.0, transfer_s=0.0),)
     found = []
     for algorithm, protocol, bus_gb in _exists(comm, operation):
-        latency_us = latency(comm, algorithm, protocol, operation=operation, nbytes=nbytes)
-        rate_gb = bus_gb * _share(comm, algorithm, operation) * correction(comm, algorithm, protocol, nbytes)
+        latency_us = start_up_us(comm, algorithm, protocol, operation=operation, nbytes=nbytes)
+        rate_gb = bus_gb * _share(comm, algorithm, operation) * tree_correction(comm, algorithm, protocol, nbytes)
         if rate_gb > 0:
-            one = Choice(
+            one = AlgorithmChoice(
                 algorithm=algorithm,
                 protocol=protocol,
                 latency_s=latency_us * 1e-6,
@@ -114,15 +117,17 @@ def choices(comm: System, nbytes: float, *, operation: Operation = "all-reduce")
     return tuple(found)
 
 
-def on_wire(comm: System, picked: Choice, nbytes: float, *, operation: Operation = "all-reduce") -> Choice:
+def unrounded_choice(
+    comm: NcclSystem, picked: AlgorithmChoice, nbytes: float, *, operation: Operation = "all-reduce"
+) -> AlgorithmChoice:
     """The same pair with the start-up and transfer that unrounded links give."""
     pair = (picked.algorithm, picked.protocol)
-    found = choices(wired(comm), nbytes, operation=operation)
+    found = possible_pairs(unrounded_system(comm), nbytes, operation=operation)
     return next(one for one in found if (one.algorithm, one.protocol) == pair)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
+class ExpectedTime:
     """What a collective will take: by which pair, start-up and the rest, and the range of 80 % of systems."""
 
     algorithm: Algorithm
@@ -139,9 +144,9 @@ class Expected:
         return self.call_s + self.latency_s + self.transfer_s
 
 
-def expect(
-    comm: System, nbytes: float, *, operation: Operation = "all-reduce", algorithm: Algorithm | None = None
-) -> Expected | None:
+def expect_collective(
+    comm: NcclSystem, nbytes: float, *, operation: Operation = "all-reduce", algorithm: Algorithm | None = None
+) -> ExpectedTime | None:
     """NCCL's own pick, or its best protocol of a named algorithm; None where that does not exist.
 
     >>> from phalanx.network.nccl_system import system
@@ -149,17 +154,17 @@ def expect(
     >>> one.algorithm, round(one.seconds * 1e6), round(one.low_s * 1e6), round(one.high_s * 1e6)
     ('NVLSTree', 700, 553, 1891)
     """
-    found = [one for one in choices(comm, nbytes, operation=operation) if algorithm in (None, one.algorithm)]
+    found = [one for one in possible_pairs(comm, nbytes, operation=operation) if algorithm in (None, one.algorithm)]
     if not found:
         return None
     picked = min(found, key=lambda one: one.seconds)
     if comm.ranks == 1:
         nothing = {"latency_s": 0.0, "call_s": 0.0, "transfer_s": 0.0, "low_s": 0.0, "high_s": 0.0}
-        return Expected(algorithm=picked.algorithm, protocol=picked.protocol, **nothing)
-    wire = on_wire(comm, picked, nbytes, operation=operation)
+        return ExpectedTime(algorithm=picked.algorithm, protocol=picked.protocol, **nothing)
+    wire = unrounded_choice(comm, picked, nbytes, operation=operation)
     seconds = expected_s(comm, picked, nbytes, operation=operation)
     low, high = time_ratios(comm, nbytes)
-    return Expected(
+    return ExpectedTime(
         algorithm=picked.algorithm,
         protocol=picked.protocol,
         latency_s=wire.latency_s,
@@ -171,8 +176,8 @@ def expect(
 
 
 def expected_s(
-    comm: System,
-    picked: Choice,
+    comm: NcclSystem,
+    picked: AlgorithmChoice,
     nbytes: float,
     *,
     operation: Operation = "all-reduce",
@@ -181,36 +186,36 @@ def expected_s(
 ) -> float:
     """What the pair will take, where `picked` has what NCCL reckons: with the call, unrounded links and a pipeline.
 
-    NCCL adds start-up and transfer, as if the first chunk were the whole message or nothing (network/fit.py), and its
+    NCCL adds start-up and transfer, as if the first chunk were the whole message or nothing (collective_fit.py); its
     start-up has no call. `fill` and `start` are for fits.
     """
-    one = on_wire(comm, picked, nbytes, operation=operation)
+    one = unrounded_choice(comm, picked, nbytes, operation=operation)
     called_s = start_s(comm) if start is None else start
     return called_s + one.seconds + fill * math.sqrt(one.latency_s * one.transfer_s)
 
 
-def start_s(comm: System) -> float:
+def start_s(comm: NcclSystem) -> float:
     """The call itself: what passes before NCCL's own start-up."""
     if comm.ranks == 1:
         return 0.0
     return START_INSIDE_S if comm.nodes == 1 else START_ACROSS_S
 
 
-def time_ratios(comm: System, nbytes: float) -> tuple[float, float]:
+def time_ratios(comm: NcclSystem, nbytes: float) -> tuple[float, float]:
     """Factors on the expected time that hold 80 % of systems."""
     _, inside, across = next(one for one in RATIOS if nbytes < one[0])
     low, high = inside if comm.nodes == 1 else across
     return low, high * max(1.0, comm.nodes / SWEPT_NODES) ** CROWDING
 
 
-def rival_doubt(comm: System, nbytes: float) -> float:
+def rival_doubt(comm: NcclSystem, nbytes: float) -> float:
     """The factor by which one algorithm must be slower than another before the model says so of a real system."""
     if comm.nodes == 1:
         return RIVAL_DOUBT_INSIDE
     return RIVAL_DOUBT_SMALL if nbytes < 256 * MIB else RIVAL_DOUBT_LARGE
 
 
-def _exists(comm: System, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
+def _exists(comm: NcclSystem, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
     """Pairs with the bandwidth of their bus."""
     reduces = operation == "all-reduce"
     for protocol in PROTOCOLS:
@@ -229,7 +234,7 @@ def _exists(comm: System, operation: Operation) -> Iterator[tuple[Algorithm, Pro
             yield "CollnetChain", "Simple", comm.ring.count * comm.ring.inside_gb
 
 
-def _by_switch(comm: System, found: Channels, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
+def _by_switch(comm: NcclSystem, found: Channels, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
     """Gathers and scatters need a head per rank (src/enqueue.cc): none in a rack of 72."""
     reduces = operation == "all-reduce"
     if (comm.nodes == 1 or comm.sharp) and (reduces or comm.per_node <= MOST_NVLS_HEADS):
@@ -238,17 +243,17 @@ def _by_switch(comm: System, found: Channels, operation: Operation) -> Iterator[
         yield "NVLSTree", "Simple", _nvls_bus(comm, found, "NVLSTree", operation)
 
 
-def _bus(comm: System) -> float:
+def _bus(comm: NcclSystem) -> float:
     return comm.ring.count * (comm.ring.inside_gb if comm.nodes <= 2 else comm.ring.across_gb)
 
 
-def _ll_most(comm: System) -> float:
+def _ll_most(comm: NcclSystem) -> float:
     if comm.nodes == 1:
         return LL_MOST_GB[comm.family][0]
     return LL_MOST_GB["ampere" if comm.cpu == "amd" else "volta"][comm.column]
 
 
-def _ring_bus(comm: System, protocol: Protocol) -> float:
+def _ring_bus(comm: NcclSystem, protocol: Protocol) -> float:
     bus = _bus(comm)
     if protocol == "LL":
         return min(_ll_most(comm), bus / 2)
@@ -257,8 +262,8 @@ def _ring_bus(comm: System, protocol: Protocol) -> float:
     return bus
 
 
-def _tree_bus(comm: System, protocol: Protocol) -> float:
-    bus = min(0.92 * _bus(comm), comm.ring.count * TREE_CHANNEL_GB[comm.family][comm.column])
+def _tree_bus(comm: NcclSystem, protocol: Protocol) -> float:
+    bus = min(TREE_EFFICIENCY * _bus(comm), comm.ring.count * TREE_CHANNEL_GB[comm.family][comm.column])
     if protocol == "LL":
         bus = min(bus / 3.8, _ll_most(comm))
     if protocol == "LL128":
@@ -267,7 +272,7 @@ def _tree_bus(comm: System, protocol: Protocol) -> float:
     return bus * (0.85 if comm.plain_tree else 1.0)
 
 
-def _nvls_bus(comm: System, found: Channels, algorithm: Algorithm, operation: Operation) -> float:
+def _nvls_bus(comm: NcclSystem, found: Channels, algorithm: Algorithm, operation: Operation) -> float:
     """An all-reduce adds and multicasts at once, so its bus counts twice."""
     inside = found.inside_gb * NVLS_EFFICIENCY[comm.family] * (found.count - 1) / found.count
     inside *= 2.0 if operation == "all-reduce" else (comm.per_node - 1) / comm.per_node
@@ -278,7 +283,7 @@ def _nvls_bus(comm: System, found: Channels, algorithm: Algorithm, operation: Op
     return found.count * min(inside, across, limit)
 
 
-def _direct_bus(comm: System, operation: Operation) -> float:
+def _direct_bus(comm: NcclSystem, operation: Operation) -> float:
     if operation != "all-reduce":
         return comm.per_node * min(comm.ring.inside_gb, 0.9 * comm.ring.across_gb)
     share = comm.per_node / comm.ring.count
@@ -286,21 +291,21 @@ def _direct_bus(comm: System, operation: Operation) -> float:
     return comm.ring.count * comm.ring.inside_gb / (share - (share - 1) / 2) * newer
 
 
-def _share(comm: System, algorithm: Algorithm, operation: Operation) -> float:
+def _share(comm: NcclSystem, algorithm: Algorithm, operation: Operation) -> float:
     """Bytes of the message that a byte on the bus stands for."""
     if algorithm in ("Ring", "NVLS", "NVLSTree") and (algorithm == "Ring" or operation == "all-reduce"):
         return comm.ranks / _steps(comm, operation)
     return 0.5 if operation == "all-reduce" else 1.0
 
 
-def _steps(comm: System, operation: Operation) -> int:
+def _steps(comm: NcclSystem, operation: Operation) -> int:
     if operation in FROM_ONE:
         return comm.ranks
     return (2 if operation == "all-reduce" else 1) * (comm.ranks - 1)
 
 
-def latency(
-    comm: System,
+def start_up_us(
+    comm: NcclSystem,
     algorithm: Algorithm,
     protocol: Protocol,
     *,
@@ -326,7 +331,7 @@ def latency(
     return base + 2 * local * inside + across
 
 
-def _ring_latency(comm: System, protocol: Protocol, operation: Operation, nbytes: float) -> float:
+def _ring_latency(comm: NcclSystem, protocol: Protocol, operation: Operation, nbytes: float) -> float:
     """Steps inside a node wait until those that leave it are posted."""
     simple = protocol == "Simple"
     if operation in FROM_ONE:
@@ -342,7 +347,7 @@ def _ring_latency(comm: System, protocol: Protocol, operation: Operation, nbytes
     return total
 
 
-def _pass_on(comm: System, protocol: Protocol) -> float:
+def _pass_on(comm: NcclSystem, protocol: Protocol) -> float:
     """From rank to rank: overlapped in one node, where all channels visit the ranks in the same order."""
     if comm.nodes == 1:
         return _us("NVLINK", "Ring", protocol)
@@ -353,7 +358,7 @@ def _us(hop: Hop, algorithm: Algorithm, protocol: Protocol) -> float:
     return LATENCY_US[hop][algorithm][PROTOCOLS.index(protocol)]
 
 
-def correction(comm: System, algorithm: Algorithm, protocol: Protocol, nbytes: float) -> float:
+def tree_correction(comm: NcclSystem, algorithm: Algorithm, protocol: Protocol, nbytes: float) -> float:
     """c(S): trees fall short of the model in the middle, and NVLS trees of Blackwell with x86 hosts too."""
     units = int(min(nbytes, 2.0**62)) >> 6
     if units == 0:
@@ -364,6 +369,6 @@ def correction(comm: System, algorithm: Algorithm, protocol: Protocol, nbytes: f
     return TREE_CORRECTION[protocol][place] if place < places else 1.0
 
 
-def bus_bytes_per_s(comm: System, nbytes: float, seconds: float, *, operation: Operation = "all-reduce") -> float:
+def bus_bytes_per_s(comm: NcclSystem, nbytes: float, seconds: float, *, operation: Operation = "all-reduce") -> float:
     """Bus bandwidth as nccl-tests prints it (doc/PERFORMANCE.md): what a ring would have to carry."""
     return _steps(comm, operation) / comm.ranks * nbytes / seconds if seconds > 0 else 0.0

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from phalanx.errors import UserError, mistake
 from phalanx.hardware.types import Cluster
-from phalanx.network.nccl_choice import Operation, expect
-from phalanx.network.nccl_system import Channels, Cpu, System, system
+from phalanx.network.nccl_choice import Operation, expect_collective
+from phalanx.network.nccl_system import Channels, Cpu, NcclSystem, build_system
 from phalanx.network.nccl_tables import Family
 
 FAMILIES: Mapping[str, Family] = {
@@ -34,7 +34,7 @@ def nccl_system(
     nvls: bool = True,
     cpu: Cpu | None = None,
     sharp: bool = False,
-) -> System:
+) -> NcclSystem:
     """The whole cluster, or `nodes` of its fast domains with `per_node` devices each; every device has its own NIC.
 
     Raises UserError for what NCCL's model leaves out. `cpu` None: Arm beside devices that come with one (GH200, GB200,
@@ -44,7 +44,7 @@ def nccl_system(
     family = FAMILIES.get(device.family)
     if device.vendor != "nvidia" or family is None or not device.link.startswith("NVLink"):
         raise _foreign(cluster)
-    return system(
+    return build_system(
         nodes=nodes or cluster.domains,
         per_node=per_node or cluster.domain_devices,
         family=family,
@@ -56,7 +56,7 @@ def nccl_system(
     )
 
 
-def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> System:
+def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> NcclSystem:
     """A group of ranks on any cluster.
 
     Devices without a model of their own (RCCL, PCIe) are taken for rings and trees of NCCL at their links' rates,
@@ -71,10 +71,15 @@ def group_system(cluster: Cluster, *, nodes: int, per_node: int) -> System:
     bus_gb = link_gb if nodes == 1 else nic_gb if per_node == 1 else min(link_gb, per_node * nic_gb)
     count = max(1, round(bus_gb / CHANNEL_GB))
     channels = Channels(count=count, inside_gb=bus_gb / count, across_gb=bus_gb / count)
-    family: Family = "ampere" if cluster.accelerator.family in ("ampere", "volta", "turing") else "hopper"
-    return System(
+    family = nccl_family(cluster.accelerator.family)
+    return NcclSystem(
         nodes=nodes, per_node=per_node, family=family, ring=channels, nvls=None, link_gb=link_gb, nic_gb=nic_gb
     )
+
+
+def nccl_family(family: str) -> Family:
+    """Whose tables an accelerator's family gets; those that NCCL does not know get the nearest."""
+    return FAMILIES.get(family) or ("ampere" if family == "turing" else "hopper")
 
 
 def two_levels_s(cluster: Cluster, *, domains: int, per_domain: int, nbytes: float, operation: Operation) -> float:
@@ -85,8 +90,10 @@ def two_levels_s(cluster: Cluster, *, domains: int, per_domain: int, nbytes: flo
     """
     if domains < 2 or per_domain < 2:
         return math.inf
-    outer = expect(group_system(cluster, nodes=domains, per_node=1), nbytes / per_domain, operation=operation)
-    inner = expect(group_system(cluster, nodes=1, per_node=per_domain), nbytes, operation="all-gather")
+    outer = expect_collective(
+        group_system(cluster, nodes=domains, per_node=1), nbytes / per_domain, operation=operation
+    )
+    inner = expect_collective(group_system(cluster, nodes=1, per_node=per_domain), nbytes, operation="all-gather")
     if outer is None or inner is None:
         return math.inf
     return outer.seconds + inner.seconds * (2 if operation == "all-reduce" else 1)

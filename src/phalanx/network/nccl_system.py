@@ -39,7 +39,7 @@ class Channels:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class System:
+class NcclSystem:
     """A communicator as NCCL sees it. A node is whatever one NVLink domain joins: 8 GPUs of a board, 72 of a rack."""
 
     nodes: int
@@ -64,7 +64,7 @@ class System:
         return min(self.nodes, 3) - 1
 
 
-def system(
+def build_system(
     *,
     nodes: int,
     per_node: int,
@@ -74,7 +74,7 @@ def system(
     cpu: Cpu = "intel",
     sharp: bool = False,
     links: int = 0,
-) -> System:
+) -> NcclSystem:
     """The channels NCCL finds where every GPU has its own NIC and all meet in NVSwitches; `links` 0: the family's.
 
     >>> h200 = system(nodes=1, per_node=8, family="hopper")
@@ -85,7 +85,7 @@ def system(
     link_gb = NVLINK_GB[family] * (links or NVLINKS[family])
     nic_gb = nic_gbps / 100.0 * NET_GB_PER_100G if nodes > 1 else math.inf
     adds = nvls and NVLS_EFFICIENCY[family] > 0 and per_node > 2
-    return System(
+    return NcclSystem(
         nodes=nodes,
         per_node=per_node,
         family=family,
@@ -138,7 +138,7 @@ def _nvls_channels(family: Family, gpus: int, link_gb: float, nic_gb: float) -> 
     return Channels(count=heads, inside_gb=speed, across_gb=speed)
 
 
-def wired(comm: System) -> System:
+def unrounded_system(comm: NcclSystem) -> NcclSystem:
     """The same with the rates that sums in the switch get from links and NICs, for times.
 
     NCCL's search rounds these rates down to one it knows, and chooses by it; the wire does not round. A GPU's links

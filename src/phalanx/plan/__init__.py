@@ -14,10 +14,10 @@ from typing import Any
 class _Planner(types.ModuleType):
     """This package, callable as `phalanx.plan(job, cluster)`."""
 
-    def __call__(self, job: Any, cluster: Any = None) -> Any:
+    def __call__(self, job: Any, cluster: Any = None, *, calibration: Any = None, hopeless: bool = False) -> Any:
         from phalanx.plan.make import plan
 
-        return plan(job, cluster)
+        return plan(job, cluster, calibration=calibration, hopeless=hopeless)
 
 
 sys.modules[__name__].__class__ = _Planner

@@ -49,7 +49,7 @@ class Region:
     pue: float  # 0 when the source gives none
 
 
-def bill(
+def run_bill(
     cluster: Cluster,
     *,
     cost: Cost,

@@ -81,6 +81,7 @@ class Cases:
     host_link_bytes_per_s: Floats  # device to host memory, for offload
     dense_power: Floats  # 1 where power, not issue rate, bounds long matmuls (Hopper, CDNA3 and later)
     switch_reduces: Floats  # 1 where the switch of the fast domain can sum (NVLS)
+    nccl_family: Floats  # index in nccl_tables.FAMILIES: whose limits of a channel hold
 
     @property
     def devices(self) -> Floats:

@@ -190,7 +190,7 @@ def _head(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     return work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
 
 
-def compute(c: Cases, k: Physics, f: Profile) -> Compute:
+def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     """All device work of one micro-batch."""
     rate, wide = rates(c, k, f)
     linears = _linears(c, k, f, rate)

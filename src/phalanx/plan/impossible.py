@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import UserError, mistake
-from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
-from phalanx.plan.score import Scores, score
-from phalanx.plan.space import build, divisors, splits, tensor_sizes
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import Scores, score_layouts
+from phalanx.plan.space import build_space, divisors, splits, tensor_sizes
 from phalanx.units import format_bytes, plural
 
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
@@ -21,7 +21,7 @@ FREE_IN_FIXED_MODE = ("data", "shard", "micro")  # they follow from the number o
 MOST_GROWTH = 64  # how many times the cluster is doubled, in all, to say how many devices would do
 
 
-def no_layout(ask: Ask) -> UserError:
+def no_layout(ask: PlanRequest) -> UserError:
     """No combination of sizes is legal; says which setting stands in the way."""
     devices, fixed = ask.cluster.devices, ask.fixed
     sizes = {name: int(fixed[name]) for name in ("tensor", "context", "pipeline", "data") if name in fixed}
@@ -36,15 +36,15 @@ def no_layout(ask: Ask) -> UserError:
             why="tensor × context × pipeline × data must use every device",
             fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
         )
-    if next(build(ask).grids(), None) is not None:  # legal, and yet nothing of it runs
+    if next(build_space(ask).grids(), None) is not None:  # legal, and yet nothing of it runs
         return _cannot_run(ask)
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
-        if release in fixed and build(_without(ask, release)).rows:
+        if release in fixed and build_space(_without(ask, release)).rows:
             return _release(ask, release)
     return _no_batch(ask)
 
 
-def _cannot_run(ask: Ask) -> UserError:
+def _cannot_run(ask: PlanRequest) -> UserError:
     """The sizes multiply up, but a pipeline stage stays empty or a tensor outgrows its index."""
     micro, tensor = int(ask.fixed.get("micro", 1)), int(ask.fixed.get("tensor", ask.cluster.domain_devices))
     logits = micro * ask.sequence * ask.model.vocab / tensor
@@ -65,7 +65,7 @@ def _cannot_run(ask: Ask) -> UserError:
     )
 
 
-def _no_batch(ask: Ask) -> UserError:
+def _no_batch(ask: PlanRequest) -> UserError:
     """The global batch cannot be shared out evenly over any legal number of data ranks."""
     devices = ask.cluster.devices
     data = sorted({dp for *_, dp in splits(replace(ask, global_sequences=_rich(devices)), devices)})
@@ -98,9 +98,9 @@ def _multiple(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _release(ask: Ask, name: str) -> UserError:
+def _release(ask: PlanRequest, name: str) -> UserError:
     key = "batch.micro" if name == "micro" else f"parallel.{name}"
-    table = build(_without(ask, name))
+    table = build_space(_without(ask, name))
     column = {"expert": "ep", "virtual_pipeline": "vpp", "micro": "micro_batch", "data": "dp"}.get(name)
     fix = f"leave {key} out"
     if _by_mode(ask, name):
@@ -118,11 +118,11 @@ def _release(ask: Ask, name: str) -> UserError:
     )
 
 
-def _without(ask: Ask, *names: str) -> Ask:
+def _without(ask: PlanRequest, *names: str) -> PlanRequest:
     return replace(ask, fixed={name: value for name, value in ask.fixed.items() if name not in names})
 
 
-def no_fit(ask: Ask, scores: Scores) -> UserError:
+def no_fit(ask: PlanRequest, scores: Scores) -> UserError:
     """Layouts exist but none fits; says what would make one fit."""
     row = int(scores.memory_bytes.argmin())
     least, usable = float(scores.memory_bytes[row]), scores.usable_bytes
@@ -135,10 +135,10 @@ def no_fit(ask: Ask, scores: Scores) -> UserError:
     )
 
 
-def _cure(ask: Ask, scores: Scores) -> str:
+def _cure(ask: PlanRequest, scores: Scores) -> str:
     for name in RELEASES:
         if name in ask.fixed:
-            freed = score(build(_without(ask, name), offload=("none", "optimizer")))
+            freed = score_layouts(build_space(_without(ask, name), offload=("none", "optimizer")))
             if freed.fits.any():
                 key = "batch.micro" if name == "micro" else f"parallel.{name}"
                 step = np.where(freed.fits, freed.step_s, np.inf)
@@ -151,24 +151,24 @@ def _cure(ask: Ask, scores: Scores) -> str:
     return _more_devices(free) or _more_memory(scores)
 
 
-def _fixed_mode(ask: Ask) -> bool:
+def _fixed_mode(ask: PlanRequest) -> bool:
     """Whether the job says `parallel.mode = "fixed"`: then what is left out is filled in, not searched."""
     return any(ask.place(f"parallel.{name}") == BY_MODE for name in ask.fixed)
 
 
-def _by_mode(ask: Ask, name: str) -> bool:
+def _by_mode(ask: PlanRequest, name: str) -> bool:
     """Whether leaving a setting out would not free it."""
     return _fixed_mode(ask) and name not in FREE_IN_FIXED_MODE
 
 
-def _free(ask: Ask, name: str, key: str, layout: Layout) -> str:
+def _free(ask: PlanRequest, name: str, key: str, layout: Layout) -> str:
     if not _by_mode(ask, name):
         return f"leave {key} out"
     value = getattr(layout, "micro_batch" if name == "micro" else name)
     return f"set {key} = {json.dumps(value)}"
 
 
-def _more_devices(ask: Ask) -> str:
+def _more_devices(ask: PlanRequest) -> str:
     """The fewest devices, in doublings, on which the planner would find something: with offload, and without."""
     plain = _doublings(ask, ("none",))
     offloaded = _doublings(ask, ("optimizer",))
@@ -178,7 +178,7 @@ def _more_devices(ask: Ask) -> str:
     return f"use about {plain:,} such devices, or devices with more memory" if plain else ""
 
 
-def _doublings(ask: Ask, offload: tuple[str, ...]) -> int:
+def _doublings(ask: PlanRequest, offload: tuple[str, ...]) -> int:
     growth = 2
     while growth <= MOST_GROWTH:
         if _fits_on(ask, growth, offload=offload):
@@ -187,9 +187,9 @@ def _doublings(ask: Ask, offload: tuple[str, ...]) -> int:
     return 0
 
 
-def _fits_on(ask: Ask, growth: int, *, offload: tuple[str, ...]) -> bool:
+def _fits_on(ask: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> bool:
     larger = replace(ask.cluster, domains=ask.cluster.domains * growth)
-    return bool(score(build(replace(ask, cluster=larger), offload=offload)).fits.any())
+    return bool(score_layouts(build_space(replace(ask, cluster=larger), offload=offload)).fits.any())
 
 
 def _more_memory(scores: Scores) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,24 +13,26 @@ import numpy as np
 
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cpu_steps import CpuStep, cpu_times
+from phalanx.hardware.step_probe import measure_first, time_layout
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
-from phalanx.plan import ask as asking
-from phalanx.plan.ask import Ask
-from phalanx.plan.bill import bill
-from phalanx.plan.compression import pays
+from phalanx.plan import request
+from phalanx.plan.auto_settings import compression_pays
+from phalanx.plan.bill import run_bill
 from phalanx.plan.compute import element_bytes
+from phalanx.plan.cpu_step import step_columns
 from phalanx.plan.layout import Layout
-from phalanx.plan.mapping import RANK_ORDER, mapping
-from phalanx.plan.messages import with_messages
+from phalanx.plan.mapping import RANK_ORDER, map_axes, with_messages
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
-from phalanx.plan.prediction import Duration, duration, predict, token_budget
-from phalanx.plan.reasons import explain
-from phalanx.plan.reliability import Reliability, effective_time, reliability
-from phalanx.plan.score import price
-from phalanx.plan.search import SearchResult, search
+from phalanx.plan.prediction import Duration, predict_layout, run_duration, token_budget
+from phalanx.plan.reasons import explain_alternative
+from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
+from phalanx.plan.request import PlanRequest, request_from_job
+from phalanx.plan.score import price_layouts
+from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.plan.trainable import trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
@@ -43,12 +45,13 @@ def plan(
     job: Job | ResolvedJob | str | Path,
     cluster: Cluster | str | None = None,
     *,
-    calibration: CalibrationNote | None = None,
+    calibration: CalibrationNote | str | Path | None = None,
     hopeless: bool = False,
 ) -> Plan:
     """Plan a job, or the job in a file, on a cluster (the job's own by default).
 
-    Raises UserError when nothing legal fits, and, unless `hopeless` asks for it, for a run that would never finish.
+    `calibration` is a file that `phalanx calibrate` wrote. Raises UserError when nothing legal fits, and, unless
+    `hopeless` asks for it, for a run that would never finish. `print(plan)` is the page of `phalanx plan`.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
@@ -63,6 +66,10 @@ def plan(
             f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
             fix="give what phalanx.load returns, or a path",
         )
+    if isinstance(calibration, str | Path):
+        from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
+
+        calibration = read_calibration(Path(calibration))
     asked = job.job if isinstance(job, ResolvedJob) else job
     base = job.path.parent if isinstance(job, ResolvedJob) else None
     if cluster is None:
@@ -71,12 +78,12 @@ def plan(
         cluster = resolve(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
-    ask, advice = asking.from_job(asked, cluster, origins=origins)
+    ask, advice = request.request_from_job(asked, cluster, origins=origins)
     noted = (*noted, *advice)
     return _plan(asked, _with_calibration(ask, calibration), noted=noted, calibration=calibration, hopeless=hopeless)
 
 
-def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
+def _with_calibration(ask: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
     if note is None:
         return ask
     from phalanx.plan.calibrate import Calibration  # imports scipy: only when asked for
@@ -84,15 +91,17 @@ def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
     return replace(ask, calibration=Calibration(**note.scalars))
 
 
-def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool) -> Plan:
+def _plan(
+    job: Job, ask: PlanRequest, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
+) -> Plan:
     cluster = ask.cluster
     started = time.perf_counter()
-    found = search(ask)
+    found = search_layouts(ask)
     seconds = time.perf_counter() - started
     layout = found.best.layout
-    prediction, memory = predict(ask, layout)
+    prediction, memory = predict_layout(ask, layout)
     state = checkpoint_bytes(ask, layout)
-    trouble = reliability(
+    trouble = predict_reliability(
         cluster,
         checkpoint=job.checkpoint,
         fault=job.fault,
@@ -103,7 +112,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
     if trouble.effective_time <= 0 and not hopeless:
         raise _never(ask, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
-    lasting, uneven = duration(
+    lasting, uneven = run_duration(
         ask,
         layout,
         batch=job.batch,
@@ -113,7 +122,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         step_interval_s=(prediction.step_s_low, prediction.step_s_high),
         effective_interval=trouble.effective_time_interval,
     )
-    costs = bill(
+    costs = run_bill(
         cluster,
         cost=job.cost,
         wall_s=lasting.wall_s,
@@ -130,7 +139,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         *_too_long(ask, lasting, layout),
         *_host_memory(ask, layout),
         *_untrainable(job, ask, layout),
-        *([wasted] if (wasted := pays(ask, layout, where=ask.place("parallel.compression"))) else []),
+        *([wasted] if (wasted := compression_pays(ask, layout, where=ask.place("parallel.compression"))) else []),
     )
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
@@ -142,11 +151,11 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         prediction=prediction,
         memory=memory,
         rank_order=RANK_ORDER,
-        mapping=with_messages(job, cluster, layout, mapping(ask, layout)),
+        mapping=with_messages(job, cluster, layout, map_axes(ask, layout)),
         duration=lasting,
         reliability=trouble,
         bill=costs,
-        alternatives=tuple(explain(ask, layout, other) for other in found.others),
+        alternatives=tuple(explain_alternative(ask, layout, other) for other in found.others),
         pareto=_points(ask, found, batch=job.batch, tokens=budget, price_usd=price_usd),
         search=SearchStats(
             legal=found.legal,
@@ -161,9 +170,9 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
     )
 
 
-def checkpoint_bytes(ask: Ask, layout: Layout) -> float:
+def checkpoint_bytes(ask: PlanRequest, layout: Layout) -> float:
     """Bytes of weights and optimizer state of the whole model: what a restart needs."""
-    table, _, _ = price(ask, [layout])
+    table, _, _ = price_layouts(ask, [layout])
     weights = float(np.max(element_bytes(table)))
     each = weights + float(np.max(ask.memory.optimizer_bytes)) + ask.packed_bytes
     tables = ask.model.vocab * ask.model.hidden * (1 if ask.model.tied else 2)
@@ -171,12 +180,12 @@ def checkpoint_bytes(ask: Ask, layout: Layout) -> float:
 
 
 def _points(
-    ask: Ask, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
+    ask: PlanRequest, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
 ) -> tuple[ParetoPoint, ...]:
     """The Pareto set with its time and money to the token budget, the batch ramp walked as for the plan itself."""
     points = []
     for one in found.pareto:
-        lasting, _ = duration(ask, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0)
+        lasting, _ = run_duration(ask, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0)
         hours = lasting.training_s / HOUR_S
         points.append(
             ParetoPoint(
@@ -196,7 +205,7 @@ def _at_best(trouble: Reliability) -> float:
     return effective_time(trouble.blocking_s, trouble.optimal_interval_s, trouble.mtbf_s, lost_s=trouble.lost_s)
 
 
-def _never(ask: Ask, trouble: Reliability) -> UserError:
+def _never(ask: PlanRequest, trouble: Reliability) -> UserError:
     """Failures come faster than the run recovers from them."""
     lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
     total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
@@ -217,7 +226,7 @@ def _better_interval(trouble: Reliability) -> str:
     return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time trains"
 
 
-def _slow_progress(ask: Ask, trouble: Reliability) -> tuple[Problem, ...]:
+def _slow_progress(ask: PlanRequest, trouble: Reliability) -> tuple[Problem, ...]:
     if trouble.effective_time >= POOR_PROGRESS:
         return ()
     if _at_best(trouble) >= POOR_PROGRESS:
@@ -231,7 +240,7 @@ def _slow_progress(ask: Ask, trouble: Reliability) -> tuple[Problem, ...]:
     )
 
 
-def _bad_interval(ask: Ask, trouble: Reliability) -> Problem:
+def _bad_interval(ask: PlanRequest, trouble: Reliability) -> Problem:
     """The checkpoint interval, not the failures, eats the time."""
     return Problem(
         where=ask.place("checkpoint.interval_s"),
@@ -242,7 +251,7 @@ def _bad_interval(ask: Ask, trouble: Reliability) -> Problem:
     )
 
 
-def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
+def _too_long(ask: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
     """A run nobody will wait for, and how many devices would make it one they might."""
     if not LONGEST_S < lasting.wall_s < float("inf"):
         return ()
@@ -258,9 +267,9 @@ def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...
     )
 
 
-def _untrainable(job: Job, ask: Ask, layout: Layout) -> tuple[Problem, ...]:
+def _untrainable(job: Job, ask: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """What our own trainer would refuse of this plan; another framework's limits are its own."""
-    if not asking.trains_with_phalanx(job):
+    if not request.trains_with_phalanx(job):
         return ()
     return tuple(
         replace(problem, what=f"`phalanx train` cannot run this plan: {problem.what}")
@@ -268,7 +277,7 @@ def _untrainable(job: Job, ask: Ask, layout: Layout) -> tuple[Problem, ...]:
     )
 
 
-def _host_memory(ask: Ask, layout: Layout) -> tuple[Problem, ...]:
+def _host_memory(ask: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """Offloaded state must fit in the hosts."""
     if layout.offload not in ("optimizer", "parameters"):
         return ()
@@ -287,3 +296,47 @@ def _version() -> str:
         return version("phalanx")
     except PackageNotFoundError:
         return "unknown"
+
+
+# Plan for this machine's own cores, and time the layout that is chosen before the plan is shown.
+#
+# Cores differ more from each other than a formula knows, and a few seconds of the real step tell. Where the timing
+# makes another layout look better, that one is timed too.
+
+
+ROUNDS = 3  # layouts timed for one plan at most
+STEP_S = 0.6  # micro-batches are left out until a step is this short, five of which are timed
+LONGEST_TIMED_S = 12.0  # a step that takes longer with the fewest micro-batches is not timed
+
+
+def plan_here(
+    make: Callable[[], Plan], target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]
+) -> Plan:
+    """What `make` plans, with this machine measured where `target` means its cores."""
+    measure_first(target, environ=environ, tell=tell)
+    made = make()
+    for _ in range(ROUNDS):
+        step = _timed_step(made)
+        if step is None:
+            break
+        if not time_layout(step, made.to_json(), environ=environ, tell=tell, name=made.layout.name):
+            break
+        made = make()
+    return made
+
+
+def _timed_step(plan: Plan) -> CpuStep | None:
+    """The step that stands for the plan's; None where it cannot be timed as it will be trained, or not in seconds."""
+    rates = plan.cluster.cpu
+    if rates is None or plan.job.model.module or plan.job.parallel.recompute_layers != "auto":
+        return None
+    ask, _ = request_from_job(plan.job, plan.cluster)
+    columns, _, _ = price_layouts(ask, [plan.layout])
+    one = step_columns(columns)
+    whole = CpuStep(**{name: float(np.ravel(getattr(one, name))[0]) for name in CpuStep.__dataclass_fields__})
+    count = int(whole.count)
+    least = min(count, 2 * int(whole.pp) * max(1, int(whole.vpp)))  # a pipeline has to fill
+    while count > least and float(cpu_times(replace(whole, count=float(count)), rates).step) > STEP_S:
+        count = max(least, count // 2)
+    step = replace(whole, count=float(count))
+    return step if float(cpu_times(step, rates).step) <= LONGEST_TIMED_S else None

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from phalanx.hardware.types import Cluster
+from phalanx.job.schema import Job
 from phalanx.network import collectives as net
+from phalanx.network.nccl_choice import ExpectedTime, Operation, expect_collective, possible_pairs
+from phalanx.network.nccl_cluster import group_system
+from phalanx.network.nccl_system import NcclSystem
 from phalanx.plan import traffic
-from phalanx.plan.ask import Ask
 from phalanx.plan.cases import Cases
 from phalanx.plan.compute import element_bytes, routed_tokens
 from phalanx.plan.layout import Layout
-from phalanx.plan.score import price
+from phalanx.plan.parameter_counts import count_parameters
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 from phalanx.plan.weights import RankWeights, rank_weights
 
@@ -84,9 +92,9 @@ class _Axis:
         return self.pace * sum(load.calls * _seconds(self.group, load) for load in self.loads)
 
 
-def mapping(ask: Ask, layout: Layout) -> tuple[AxisUse, ...]:
+def map_axes(ask: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
-    table, times, _ = price(ask, [layout])
+    table, times, _ = price_layouts(ask, [layout])
     groups = traffic.groups(table, ask.physics, ask.profile)
     axes = [
         *_inner(ask, layout, table, groups),
@@ -109,7 +117,7 @@ def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     }
 
 
-def _use(ask: Ask, axis: _Axis, shown_s: float) -> AxisUse:
+def _use(ask: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
     algorithm, next_best = _algorithm(axis.group, axis.loads[0])
     return AxisUse(
         axis=axis.name,
@@ -127,7 +135,7 @@ def _use(ask: Ask, axis: _Axis, shown_s: float) -> AxisUse:
     )
 
 
-def tier(ask: Ask, group: net.Group) -> str:
+def tier(ask: PlanRequest, group: net.Group) -> str:
     """The links a group runs on, in words."""
     link = ask.cluster.accelerator.link
     ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
@@ -144,7 +152,7 @@ def _activation_bytes(c: Cases) -> float:
     return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
 
-def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _inner(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """Tensor and context: what travels inside every layer."""
     layer_passes = ask.model.layers / layout.pipeline * layout.accumulation
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
@@ -167,7 +175,7 @@ def _inner(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]
     ]
 
 
-def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _stages(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     spread = layout.tensor if layout.sequence_parallel else 1
     # Forward and back from each of its chunks; of two ranks each is an end, which has one neighbour less.
     calls = (2 * layout.virtual_pipeline - (layout.pipeline == 2)) * layout.accumulation
@@ -179,7 +187,7 @@ def _stages(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis
     ]
 
 
-def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _replicas(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
     held = _weights(c)
     weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
@@ -195,7 +203,7 @@ def _replicas(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Ax
     return [shard, replica]
 
 
-def _experts(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _experts(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     if not ask.model.is_moe:
         return []
     moe_layers = (ask.model.layers - ask.model.dense_layers) / layout.pipeline
@@ -217,7 +225,7 @@ def _experts(ask: Ask, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axi
     ]
 
 
-def _network_copies(ask: Ask, group: net.Group) -> float:
+def _network_copies(ask: PlanRequest, group: net.Group) -> float:
     """A token travels once to each domain that wants it, as in traffic.expert_seconds."""
     domains, wanted = float(np.max(group.domains)), ask.model.experts_per_token
     return domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
@@ -231,7 +239,7 @@ def _sharded_part(layout: Layout) -> str:
     return "shard_s" if layout.zero == 3 and layout.pipeline == 1 else "gradient_s"
 
 
-def _gradient_bytes(ask: Ask, c: Cases) -> float:
+def _gradient_bytes(ask: PlanRequest, c: Cases) -> float:
     return float(np.max(traffic.gradient_width(c, ask.profile)))
 
 
@@ -243,7 +251,7 @@ def _reduces(layout: Layout) -> int:
     return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
-def _sharing(ask: Ask, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
+def _sharing(ask: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
     """What keeps the holders of `weights` parameters equal; `once` of them ZeRO-3 gathers once per micro-batch."""
     gradients = weights * _gradient_bytes(ask, c)
     held = weights * float(np.max(element_bytes(c)))
@@ -289,9 +297,172 @@ def _algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
     if load.operation.endswith("send"):
         return "p2p", ""
     if load.operation != "all-reduce":
-        return "ring", ""  # NCCL has no tree for gathers and scatters
+        return "Ring", ""  # NCCL has no tree for gathers and scatters
     seconds = net.all_reduce_by_algorithm(group, np.asarray(load.nbytes))
     timed = {name: float(np.max(s)) for name, s in zip(net.ALGORITHMS, seconds, strict=True) if np.all(np.isfinite(s))}
     first, second, *_ = sorted(timed, key=lambda name: timed[name])
     slower = timed[second] / timed[first]
     return first, f"{second} {slower:.2f}x" if np.isfinite(slower) else ""
+
+
+# What a plan sends in its collectives: which group, how large a message, what NCCL makes of it.
+
+
+MIB = 2.0**20
+# What `comm.bucket_mib = "auto"` is: train/parallel/replicate.py, after DistributedDataParallel's default.
+BUCKET_MIB = 25.0
+REDUCING = ("data", "shard", "replica", "expert data")  # axes that sum gradients
+NCCL_VENDORS = ("nvidia", "amd")  # AMD's RCCL is NCCL's code with other tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One kind of collective of a step: `count` messages of `nbytes` each, between `ranks` ranks."""
+
+    axis: str
+    operation: Operation
+    ranks: int
+    per_domain: int
+    nbytes: float
+    count: float
+    wire_s: float  # of the whole axis, as planned
+    shown_s: float
+
+    @property
+    def domains(self) -> int:
+        """Fast domains the group touches."""
+        return max(1, math.ceil(self.ranks / max(1, self.per_domain)))
+
+    @property
+    def where(self) -> str:
+        """The group's place for people."""
+        return "in one domain" if self.domains == 1 else f"in {self.domains:,} domains, {self.per_domain} in each"
+
+    @property
+    def size(self) -> str:
+        """The message for people."""
+        return f"{self.nbytes / MIB:,.0f} MiB" if self.nbytes >= MIB else f"{self.nbytes / 1024:,.0f} KiB"
+
+
+def members_per_domain(ranks: int, stride: int, *, domain: int, devices: int) -> int:
+    """Ranks of a group that share a fast domain, when ranks fill domains in order.
+
+    Where groups do not tile the domain, some straddle two of them, and the worst one counts.
+
+    >>> [members_per_domain(n, s, domain=8, devices=64) for n, s in ((8, 1), (8, 8), (16, 4), (3, 1))]
+    [8, 1, 2, 1]
+    """
+    ranks, stride, domain = max(1, ranks), max(1, stride), max(1, domain)
+    block = ranks * stride
+    if devices > domain and 1 < block <= domain and domain % block:
+        return max(1, ranks // 2)
+    return max(1, min(ranks, domain // stride))
+
+
+def axis_messages(job: Job, cluster: Cluster, layout: Layout, uses: Sequence[AxisUse]) -> tuple[Message, ...]:
+    """Every sum, gather and scatter of a step that more than one rank takes part in, gradients first."""
+    found = [one for axis in uses if axis.size > 1 for one in _of_axis(job, cluster, layout, axis)]
+    return tuple(sorted(found, key=lambda one: one.axis not in REDUCING))
+
+
+def message_system(message: Message, cluster: Cluster) -> NcclSystem:
+    """The message's group, as NCCL sees it."""
+    return group_system(cluster, nodes=message.domains, per_node=message.per_domain)
+
+
+def message_time(message: Message, cluster: Cluster) -> ExpectedTime:
+    """What NCCL picks for one message of its own accord, and how long that takes."""
+    found = expect_collective(message_system(message, cluster), message.nbytes, operation=message.operation)
+    assert found is not None  # rings exist for every operation
+    return found
+
+
+def with_messages(job: Job, cluster: Cluster, layout: Layout, uses: Sequence[AxisUse]) -> tuple[AxisUse, ...]:
+    """The axes with what NCCL makes of one message of their first sum, gather or scatter.
+
+    Not of TPUs and CPUs, which do not run NCCL.
+    """
+    if cluster.accelerator.vendor not in NCCL_VENDORS:
+        return tuple(uses)
+    first: dict[str, Message] = {}
+    for message in axis_messages(job, cluster, layout, uses):
+        first.setdefault(message.axis, message)
+    return tuple(_told(one, first[one.axis], cluster) if one.axis in first else one for one in uses)
+
+
+def _told(use: AxisUse, message: Message, cluster: Cluster) -> AxisUse:
+    found = message_time(message, cluster)
+    rivals = sorted(
+        possible_pairs(message_system(message, cluster), message.nbytes, operation=message.operation),
+        key=lambda one: one.seconds,
+    )
+    other = next((one for one in rivals if one.algorithm != found.algorithm), None)
+    return replace(
+        use,
+        algorithm=found.algorithm,
+        protocol=found.protocol,
+        next_best=f"{other.algorithm} {other.seconds / rivals[0].seconds:.2f}x" if other else "",
+        message_bytes=message.nbytes,
+        message_s=found.seconds,
+        message_interval_s=(found.low_s, found.high_s),
+    )
+
+
+def bucket_bytes(job: Job) -> float:
+    """Of gradients that are reduced together where nothing is sharded."""
+    mib = job.comm.bucket_mib
+    return (BUCKET_MIB if isinstance(mib, str) else mib) * MIB
+
+
+def _of_axis(job: Job, cluster: Cluster, layout: Layout, axis: AxisUse) -> list[Message]:
+    operations: list[Operation] = [
+        name for name in ("all-reduce", "reduce-scatter", "all-gather") if name in axis.operation
+    ]
+    sizes = {one: _size(job, layout, axis, one) for one in operations}
+    return [
+        Message(
+            axis=axis.axis,
+            operation=one,
+            ranks=axis.size,
+            per_domain=members_per_domain(
+                axis.size, axis.stride, domain=cluster.domain_devices, devices=layout.devices
+            ),
+            nbytes=nbytes,
+            count=count,
+            wire_s=axis.wire_s,
+            shown_s=axis.shown_s,
+        )
+        for one, (nbytes, count) in sizes.items()
+        if nbytes > 0 and count > 0
+    ]
+
+
+def _size(job: Job, layout: Layout, axis: AxisUse, operation: Operation) -> tuple[float, float]:
+    """(bytes of a message, messages of a step)."""
+    element = 4.0 if job.precision.compute == "fp32" else 2.0
+    if axis.axis not in REDUCING:
+        tokens = layout.micro_batch * job.data.sequence / max(1, layout.context)
+        return _shared(tokens * job.model.hidden * element, axis, operation)
+    width = element if operation == "all-gather" else (2.0 if job.precision.grad_reduce == "bf16" else 4.0)
+    if layout.zero == 0:
+        whole = axis.bytes_per_step * axis.size / (2.0 * (axis.size - 1))
+        nbytes = min(bucket_bytes(job), whole)
+        return nbytes, math.ceil(min(whole / nbytes, 1e15)) if nbytes > 0 else 0.0
+    return _shared(_block_parameters(job, layout, axis) * width, axis, operation)
+
+
+def _shared(nbytes: float, axis: AxisUse, operation: Operation) -> tuple[float, float]:
+    """Messages of one size, as many as the axis' bytes make; its operations take equal parts of them, near enough."""
+    share = (axis.size - 1) / axis.size * (2.0 if operation == "all-reduce" else 1.0)
+    kinds = axis.operation.count("+") + 1
+    return nbytes, axis.bytes_per_step / kinds / max(nbytes * share, 1.0)
+
+
+def _block_parameters(job: Job, layout: Layout, axis: AxisUse) -> float:
+    """Parameters of one block of layers on one rank: what FSDP gathers and scatters at once."""
+    counts, model = count_parameters(job.model), job.model
+    if axis.axis == "expert data":
+        return counts.expert * model.experts / max(1, layout.expert)
+    mlp = counts.moe_fixed_per_layer if model.is_moe else counts.dense_mlp_per_layer
+    block = (counts.attention_per_layer + mlp + counts.norms_per_layer) / max(1, layout.tensor)
+    return block / max(1, layout.shard) if axis.axis == "replica" else block

@@ -166,7 +166,7 @@ def _recent(stamp: str, since: str) -> bool:
     return year(stamp) >= year(since)
 
 
-def stack(chosen: list[Profile]) -> Profile:
+def stack_profiles(chosen: list[Profile]) -> Profile:
     """One profile whose fields are arrays: row by row, the profiles given."""
     columns = {name: np.asarray([getattr(one, name) for one in chosen], dtype=np.float64) for name in PROFILE_FIELDS}
     return Profile(**columns)

@@ -75,6 +75,24 @@ class Plan:
     calibration: CalibrationNote | None
     warnings: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """The page that `phalanx plan` prints."""
+        from phalanx.plan.text import plan_text
+
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        """One line: what, where, how, how fast."""
+        return (
+            f"<Plan {self.job.name} on {self.cluster.name}: {self.layout.short}, {self.prediction.step_s:.4g} s/step>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        from phalanx.plan.html import plan_html
+
+        return plan_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
         result = encode(self)

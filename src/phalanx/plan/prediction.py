@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +16,14 @@ from phalanx.errors import Problem
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import TOKENS_PER_PARAMETER, Batch
 from phalanx.plan import cpu_step
-from phalanx.plan.ask import Ask
+from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
 from phalanx.plan.parameter_counts import ParameterCount, count_parameters
 from phalanx.plan.reasons import PARTS
-from phalanx.plan.score import price
-from phalanx.plan.uncertainty import interval
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
+from phalanx.plan.step import StepTimes
 
 MFU_CONVENTION = (
     "6 × active parameters without the input embedding, plus causal attention (half the scores), "
@@ -75,10 +80,10 @@ class Duration:
     wall_s_high: float
 
 
-def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
+def predict_layout(ask: PlanRequest, layout: Layout) -> tuple[Prediction, MemoryReport]:
     """The prediction for one layout."""
-    table, times, memory = price(ask, [layout])
-    low, high = interval(table, times, cpu_step.PROFILE if ask.cluster.cpu is not None else ask.profile_name)
+    table, times, memory = price_layouts(ask, [layout])
+    low, high = step_interval(table, times, cpu_step.PROFILE if ask.cluster.cpu is not None else ask.profile_name)
     counts = count_parameters(ask.model)
     step_s = float(times.step_s[0])
     tokens = ask.global_sequences * ask.sequence
@@ -100,7 +105,7 @@ def predict(ask: Ask, layout: Layout) -> tuple[Prediction, MemoryReport]:
     return prediction, memory_report(ask, memory)
 
 
-def memory_report(ask: Ask, memory: MemoryUse) -> MemoryReport:
+def memory_report(ask: PlanRequest, memory: MemoryUse) -> MemoryReport:
     """Row 0 of a memory prediction."""
     return MemoryReport(
         parts_bytes={name: float(np.ravel(getattr(memory, name))[0]) for name in MEMORY_PARTS},
@@ -118,7 +123,7 @@ def flops_per_token(m: ModelShape, counts: ParameterCount, sequence: int) -> flo
     return 6.0 * (counts.active - embedding) + attention
 
 
-def executed_flops(ask: Ask, layout: Layout) -> dict[str, float]:
+def executed_flops(ask: PlanRequest, layout: Layout) -> dict[str, float]:
     """FLOPs all devices do in one step of our trainer, matrix products only: linear, attention, recompute.
 
     More than `flops_per_token` counts: a fused backward of attention forms the scores again (five products for two),
@@ -144,8 +149,8 @@ def token_budget(tokens: int | str, parameters: int) -> int:
     return TOKENS_PER_PARAMETER * parameters if isinstance(tokens, str) else tokens
 
 
-def duration(
-    ask: Ask,
+def run_duration(
+    ask: PlanRequest,
     layout: Layout,
     *,
     batch: Batch,
@@ -161,7 +166,7 @@ def duration(
     for index, stage in enumerate(batch.ramp):
         until = min(stage.until_tokens, tokens)
         sequences = stage.global_tokens // ask.sequence
-        _, times, _ = price(ask, [layout], global_sequences=sequences)
+        _, times, _ = price_layouts(ask, [layout], global_sequences=sequences)
         count = -(-max(0, until - seen) // stage.global_tokens)
         training_s, steps, seen = training_s + count * float(times.step_s[0]), steps + count, max(seen, until)
         if sequences % (layout.data * layout.micro_batch):
@@ -188,7 +193,7 @@ def _together(*factors: float) -> float:
     return math.exp(math.hypot(*(math.log(factor) for factor in factors)))
 
 
-def _uneven(ask: Ask, layout: Layout, index: int, sequences: int) -> Problem:
+def _uneven(ask: PlanRequest, layout: Layout, index: int, sequences: int) -> Problem:
     return Problem(
         where=ask.place("batch.ramp"),
         what=f"batch.ramp[{index}] has {sequences:,} sequences per step, not a multiple of data {layout.data} × "
@@ -196,3 +201,56 @@ def _uneven(ask: Ask, layout: Layout, index: int, sequences: int) -> Problem:
         why="some ranks will idle in that stage",
         fix=f"fix parallel.data to a divisor of {sequences:,}",
     )
+
+
+# The 80 % interval of a step time: wider where the prediction leans on what is hard to know.
+#
+# The width is a sum of named terms over shares of the step (pipeline bubble, exposed traffic, host-bound time,
+# experts), fitted as 10 % and 90 % quantiles of log(measured / predicted) over the published runs, so it is not
+# symmetric: runs are more often slower than predicted than faster. Each framework scales both sides by how much its
+# own runs scatter.
+
+
+FEATURES = ("base", "host", "pipeline", "traffic", "experts", "small", "spread")
+SMALL_STEP_S = 1.0
+
+
+def features(c: Cases, times: StepTimes) -> Floats:
+    """One row per case, columns as FEATURES; all are shares between 0 and about 1."""
+    step = times.step_s
+    host = (times.launch_s + times.overhead_s) / step
+    pipeline = times.bubble_s / step
+    traffic = (times.tensor_s + times.gradient_s + times.shard_s + times.context_s) / step
+    experts = (c.moe_layers > 0).astype(np.float64)
+    small = SMALL_STEP_S / (SMALL_STEP_S + step)
+    spread = np.log2(np.maximum(1.0, c.devices / c.domain)) / 10.0  # domains that must run in step
+    columns = (1.0, host, pipeline, traffic, experts, small, spread)
+    return np.stack([np.broadcast_to(np.asarray(one, dtype=np.float64), step.shape) for one in columns], axis=-1)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(resources.files("phalanx.plan").joinpath("uncertainty.toml").read_text("utf-8"))
+
+
+def weights() -> tuple[Floats, Floats]:
+    """(below, above): log widths per feature."""
+    below, above = ([float(_table()[side][name]) for name in FEATURES] for side in ("below", "above"))
+    return np.asarray(below), np.asarray(above)
+
+
+def scales(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
+    """(below, above): how much wider the runs of each framework scatter than the common widths say."""
+    known = _table()["scale"]
+    pairs = [known.get(name, known["default"]) for name in frameworks]
+    return np.asarray([p["below"] for p in pairs]), np.asarray([p["above"] for p in pairs])
+
+
+def step_interval(c: Cases, times: StepTimes, frameworks: str | Sequence[str] = "default") -> tuple[Floats, Floats]:
+    """(low, high) seconds that hold four runs of five; `frameworks` are profile names, one or one per case."""
+    table = features(c, times)
+    below, above = weights()
+    names = [frameworks] if isinstance(frameworks, str) else frameworks
+    scale_below, scale_above = scales(names)
+    low = np.exp(-(table @ below) * scale_below)
+    return times.step_s * low, times.step_s * np.exp((table @ above) * scale_above)

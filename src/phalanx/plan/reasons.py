@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.plan.ask import Ask
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.layout import Layout
-from phalanx.plan.score import price, step_times
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts, step_times
 from phalanx.plan.search import FULL_MEMORY, SAME, Candidate
 from phalanx.plan.step import StepTimes
 from phalanx.units import format_bytes, format_seconds
@@ -65,9 +65,9 @@ class Alternative:
     wins_if: str
 
 
-def explain(ask: Ask, best: Layout, other: Candidate) -> Alternative:
+def explain_alternative(ask: PlanRequest, best: Layout, other: Candidate) -> Alternative:
     """Hold a runner-up against the best layout."""
-    _, times, memory = price(ask, [best, other.layout])
+    _, times, memory = price_layouts(ask, [best, other.layout])
     gap = float(memory.total[1] - memory.usable[1])
     slower = float(times.step_s[1] / times.step_s[0] - 1.0)
     if other.fits and slower <= 0:
@@ -102,7 +102,7 @@ def part_name(part: str, *layouts: Layout) -> str:
     return FETCHED if part == "shard_s" and "parameters" in kept else PARTS[part]
 
 
-def _faster(ask: Ask, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
+def _faster(ask: PlanRequest, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
     """Why a layout that is as fast or faster was not taken; `shares` of memory filled: the best layout's, its own."""
     held = {"micro_batch" if name == "micro" else name: value for name, value in ask.fixed.items()}
     against = [f"{name} = {value}" for name, value in held.items() if getattr(layout, name) != value]
@@ -141,13 +141,13 @@ def seconds_of(times: StepTimes, name: str, row: int) -> float:
     return sum(float(getattr(times, one)[row]) for one in names)
 
 
-def crossing(ask: Ask, best: Layout, other: Layout) -> str:
+def crossing(ask: PlanRequest, best: Layout, other: Layout) -> str:
     """The smallest change of one machine parameter, up to 8x either way, at which the runner-up is as fast.
 
     One grid over all parameters finds the side, a finer one the place.
     """
     columns = layout_columns([other, best])
-    table = cases(ask, {name: value[:, None] for name, value in columns.items()})
+    table = build_cases(ask, {name: value[:, None] for name, value in columns.items()})
     whole = np.linspace(-np.log(REACH), np.log(REACH), GRID)
     sides = [_nearest_win(lead, whole) for lead in _leads(ask, table, [whole] * len(LEVERS))]
     if all(side is None for side in sides):
@@ -175,7 +175,7 @@ def _nearest_win(lead: Floats, logs: Floats) -> float | None:
     return float(wins[np.argmin(np.abs(wins))]) if wins.size else None
 
 
-def _leads(ask: Ask, table: Cases, logs: list[Floats]) -> Floats:
+def _leads(ask: PlanRequest, table: Cases, logs: list[Floats]) -> Floats:
     """Seconds by which row 1 is ahead of row 0, one row per lever: each is turned alone, by the factors of its logs."""
     turned = {}
     for index, column in enumerate(LEVERS):

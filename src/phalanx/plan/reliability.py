@@ -22,7 +22,7 @@ from phalanx.hardware.failures import (
 from phalanx.hardware.failures import failures_per_host_day as usual_rate
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Checkpoint, Fault
-from phalanx.plan.build import HOST_LINK_BYTES_PER_S
+from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
 from phalanx.units import DAY_S
 
 # Barrier and bookkeeping of an asynchronous save beside the copy itself: PyTorch DCP blocked Llama-3-8B on 512 H100
@@ -67,7 +67,7 @@ class Reliability:
     effective_time_interval: tuple[float, float] | None = None
 
 
-def reliability(
+def predict_reliability(
     cluster: Cluster, *, checkpoint: Checkpoint, fault: Fault, state_bytes: float, devices: int, step_s: float
 ) -> Reliability:
     """Everything about failures for `devices` devices holding `state_bytes` of checkpointed state in all."""
@@ -79,7 +79,7 @@ def reliability(
     copy_s = state_bytes / devices / HOST_LINK_BYTES_PER_S
     blocking_s = ASYNC_FLOOR_S + copy_s if checkpoint.asynchronous else persist_s
     lag_s = persist_s if checkpoint.asynchronous else 0.0
-    best_s = max(daly(blocking_s, mtbf_s), lag_s)
+    best_s = max(daly_interval(blocking_s, mtbf_s), lag_s)
     interval_s = best_s if checkpoint.interval_s == "auto" else float(checkpoint.interval_s)
     lost_s = fault.detect_s + fault.restart_s + lag_s
     rates, recoveries = site_rates(cluster, fault), site_recoveries(fault)
@@ -103,7 +103,9 @@ def reliability(
         ),
         lost_s=lost_s,
         effective_time=effective,
-        spares=spares(hosts, -math.expm1(-rate * REPAIR_S / DAY_S)) if fault.spares == "auto" else int(fault.spares),
+        spares=spare_hosts(hosts, -math.expm1(-rate * REPAIR_S / DAY_S))
+        if fault.spares == "auto"
+        else int(fault.spares),
         rate_source=_source(cluster, fault),
         failures_per_host_day_interval=rates.interval if rates.log_spread else None,
         recovery_s_interval=recoveries.interval if recoveries.log_spread else None,
@@ -174,7 +176,7 @@ def _memory_every(cluster: Cluster, rank_bytes: float, step_s: float) -> int:
     return max(1, math.ceil(copy_s / (MEMORY_SHARE * step_s)))
 
 
-def daly(blocking_s: float, mtbf_s: float) -> float:
+def daly_interval(blocking_s: float, mtbf_s: float) -> float:
     """Daly's optimal interval between checkpoints, seconds.
 
     >>> round(daly(10.0, 86400 / (2048 * 3.8e-3)) / 60, 1)  # minutes, 16,384 GPUs, 10 s per checkpoint
@@ -219,7 +221,7 @@ def exact_effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *,
     return interval_s / (mtbf_s * math.exp(lost_s / mtbf_s) * math.expm1((interval_s + blocking_s) / mtbf_s))
 
 
-def spares(hosts: int, probability: float) -> int:
+def spare_hosts(hosts: int, probability: float) -> int:
     """Spare hosts that cover 99 % of the cases when each host is down with this probability.
 
     >>> [spares(n, 1.25e-3) for n in (128, 256, 512, 1024)]  # ByteRobust, table 5

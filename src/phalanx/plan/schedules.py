@@ -18,7 +18,7 @@ PENDING_WEIGHT = 1.6  # held layers that a pending one weighs when moments are c
 Action = tuple[str, int, int]  # F, B, I or W; chunk of this rank; micro-batch
 
 
-def split_layers(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
+def layers_of_stages(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
     """Layers of each stage; the embedding and the head weigh as much as `*_cost` layers.
 
     Every stage has at least one layer where there are enough. The fullest stage is as light as can be, and among those
@@ -217,7 +217,7 @@ def stage_loads(
     chunks, ranks = max(chunks, 1), min(ranks, max(num_layers, 1))
     if ranks * chunks > num_layers:  # the search asks before it knows what is legal
         chunks = max(1, num_layers // ranks)
-    layers = split_layers(num_layers, ranks * chunks, embed_cost=embed_cost, head_cost=head_cost)
+    layers = layers_of_stages(num_layers, ranks * chunks, embed_cost=embed_cost, head_cost=head_cost)
     if ranks == 1:
         schedule, chunks, count = "1f1b", 1, 1
     in_rounds = count % ranks == 0 or schedule == "1f1b" or is_v_shaped(schedule, chunks)

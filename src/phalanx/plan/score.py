@@ -8,14 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from phalanx.plan.ask import Ask
-from phalanx.plan.build import cases, layout_columns
+from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.cpu_step import predict_cpu_step
-from phalanx.plan.grid import Bools, Grid, Ints
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
-from phalanx.plan.space import Space
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.space import Bools, Grid, Ints, Space
 from phalanx.plan.step import StepTimes, predict_step
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
@@ -52,12 +51,12 @@ class Scores:
         return self.space.layout(int(self.base[row]), int(self.choice[row]))
 
 
-def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
+def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     """Price every legal layout: memory first, then the time of those that come near fitting."""
     parts: list[tuple[Ints, Ints, Floats, Floats]] = []
     legal, usable, bound = 0, 0.0, np.inf
     for grid in space.grids():
-        table = cases(space.ask, grid.columns)
+        table = build_cases(space.ask, grid.columns)
         memory = most_memory(space.ask, table)
         total, runs = np.broadcast_to(memory.total, grid.shape), np.broadcast_to(memory.runs & grid.legal, grid.shape)
         legal += int(np.count_nonzero(runs))
@@ -89,30 +88,30 @@ def score(space: Space, *, hopeless: float = HOPELESS) -> Scores:
 def _priced(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
     """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
     small, inside = grid.around(near)
-    times = step_times(space.ask, cases(space.ask, small.columns))
+    times = step_times(space.ask, build_cases(space.ask, small.columns))
     return *small.rows(inside), np.broadcast_to(times.step_s, small.shape)[inside], total[near]
 
 
-def price(
-    ask: Ask, layouts: list[Layout], *, global_sequences: int = 0, machine: Mapping[str, Floats] | None = None
+def price_layouts(
+    ask: PlanRequest, layouts: list[Layout], *, global_sequences: int = 0, machine: Mapping[str, Floats] | None = None
 ) -> tuple[Cases, StepTimes, MemoryUse]:
     """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
-    table = cases(ask, layout_columns(layouts), global_sequences=global_sequences)
+    table = build_cases(ask, layout_columns(layouts), global_sequences=global_sequences)
     table = replace(table, **machine) if machine else table
     return table, step_times(ask, table), memory_use(ask, table)
 
 
-def most_memory(ask: Ask, table: Cases) -> MostMemory:
+def most_memory(ask: PlanRequest, table: Cases) -> MostMemory:
     """The same without its parts, which a search of a million layouts does not look at."""
     return _by_layer(ask, table, lambda cases: predict_most_memory(cases, ask.memory))
 
 
-def memory_use(ask: Ask, table: Cases) -> MemoryUse:
+def memory_use(ask: PlanRequest, table: Cases) -> MemoryUse:
     """The bytes of every case; where only some layers recompute, between those of all and of none."""
     return _by_layer(ask, table, lambda cases: predict_memory(cases, ask.memory))
 
 
-def _by_layer(ask: Ask, table: Cases, predict: Callable[[Cases], Part]) -> Part:
+def _by_layer(ask: PlanRequest, table: Cases, predict: Callable[[Cases], Part]) -> Part:
     """Every layer adds its own activations and its own time: mix the two predictions by the share that recomputes."""
     mixed = predict(table)
     if ask.recompute_layers is None:
@@ -129,14 +128,14 @@ def _by_layer(ask: Ask, table: Cases, predict: Callable[[Cases], Part]) -> Part:
     return replace(mixed, **parts)
 
 
-def _step(ask: Ask, table: Cases) -> StepTimes:
+def _step(ask: PlanRequest, table: Cases) -> StepTimes:
     """By the constants of measured cores where this machine's are meant, else by the physics of accelerators."""
     if ask.cluster.cpu is not None:
         return predict_cpu_step(table, ask.cluster.cpu)
     return predict_step(table, ask.physics, ask.profile)
 
 
-def step_times(ask: Ask, table: Cases) -> StepTimes:
+def step_times(ask: PlanRequest, table: Cases) -> StepTimes:
     """The step of every case, as calibrated where the question brings measured scalars."""
     times = _by_layer(ask, table, lambda cases: _step(ask, cases))
     if ask.calibration is None:

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import isqrt
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.plan.ask import Ask
-from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES
-from phalanx.plan.grid import GRID_CELLS, Bools, Grid, Ints, alike
+from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES, Floats
 from phalanx.plan.layout import Layout
-from phalanx.plan.legal import DOMAIN, FULL, GIVEN, NONE, may_recompute, may_share, may_split_sequence, shard_size
+from phalanx.plan.request import PlanRequest
 
 # Larger micro-batches are legal but never tried unless fixed by hand: throughput is flat long before.
 MOST_MICRO_BATCH = 256
@@ -25,7 +26,7 @@ NO_ROW = -1
 class Space:
     """All combinations of `base` rows (degrees, micro-batch, schedule) and `choice` rows (ZeRO, recompute, ...)."""
 
-    ask: Ask
+    ask: PlanRequest
     devices: int
     base: dict[str, Ints]
     choice: dict[str, Ints]
@@ -55,7 +56,7 @@ class Space:
         first = self.of_expert.max(axis=0, initial=NO_ROW)
         columns = {name: value[first] for name, value in self.base.items()}
 
-        def legal(rule: Callable[[Ask, dict[str, Ints]], Bools], ways: Ints) -> Bools:
+        def legal(rule: Callable[[PlanRequest, dict[str, Ints]], Bools], ways: Ints) -> Bools:
             chosen = {name: value[ways][:, None] for name, value in self.choice.items()}
             return np.broadcast_to(rule(self.ask, columns | chosen), (ways.size, first.size))
 
@@ -113,8 +114,8 @@ class Space:
         )
 
 
-def build(
-    ask: Ask,
+def build_space(
+    ask: PlanRequest,
     *,
     devices: int = 0,
     offload: tuple[str, ...] = ("none",),
@@ -138,7 +139,7 @@ def build(
     )
 
 
-def splits(ask: Ask, devices: int) -> list[tuple[int, int, int, int]]:
+def splits(ask: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
     """(tensor, context, pipeline, data) with product `devices`, each legal for the model, the batch and the job."""
     found = []
     for tp in tensor_sizes(ask, devices):
@@ -150,7 +151,7 @@ def splits(ask: Ask, devices: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def tensor_sizes(ask: Ask, devices: int) -> list[int]:
+def tensor_sizes(ask: PlanRequest, devices: int) -> list[int]:
     """Tensor sizes that give each rank whole heads."""
     heads, kv_heads = ask.model.heads, ask.model.kv_heads
     sizes = [n for n in _allowed(ask, "tensor", devices) if heads % n == 0]
@@ -158,19 +159,19 @@ def tensor_sizes(ask: Ask, devices: int) -> list[int]:
     return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or ask.model.is_mla]
 
 
-def context_sizes(ask: Ask, devices: int) -> list[int]:
+def context_sizes(ask: PlanRequest, devices: int) -> list[int]:
     """Context sizes; each rank takes two slices, one early and one late, so that causal work is even."""
     if not ask.limits.context and "context" not in ask.fixed:
         return [1]
     return [n for n in _allowed(ask, "context", devices) if n == 1 or ask.sequence % (2 * n) == 0]
 
 
-def pipeline_sizes(ask: Ask, devices: int) -> list[int]:
+def pipeline_sizes(ask: PlanRequest, devices: int) -> list[int]:
     """Pipeline depths with at least one layer per stage."""
     return [n for n in _allowed(ask, "pipeline", devices) if n <= ask.model.layers]
 
 
-def _allowed(ask: Ask, name: str, devices: int) -> list[int]:
+def _allowed(ask: PlanRequest, name: str, devices: int) -> list[int]:
     if name in ask.fixed:
         size = int(ask.fixed[name])
         return [size] if devices % size == 0 else []
@@ -188,7 +189,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def expert_sizes(ask: Ask, ranks: int) -> list[int]:
+def expert_sizes(ask: PlanRequest, ranks: int) -> list[int]:
     """Expert sizes: whole experts per rank, whole groups within data × context × tensor."""
     if not ask.model.is_moe:
         return [1]
@@ -196,7 +197,7 @@ def expert_sizes(ask: Ask, ranks: int) -> list[int]:
     return [n for n in sizes if ask.fixed.get("expert", n) == n]
 
 
-def micro_batches(ask: Ask, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
+def micro_batches(ask: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
     """Micro-batch sizes that divide a data rank's share."""
     share = ask.global_sequences // dp
     if "micro" in ask.fixed:
@@ -204,7 +205,7 @@ def micro_batches(ask: Ask, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
     return [n for n in divisors(share) if n <= most]
 
 
-def schedules(ask: Ask, pp: int, accumulation: int) -> list[tuple[int, int]]:
+def schedules(ask: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
     """(schedule, model chunks per stage) that a pipeline of this depth can run."""
     wanted = ask.fixed.get("schedule")
     if pp == 1:
@@ -218,7 +219,7 @@ def schedules(ask: Ask, pp: int, accumulation: int) -> list[tuple[int, int]]:
     return found
 
 
-def _chunks(ask: Ask, pp: int, accumulation: int) -> list[int]:
+def _chunks(ask: PlanRequest, pp: int, accumulation: int) -> list[int]:
     # Megatron's interleaved schedule takes micro-batches in groups of the pipeline's depth.
     if accumulation % pp:
         return []
@@ -228,7 +229,9 @@ def _chunks(ask: Ask, pp: int, accumulation: int) -> list[int]:
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
 
 
-def _base(ask: Ask, degrees: list[tuple[int, int, int, int]], most_micro: int) -> tuple[dict[str, Ints], Ints, Ints]:
+def _base(
+    ask: PlanRequest, degrees: list[tuple[int, int, int, int]], most_micro: int
+) -> tuple[dict[str, Ints], Ints, Ints]:
     """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
 
     @cache
@@ -263,7 +266,7 @@ def _beside(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list
     return [np.column_stack((np.tile(one, (len(part), 1)), part)) for one, part in zip(degrees, parts, strict=True)]
 
 
-def _choices(ask: Ask, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
+def _choices(ask: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
     """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
     fixed = ask.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
@@ -288,7 +291,7 @@ def _choices(ask: Ask, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]
     return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
-def _zeros(ask: Ask) -> tuple[int, ...]:
+def _zeros(ask: PlanRequest) -> tuple[int, ...]:
     """ZeRO stages to try: parameters in host memory need the third, PowerSGD's whole gradients none."""
     if "zero" in ask.fixed:
         return (int(ask.fixed["zero"]),)
@@ -300,3 +303,134 @@ def _zeros(ask: Ask) -> tuple[int, ...]:
 def _single(column: Ints) -> Ints:
     """A column of one value as a scalar, so that it widens no term that looks at it."""
     return column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column
+
+
+# Layouts as products of short lists: what the search prices at once.
+
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+GRID_CELLS = 1 << 17  # 1 MB for a term that depends on everything: the arithmetic stays in the second-level cache
+WASTED_CELLS = 1 << 14  # a grid takes 2 ms however small it is: as long as these many cells that nobody asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Layouts that are a product of five short lists, so that no term of the cost model is worked out twice.
+
+    Axes, slowest first: what is sharded (ZeRO stage, group, offload), recompute, sequence parallelism, expert size, and
+    the rest of the base. A term is as large as the axes it depends on, and NumPy broadcasts.
+    """
+
+    base: Ints  # [expert, rest]: rows of Space.base
+    choice: Ints  # [sharing, recompute, sequence parallelism]: rows of Space.choice
+    legal: Bools  # broadcasts to `shape`, as do the columns
+    columns: dict[str, Floats]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        return (*self.choice.shape, *self.base.shape)
+
+    def rows(self, where: Bools) -> tuple[Ints, Ints]:
+        """(base row, choice row) of the chosen layouts."""
+        of_choice = where.reshape(self.choice.size, -1).sum(axis=1)
+        return np.broadcast_to(self.base, self.shape)[where], np.repeat(self.choice, of_choice)
+
+    def around(self, where: Bools) -> tuple[Grid, Bools]:
+        """The smallest grid that holds the chosen layouts, and where they are in it."""
+        axes = range(len(self.shape))
+        kept = [np.flatnonzero(where.any(axis=tuple(other for other in axes if other != axis))) for axis in axes]
+        columns = {name: cut(value, kept) for name, value in self.columns.items()}
+        base, choice = cut(self.base, kept), cut(self.choice, kept[:3])
+        return Grid(base=base, choice=choice, legal=cut(self.legal, kept), columns=columns), cut(where, kept)
+
+
+def alike(legal: tuple[Bools, ...]) -> list[Ints]:
+    """Columns of the masks in groups with nearly the same legal ways; those without any are left out."""
+    bits = np.packbits(np.concatenate(legal), axis=0, bitorder="little").T
+    codes = np.ascontiguousarray(bits).view(f"S{bits.shape[1]}").reshape(-1)
+    known, kind, counts = np.unique(codes, return_inverse=True, return_counts=True)
+    ends = accumulate(len(one) for one in legal)
+    masks = [(1 << end) - (1 << (end - len(one))) for end, one in zip(ends, legal, strict=True)]
+
+    def cells(ways: int, count: int) -> int:
+        return count * math.prod([(ways & mask).bit_count() for mask in masks])
+
+    patterns = [
+        (int.from_bytes(one, "little"), count, [index])
+        for index, (one, count) in enumerate(zip(known.tolist(), counts.tolist(), strict=True))
+    ]
+    found: list[tuple[int, int, list[int]]] = []  # legal ways, columns, their kinds
+    for ways, count, kinds in sorted(patterns, key=lambda one: -cells(*one[:2])):
+        own = cells(ways, count)
+        wasted = [cells(ways | other, count + some) - own - cells(other, some) for other, some, _ in found]
+        if wasted and own and min(wasted) < WASTED_CELLS:
+            nearest = wasted.index(min(wasted))
+            other, some, joined = found[nearest]
+            found[nearest] = (ways | other, count + some, [*joined, *kinds])
+        elif own:
+            found.append((ways, count, kinds))
+    return [np.flatnonzero(np.isin(kind, kinds)) for *_, kinds in found]
+
+
+def cut(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
+    """Only the kept entries of each axis the values have."""
+    for axis in range(1, values.ndim + 1):
+        if values.shape[-axis] > kept[-axis].size:
+            values = values.take(kept[-axis], axis=-axis)
+    return values
+
+
+# Which layouts are legal: how state can be shared, the sequence split and activations recomputed.
+
+
+NONE, FULL, DOMAIN, GIVEN = range(4)  # who shares a sharded copy
+
+
+def shard_size(ask: PlanRequest, c: dict[str, Ints]) -> Ints:
+    """Ranks that share one copy of the sharded state."""
+    replicas = c["dp"] * c["cp"]
+    inside = np.maximum(1, ask.cluster.domain_devices // c["tp"])
+    given = int(ask.fixed.get("shard", 1))
+    return np.select([c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, inside, given], 1)
+
+
+def may_share(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
+    """Whether the state can be sharded so."""
+    replicas, shard = c["dp"] * c["cp"], shard_size(ask, c)
+    within = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
+    alone = replicas == 1
+    grouped: Bools = np.select(
+        [c["group"] == DOMAIN, c["group"] == GIVEN], [within & ~alone, replicas % shard == 0], np.ones_like(within)
+    ).astype(bool)
+    if "zero" in ask.fixed:
+        return grouped
+    staged = np.isin(c["zero"], ask.limits.zero_with_pipeline) | (c["pp"] == 1)
+    # ZeRO-2 between micro-batches either keeps whole gradients (then it is ZeRO-1) or reduces them every time.
+    whole = (c["zero"] != 2) | (ask.global_sequences == c["dp"] * c["micro_batch"])
+    # One rank alone has nobody to share with, but may keep its parameters in host memory.
+    hosted = c["offload"] == OFFLOAD.index("parameters")
+    legal: Bools = grouped & staged & whole & ((c["zero"] == 0) | ~alone | hosted)
+    return legal
+
+
+def may_split_sequence(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
+    """Whether norms can be split along the sequence, or not."""
+    slices = (ask.sequence // c["cp"]) % c["tp"] == 0
+    # Without tensor parallelism there is nothing for sequence parallelism to split: one of the two rows is kept.
+    unsplit = (c["tp"] == 1) & (c["sp"] == 0)
+    if ask.fixed.get("sequence_parallel") is True:
+        unsplit = c["tp"] == 1
+    legal: Bools = unsplit | ((c["tp"] > 1) & ((c["sp"] == 0) | slices))
+    return legal
+
+
+def may_recompute(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
+    """Whether the schedule can recompute so."""
+    if ask.limits.selective_zero_bubble:
+        return np.ones_like(c["recompute"] + c["pp"], dtype=bool)
+    bubble, kept = SCHEDULES.index("zero-bubble"), RECOMPUTE.index("selective")
+    legal: Bools = ~((c["pp"] > 1) & (c["schedule"] == bubble) & (c["recompute"] == kept))
+    return legal

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from phalanx.plan import traffic
 from phalanx.plan.cases import ZERO_BUBBLE, Cases, Floats
-from phalanx.plan.compute import FULL, Compute, compute
+from phalanx.plan.compute import FULL, Compute, compute_seconds
 from phalanx.plan.memory import OFFLOAD_PARAMETERS, MemoryProfile, layer_activations
 from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
@@ -87,7 +87,7 @@ class Split:
         return np.where(self.uneven, self.left_more, self.left)
 
 
-def split_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> Split:
+def split_stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> Split:
     """The split into stages, the head weighing `head_layers` layers.
 
     A balanced split may give the last stage fewer layers, or every other stage one more, whichever is faster.
@@ -102,7 +102,7 @@ def split_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> Split:
 
 def stage_layers(c: Cases, *, head_layers: Floats, balanced: Floats) -> tuple[Floats, Floats]:
     """(layers of the fullest stage, layers of the last one)."""
-    split = split_layers(c, head_layers=head_layers, balanced=balanced)
+    split = split_stage_layers(c, head_layers=head_layers, balanced=balanced)
     return split.fullest, split.last
 
 
@@ -158,7 +158,7 @@ def _state_of(c: Cases, k: Physics, f: Profile, g: traffic.Groups, split: Split)
 def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     """The step of every case."""
     g = traffic.groups(c, k, f)
-    work = compute(c, k, f)
+    work = compute_seconds(c, k, f)
     tensor = traffic.tensor_seconds(c, g, f)
     context = traffic.context_seconds(c, k, g, work.attention.forward)
     expert = traffic.expert_seconds(c, g, f)
@@ -172,7 +172,7 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
 
     head_s = work.head.forward + work.head.backward
     per_layer = layers_s / c.layers
-    split = split_layers(c, head_layers=head_s / per_layer, balanced=np.asarray(f.balanced_stages))
+    split = split_stage_layers(c, head_layers=head_s / per_layer, balanced=np.asarray(f.balanced_stages))
     fullest, last = split.fullest, split.last
     mid_s, last_s = fullest * per_layer, last * per_layer + head_s
     stage_s = np.maximum(mid_s, last_s)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 from phalanx.io.columns import table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
+from phalanx.plan.layout import Layout
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
@@ -22,16 +24,16 @@ SECONDS = {"years": 365.25 * DAY_S, "days": DAY_S, "h": HOUR_S, "min": MINUTE_S,
 SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
 
 
-def render(plan: Plan, *, top: int = 6) -> str:
+def plan_text(plan: Plan, *, top: int = 6) -> str:
     """The page; `top` limits runners-up and Pareto points."""
     sections = [
-        ("WHERE THE STEP GOES", _step(plan)),
+        ("STEP TIME", _step(plan)),
         ("MEMORY PER DEVICE", _memory(plan)),
-        ("WHICH AXIS RUNS WHERE", _mapping(plan)),
-        ("WHY NOT …", _alternatives(plan.alternatives[:top])),
-        ("NOTHING BEATS THESE IN TIME, MONEY AND MEMORY AT ONCE", _pareto(plan, top)),
+        ("COMMUNICATION BY AXIS", _mapping(plan)),
+        ("ALTERNATIVES", _alternatives(plan.alternatives[:top])),
+        ("PARETO FRONT: TIME, COST AND MEMORY", _pareto(plan, top)),
         ("FAILURES AND CHECKPOINTS", _failures(plan)),
-        ("BILL", _bill(plan)),
+        ("COST AND ENERGY", _bill(plan)),
         ("SEARCH", _search(plan)),
         ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap(line)]),
     ]
@@ -61,7 +63,7 @@ def _headline(plan: Plan) -> list[str]:
     ]
     right = [
         ("time", f"{_between(d.wall_s_low, d.wall_s, d.wall_s_high)} for {format_count(d.tokens)} tokens"),
-        ("money", money),
+        ("cost", money),
         ("memory", f"{format_bytes(plan.memory.total_bytes)} of {format_bytes(plan.memory.usable_bytes)} usable"),
     ]
     head = [
@@ -84,9 +86,9 @@ def _simpler(plan: Plan) -> list[str]:
     filled = s.fastest_memory_bytes / plan.memory.usable_bytes
     if filled > FULL_MEMORY >= 1.0 - plan.memory.margin:
         return _wrap(
-            f"{s.fastest.short} is {pace} on paper but fills {filled:.1%} of the memory; chosen one with room", WIDTH
+            f"{s.fastest.short} is {pace} on paper but fills {filled:.1%} of the memory; chose one with headroom", WIDTH
         )
-    return _wrap(f"{s.fastest.short} is {pace} on paper; chosen the simpler", WIDTH)
+    return _wrap(f"{s.fastest.short} is {pace} on paper; chose the simpler layout", WIDTH)
 
 
 def _between(low_s: float, middle_s: float, high_s: float) -> str:
@@ -121,7 +123,7 @@ def _assumptions(plan: Plan) -> str:
         between = f" ({low:,.2f} to {high:,.2f})" if low < high else ""
         price = f"${middle:,.2f} per device-hour{between}"
     return (
-        f"assumes the speed and memory of framework {plan.job.parallel.framework}, {price}, "
+        f"assumptions: speed and memory use of framework {plan.job.parallel.framework}, {price}, "
         f"{plan.reliability.failures_per_host_day:.2g} failures per host and day"
     )
 
@@ -149,25 +151,25 @@ def _memory(plan: Plan) -> list[str]:
     lines = table(rows, right=(1, 2))
     return [
         *lines,
-        f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.margin:.1%} margin",
+        f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.margin:.1%} headroom",
     ]
 
 
 def _mapping(plan: Plan) -> list[str]:
     if not plan.mapping:
-        return ["one device: nothing travels"]
-    head = ("axis", "size", "stride", "links", "operation", "by", "sent", "on wire", "shows")
+        return ["one device: no communication"]
+    head = ("axis", "size", "stride", "links", "operation", "algo", "sent", "on wire", "exposed")
     rows = [head]
     for use in plan.mapping:
-        shows = f"{format_seconds(use.shown_s)} ({use.exposed:.0%})"
+        exposed = f"{format_seconds(use.shown_s)} ({use.exposed:.0%})"
         rows.append(
             (use.axis, str(use.size), str(use.stride), use.tier, _short(use.operation), use.algorithm,
-             format_bytes(use.bytes_per_step), format_seconds(use.wire_s), shows)
+             format_bytes(use.bytes_per_step), format_seconds(use.wire_s), exposed)
         )  # fmt: skip
     notes = [f"{use.axis}: next best is {use.next_best}" for use in plan.mapping if use.next_best]
-    order = "per device and step; rank order, fastest first: " + ", ".join(plan.rank_order)
+    order = "per device and step; rank order, fastest-varying first: " + ", ".join(plan.rank_order)
     if plan.layout.context > 1:
-        notes.append("data counts the context ranks too: they share gradients")
+        notes.append("the data axis includes the context ranks: they share gradients")
     return [*table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
 
 
@@ -192,16 +194,16 @@ def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
 def _pareto(plan: Plan, top: int) -> list[str]:
     if len(plan.pareto) < 2:
         return []
-    rows = [("devices", "step", "training", "money", "memory", "layout")]
+    rows = [("devices", "step", "training", "cost", "memory", "layout")]
     for one in _spread(plan, max(2, top)):
         money = format_money(one.usd) if one.usd is not None else "-"
         rows.append(
             (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s), money,
              format_bytes(one.memory_bytes), one.layout.short)
         )  # fmt: skip
-    notes = ["training and money without failures and spares"]
+    notes = ["training time and cost without failures and spare hosts"]
     if all(one.layout != plan.layout for one in plan.pareto):
-        notes.append("the chosen layout is not among them: it gives up a little for being simpler")
+        notes.append("the chosen layout is not on the front: it is slightly slower and simpler")
     return [*table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
 
 
@@ -226,9 +228,9 @@ def _failures(plan: Plan) -> list[str]:
         f"({r.failures_per_host_day:.2g} per host and day): one every {format_seconds(r.mtbf_s)}",
         *_rate_range(r),
         f"checkpoint every {format_seconds(r.interval_s)}{chosen}: {format_bytes(r.checkpoint_bytes)}, training waits "
-        f"{format_seconds(r.blocking_s)}, safe after {format_seconds(r.persist_s)}",
+        f"{format_seconds(r.blocking_s)}, committed after {format_seconds(r.persist_s)}",
         *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
-        f"time lost at multiples of the optimum: {costs}",
+        f"time lost at multiples of the optimal interval: {costs}",
         f"effective training time {r.effective_time:.1%}{_sites(r)}; {plural(r.spares, 'spare host')} (99% of days)",
     ]
     return [part for line in lines for part in _wrap(line)]
@@ -256,7 +258,7 @@ def _sites(r: Reliability) -> str:
 
 def _in_memory(every: int, step_s: float) -> str:
     steps = "every step" if every == 1 else f"every {every:,} steps ({format_seconds(every * step_s)})"
-    return f"a copy in host memory {steps}, from which a lost rank is restored"
+    return f"in-memory checkpoint {steps}, from which a lost rank is restored"
 
 
 def _bill(plan: Plan) -> list[str]:
@@ -270,10 +272,12 @@ def _bill(plan: Plan) -> list[str]:
         low, middle, high = b.usd
         rate = " / ".join(f"{one:.2f}" for one in dict.fromkeys(b.usd_per_device_hour))
         ends = (
-            "cheapest price and quickest run to dearest and slowest" if len(set(b.usd_per_device_hour)) > 1 else "80%"
+            "lowest price and fastest run to highest price and slowest"
+            if len(set(b.usd_per_device_hour)) > 1
+            else "80%"
         )
         span = f" ({format_money(low)} to {format_money(high)}: {ends})" if low < high else ""
-        lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spares included; {b.price_source}")
+        lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spare hosts included; {b.price_source}")
     else:
         lines.append(b.price_source)
     return [part for line in (*lines, *_energy(b)) for part in _wrap(line)]
@@ -301,3 +305,89 @@ def _search(plan: Plan) -> list[str]:
 
 def _wrap(text: str, width: int = WIDTH - 4) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+# Several plans side by side: what differs, and by how much against the first.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanDifference:
+    """One line of a comparison; `ratios` are against the first plan, empty for words."""
+
+    name: str
+    shown: tuple[str, ...]
+    ratios: tuple[float, ...] = ()
+
+
+# Label -> (the number, how it is written); None where a plan has none.
+NUMBERS: dict[str, tuple[Callable[[Plan], float | None], Callable[[float], str]]] = {
+    "devices": (lambda p: p.layout.devices, lambda v: f"{v:,.0f}"),
+    "step": (lambda p: p.prediction.step_s, format_seconds),
+    "tokens/s": (lambda p: p.prediction.tokens_per_s, format_count),
+    "tokens/s per device": (lambda p: p.prediction.tokens_per_s_per_device, format_count),
+    "MFU": (lambda p: p.prediction.mfu, lambda v: f"{v:.1%}"),
+    "memory per device": (lambda p: p.memory.total_bytes, format_bytes),
+    "time to the token budget": (lambda p: p.duration.wall_s, format_seconds),
+    "cost (middle price)": (lambda p: p.bill.usd[1] if p.bill.usd else None, format_money),
+    "kWh": (lambda p: p.bill.kwh, amount),
+    "kg CO2e": (lambda p: p.bill.kgco2e, amount),
+    "failures per day": (lambda p: p.reliability.failures_per_day, lambda v: f"{v:.3g}"),
+    "checkpoint interval": (lambda p: p.reliability.interval_s, format_seconds),
+    "effective training time": (lambda p: p.reliability.effective_time, lambda v: f"{v:.1%}"),
+}
+
+# The number's label -> its 80 % interval, printed below it.
+INTERVALS: dict[str, Callable[[Plan], str]] = {
+    "step": lambda p: f"{format_seconds(p.prediction.step_s_low)} to {format_seconds(p.prediction.step_s_high)}",
+    "time to the token budget": lambda p: (
+        f"{format_seconds(p.duration.wall_s_low)} to {format_seconds(p.duration.wall_s_high)}"
+    ),
+}
+
+
+def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[PlanDifference, ...]:
+    """Names (of the files, if given), layouts and the settings that differ, then every number."""
+    rows = [
+        *([PlanDifference(name="file", shown=tuple(names))] if names else []),
+        PlanDifference(name="job", shown=tuple(plan.job.name for plan in plans)),
+        PlanDifference(name="model", shown=tuple(plan.job.model.name for plan in plans)),
+        PlanDifference(name="cluster", shown=tuple(plan.cluster.name for plan in plans)),
+        PlanDifference(name="layout", shown=tuple(plan.layout.short for plan in plans)),
+    ]
+    for item in fields(Layout):
+        shown = tuple(str(getattr(plan.layout, item.name)) for plan in plans)
+        if len(set(shown)) > 1:
+            rows.append(PlanDifference(name=f"layout {item.name}", shown=shown))
+    for name in NUMBERS:
+        rows.append(_number(name, plans))
+        if name in INTERVALS:
+            shown = tuple(INTERVALS[name](plan) for plan in plans)
+            rows.append(PlanDifference(name=f"{name}, 80%", shown=shown))
+    return tuple(rows)
+
+
+def _number(name: str, plans: Sequence[Plan]) -> PlanDifference:
+    read, written = NUMBERS[name]
+    values = [read(plan) for plan in plans]
+    first = values[0]
+    shown = tuple("unknown" if value is None else written(value) for value in values)
+    if not first or any(value is None for value in values):
+        return PlanDifference(name=name, shown=shown)
+    return PlanDifference(name=name, shown=shown, ratios=tuple((value or 0.0) / first for value in values))
+
+
+def comparison_text(differences: Sequence[PlanDifference]) -> str:
+    """A table; beside each number after the first, how it compares."""
+    rows = []
+    for one in differences:
+        cells = [one.name]
+        for index, text in enumerate(one.shown):
+            ratio = one.ratios[index] if one.ratios and index else 1.0
+            cells.append(text if ratio == 1.0 else f"{text} ({_change(ratio)})")
+        rows.append(cells)
+    return "\n".join(table(rows))
+
+
+def _change(ratio: float) -> str:
+    """A difference in percent, or as a factor where percents stop meaning anything."""
+    return f"{ratio - 1:+.1%}" if 0.1 < ratio < 10 else f"×{ratio:.3g}"

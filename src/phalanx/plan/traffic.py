@@ -57,6 +57,7 @@ def groups(c: Cases, k: Physics, f: Profile) -> Groups:
             pacing=k.pacing,
             loss=f.fabric_loss,
             switch=c.switch_reduces,
+            family=c.nccl_family,
         )
 
     replicas = np.maximum(c.dp * c.cp * c.tp / expert_split(c), 1.0)

@@ -13,8 +13,8 @@ from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
-from phalanx.plan.kept import kept_plan
 from phalanx.plan.plan import Plan
+from phalanx.plan.plan_cache import cached_plan
 from phalanx.record.drill import drill_subject
 from phalanx.record.run import EVENTS, Run, open_run, read_json
 from phalanx.rules.evidence import Evidence, Unmapped
@@ -205,7 +205,7 @@ def _planned(
     target = request.cluster or resolved.job.cluster.target
     cluster = resolve(target, base=None if request.cluster else resolved.path.parent)
     try:
-        return kept_plan(resolved, cluster, environ=environ), (), cluster
+        return cached_plan(resolved, cluster, environ=environ), (), cluster
     except UserError as error:
         return None, error.problems, cluster
 

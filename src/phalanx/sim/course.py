@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.sim.links import Floats
+from phalanx.sim.fabric_links import Floats
 
 POINTS = 200  # of a series in JSON
 BARS = "▁▂▃▄▅▆▇█"

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.failures import fault_links
-from phalanx.sim.fill import fill
-from phalanx.sim.fluid import Case, Parts, batch_of, case_of, parts_of
-from phalanx.sim.links import Floats, Ints, Links, links_of
-from phalanx.sim.matrices import Flows
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_failures import fault_links
+from phalanx.sim.fabric_links import Floats, Ints, Links, links_of
+from phalanx.sim.fair_rates import fair_rates_of, paused
+from phalanx.sim.fluid import MRC, FlowParts, FluidCase, Wire, batch_of, case_of, parts_of
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.pauses import paused
-from phalanx.sim.routes import Routing, route
-from phalanx.sim.wire import MRC, Wire
+from phalanx.sim.routes import Routing, route_flows
+from phalanx.sim.traffic_matrix import Flows
 
 TINY = 1e-9  # of rounding
 
@@ -83,7 +81,7 @@ class _Account:
     bits: list[float] = field(default_factory=list)
 
 
-def episode(
+def run_episode(
     fabric: Fabric,
     flows: Flows,
     *,
@@ -126,7 +124,7 @@ def _episode(
     flows: Flows,
     wire: Wire,
     account: _Account,
-    parts: Parts,
+    parts: FlowParts,
     hops: Ints,
     touched: NDArray[np.bool_],
     stopped: str,
@@ -214,21 +212,21 @@ def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begi
     )
 
 
-def _idle(case: Case, manner: Manner, keeps: int) -> NDArray[np.bool_]:
+def _idle(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_]:
     """Paths that lose packets and are left, where a flow has enough others."""
     cut = case.routes.cut.reshape(-1, manner.routing.paths)
     good = (~cut).sum(axis=1, keepdims=True)
     return np.asarray(cut & (np.cumsum(cut, axis=1) > np.maximum(0, keeps - good))).reshape(-1)
 
 
-def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> Case:
-    routes = route(links, flows, manner.routing, stage.avoided)
+def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> FluidCase:
+    routes = route_flows(links, flows, manner.routing, stage.avoided)
     case = case_of(links, routes, links.capacity() * stage.share, manner.routing)
     pulls = wire.pulls(len(case.owner), manner.routing.seed)
     return replace(case, table=replace(case.table, pull=pulls))
 
 
-def _fates(links: Links, case: Case, stage: _Stage, manner: Manner, wire: Wire) -> tuple[Floats, Floats, Floats]:
+def _fates(links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: Wire) -> tuple[Floats, Floats, Floats]:
     """Of what each row sends: the share that counts, what is lost, and what gets over parts that only lose."""
     rows, hops = len(case.owner), case.routes.links
     survives = np.ones(rows)
@@ -242,7 +240,7 @@ def _fates(links: Links, case: Case, stage: _Stage, manner: Manner, wire: Wire) 
     return useful, 1 - survives, alive
 
 
-def _waits(parts: Parts, survives: Floats, manner: Manner, wire: Wire) -> Floats:
+def _waits(parts: FlowParts, survives: Floats, manner: Manner, wire: Wire) -> Floats:
     """Seconds that each row waits for timers per bit it gets through: for every packet that is lost twice in a row, and
     for the last, behind which nothing comes that would show the gap. Luck is drawn once for the whole of a part."""
     if not (manner.go_back and manner.timeout_s) or survives.min(initial=1.0) >= 1:
@@ -263,8 +261,8 @@ def _went_back(survives: Floats, fabric: Fabric, wire: Wire) -> Floats:
 
 def _advance(
     account: _Account,
-    case: Case,
-    parts: Parts,
+    case: FluidCase,
+    parts: FlowParts,
     stage: _Stage,
     manner: Manner,
     useful: Floats,
@@ -293,7 +291,7 @@ def _advance(
 
 
 def _patient(
-    account: _Account, case: Case, parts: Parts, stage: _Stage, manner: Manner, useful: Floats, rows: Ints
+    account: _Account, case: FluidCase, parts: FlowParts, stage: _Stage, manner: Manner, useful: Floats, rows: Ints
 ) -> tuple[Ints, float]:
     """Queue pairs on dead paths send what they have, lose it, and wait until a path works and their timer ends; the
     others go on, until the next timer does."""
@@ -301,7 +299,7 @@ def _patient(
     fresh = dead & np.isnan(lost_at)
     if fresh.any():
         sends = ~dead | fresh
-        rates = fill(case.table.some(rows[sends]), case.capacity)[fresh[sends]]
+        rates = fair_rates_of(case.table.some(rows[sends]), case.capacity)[fresh[sends]]
         sent = np.minimum(rates * (stage.end_s - stage.begin_s), account.left[parts.of_row[rows[fresh]]])
         account.lost_bits += float(sent.sum())
         account.lost_at[rows[fresh]] = stage.begin_s
@@ -311,14 +309,14 @@ def _patient(
     return np.asarray(rows[~(dead | early)]), float(due_s[early].min(initial=stage.end_s))
 
 
-def _rates(case: Case, rows: Ints, manner: Manner) -> Floats:
+def _rates(case: FluidCase, rows: Ints, manner: Manner) -> Floats:
     table = case.table.some(rows)
-    rates = fill(table, case.capacity)
+    rates = fair_rates_of(table, case.capacity)
     return paused(table, rates, case.capacity) if manner.pauses else rates
 
 
 def _step(
-    account: _Account, parts: Parts, end_s: float, rows: Ints, rates: Floats, useful: Floats, lost: Floats
+    account: _Account, parts: FlowParts, end_s: float, rows: Ints, rates: Floats, useful: Floats, lost: Floats
 ) -> NDArray[np.bool_] | None:
     """Until the next parts are done; None when the stage ended first or nothing moves."""
     speed: Floats = np.bincount(parts.of_row[rows], weights=rates * useful, minlength=len(account.left)).astype(float)

@@ -10,13 +10,63 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.broken import NOTHING, Broken, shares
-from phalanx.sim.fill import Table, fill
-from phalanx.sim.links import Floats, Ints, Links, links_of
-from phalanx.sim.matrices import Flows
-from phalanx.sim.routes import Hops, Routes, Routing, route
-from phalanx.sim.wire import MRC, Wire
+from phalanx.errors import mistake
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of, shares
+from phalanx.sim.fair_rates import Table, fair_rates_of
+from phalanx.sim.packets.build import PacketBudget
+from phalanx.sim.routes import Hops, Routes, Routing, route_flows
+from phalanx.sim.traffic_matrix import Flows
+
+# What a transfer costs beside its payload at the rates the fluid engine finds: headers, latency, queues, luck.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """Overheads of a transport; zeros are the bare fluid."""
+
+    payload_bytes: int = 4096
+    header_bytes: int = 0
+    base_s: float = 0.0  # of both ends
+    link_s: float = 0.0  # of each link of the path, with the switch before it
+    stores: bool = False  # switches take in a whole packet before they send it on
+    replies: bool = False  # done is when the last ACK is back at the sender
+    queue_trips: float = 0.0  # round trips that the last packet queues where links are full
+    unequal: float = 0.0  # spread (sigma of the logarithm) of how hard flows pull on a full link
+
+    def wire_bytes(self, nbytes: Floats) -> Floats:
+        """Payload and headers."""
+        return np.asarray(nbytes + np.ceil(nbytes / self.payload_bytes) * self.header_bytes)
+
+    def latency_s(self, nbytes: Floats, links: Ints, port_gbps: float, queued: NDArray[np.bool_]) -> Floats:
+        """Propagation, a packet's time on each link after the first (switches store it), and queues on full links."""
+        packet_bytes = np.minimum(nbytes, self.payload_bytes) + self.header_bytes
+        packet_s = self.stores * 8.0 * packet_bytes / (port_gbps * 1e9)
+        ack_s = self.stores * 8.0 * self.header_bytes / (port_gbps * 1e9)
+        there = self.base_s + links * self.link_s + np.maximum(links - 1, 0) * packet_s
+        back = self.base_s + links * (self.link_s + ack_s)
+        return np.asarray(there + self.replies * back + queued * self.queue_trips * (there + back))
+
+    def pulls(self, rows: int, seed: int) -> Floats:
+        """How hard each row pulls; all alike when sharing is fair."""
+        if self.unequal == 0:
+            return np.ones(rows)
+        drawn = np.random.default_rng([seed, rows]).standard_normal(rows)
+        return np.exp(self.unequal * drawn)
+
+
+IDEAL = Wire()
+# arXiv:2605.04333 section 5.2.1: 5.09 µs for 2 bytes under one T0 (two links), 1.45 µs more over T1 (four links); 166 B
+# of headers with 4,096 B give its 96 % of line rate. Calibrated, not predicted.
+MRC = Wire(header_bytes=166, stores=True, base_s=3.64e-6, link_s=0.725e-6)
+# uet-htsim, as its public forks have it: 4,150 B packets with 64 B of headers and 1 µs per link, done when the last
+# ACK is back. These give its single connection (2 MB, six links of 100G) 176.2 µs, as it prints. The last two are
+# fitted, on its seven rows of three tiers alone (grid of 0 to 3 and 0 to 1, smallest largest error: 6 %); its rows of
+# two tiers were held out, and come within 8 %. One reason for the first: windows are up to 1.5 bandwidth-delay
+# products, and what exceeds one waits in queues. One for the second: 2 MB last a few dozen round trips, too short for
+# windows to become equal. docs/simulation/fluid.md has the table.
+HTSIM = Wire(payload_bytes=4086, header_bytes=64, link_s=1e-6, stores=True, replies=True, queue_trips=1.5, unequal=0.75)
+
 
 FULL = 0.999  # load from which a link counts as full
 SMALL_ROWS = 1 << 17
@@ -62,7 +112,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class FluidCase:
     """Sub-flows as rows of a table of links, ready to be filled."""
 
     table: Table
@@ -77,7 +127,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class FlowParts:
     """What must be sent: a flow that any of its paths may carry, or the fixed part of a QP."""
 
     of_row: Ints
@@ -85,10 +135,12 @@ class Parts:
     bits: Floats
 
 
-def solve(fabric: Fabric, flows: Flows, *, routing: Routing, broken: Broken = NOTHING, engine: str = "auto") -> Rates:
+def solve_rates(
+    fabric: Fabric, flows: Flows, *, routing: Routing, broken: BrokenParts = NOTHING, engine: str = "auto"
+) -> Rates:
     """Rates while all flows are active."""
     case = _case(fabric, flows, routing, broken)
-    rates = fill(case.table, case.capacity, engine=engine)
+    rates = fair_rates_of(case.table, case.capacity, engine=engine)
     share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
     return Rates(share=share, load=_load(case, rates), stalled=int((share <= 0).sum()))
 
@@ -102,12 +154,12 @@ def batch_of(rows: int) -> float:
     return 0.01 if rows <= SMALL_ROWS else 0.05
 
 
-def complete(
+def complete_flows(
     fabric: Fabric,
     flows: Flows,
     *,
     routing: Routing,
-    broken: Broken = NOTHING,
+    broken: BrokenParts = NOTHING,
     wire: Wire = MRC,
     batch: float = 0.01,
     engine: str = "auto",
@@ -121,7 +173,7 @@ def complete(
     if routing.spread != "all":  # over many paths luck evens out
         case = replace(case, table=replace(case.table, pull=wire.pulls(len(case.owner), routing.seed)))
     parts = parts_of(case, 8.0 * wire.wire_bytes(flows.nbytes), routing)
-    rates = fill(case.table, case.capacity, engine=engine)
+    rates = fair_rates_of(case.table, case.capacity, engine=engine)
     times, rounds, stopped = _drain(case, parts, rates, batch, engine)
     done, hops = np.zeros(len(flows)), np.zeros(len(flows), dtype=np.int64)
     np.maximum.at(done, parts.flow, times)
@@ -131,15 +183,15 @@ def complete(
     return Completion(times_s=done + late_s, rounds=rounds, stopped=stopped)
 
 
-def parts_of(case: Case, bits: Floats, routing: Routing) -> Parts:
+def parts_of(case: FluidCase, bits: Floats, routing: Routing) -> FlowParts:
     """A QP's fixed part is its row's; what is sprayed is the flow's, whichever path takes it."""
     owner = case.owner.astype(np.int64)
     if routing.spread == "qp":
-        return Parts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
-    return Parts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
+        return FlowParts(of_row=np.arange(len(owner)), flow=owner, bits=(bits / routing.paths)[owner])
+    return FlowParts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
 
 
-def _drain(case: Case, parts: Parts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int, str]:
+def _drain(case: FluidCase, parts: FlowParts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int, str]:
     """Finish times of parts, how often rates were computed, and whether Ctrl-C ended it."""
     left, times = parts.bits.copy(), np.full(len(parts.bits), np.inf)
     now, rounds, rows = 0.0, 1, np.arange(len(case.owner))
@@ -158,20 +210,20 @@ def _drain(case: Case, parts: Parts, rates: Floats, batch: float, engine: str) -
             rows = rows[~leaves[parts.of_row[rows]]]
             if not len(rows):
                 return times, rounds, ""
-            rates = fill(case.table.some(rows), case.capacity, engine=engine)
+            rates = fair_rates_of(case.table.some(rows), case.capacity, engine=engine)
             rounds += 1
     except KeyboardInterrupt:
         return times, rounds, "interrupted"
 
 
-def _load(case: Case, rates: Floats) -> Floats:
+def _load(case: FluidCase, rates: Floats) -> Floats:
     each = np.repeat(rates, np.diff(case.table.start))
     bits = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
     works = case.capacity > 0
     return np.asarray(np.divide(bits, case.capacity, out=np.zeros(len(bits)), where=works)[: case.links])
 
 
-def _queued(case: Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
+def _queued(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool_]:
     """Flows that meet a full link which is not theirs alone: there packets wait for each other."""
     owner = np.repeat(case.owner, np.diff(case.table.start))
     lowest, highest = np.full(len(case.capacity), flows), np.full(len(case.capacity), -1)
@@ -184,14 +236,14 @@ def _queued(case: Case, rates: Floats, flows: int) -> NDArray[np.bool_]:
     return queued
 
 
-def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: Broken) -> Case:
+def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: BrokenParts) -> FluidCase:
     links = links_of(fabric)
     left = None if broken.nothing else shares(links, broken)
-    routes = route(links, flows, routing, left)
+    routes = route_flows(links, flows, routing, left)
     return case_of(links, routes, links.capacity() if left is None else links.capacity() * left, routing)
 
 
-def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) -> Case:
+def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) -> FluidCase:
     """Routes on links of some capacity, as rows to be filled."""
     hops = routes.links
     if routing.spread == "all":
@@ -202,10 +254,52 @@ def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) ->
         own = np.arange(links.count, links.count + len(hops), dtype=np.int32)
         hops = np.column_stack([own, hops])
         capacity = np.concatenate([capacity, np.full(len(own), links.fabric.nic_gbps * 1e9 / routing.paths)])
-    return Case(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
+    return FluidCase(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
 
 
 def _table(hops: Hops) -> Table:
     present = hops >= 0
     start = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
     return Table(start=start, link=hops[present], pull=np.ones(len(hops)))
+
+
+# What the fluid engine will take, before it starts.
+
+
+# One core of the machine of benchmarks/2026-11-15-fluid-speed.md. A row (one path of one flow) takes 1.2 to 1.5 µs each
+# time rates are computed; rows that are done leave, so that all rounds together cost about twenty full ones where paths
+# collide and eight where packets are sprayed.
+ROW_S = 1.5e-6
+ROUNDS = {"flow": 20, "qp": 20, "oblivious": 8, "adaptive": 8, "all": 4}
+ROW_BYTES = 220  # path, table of links, heap and rates: 0.9 GB with 4.2 million rows
+LINK_BYTES = 40
+
+
+def expected(links: Links, flows: int, routing: Routing) -> tuple[float, float]:
+    """CPU seconds and bytes."""
+    rows = float(flows) * routing.paths
+    return rows * ROW_S * (1 + ROUNDS[routing.spread]), rows * ROW_BYTES + links.count * LINK_BYTES
+
+
+def afford(links: Links, flows: int, routing: Routing, budget: PacketBudget) -> None:
+    """Raise UserError when rates and completion times would exceed the budget."""
+    cpu_s, nbytes = expected(links, flows, routing)
+    if cpu_s <= budget.cpu_s and nbytes <= budget.memory_bytes:
+        return
+    share = min(budget.cpu_s / cpu_s, budget.memory_bytes / nbytes)
+    raise mistake(
+        f"fluid on {links.fabric.name}",
+        f"{flows:,} flows on {routing.paths} paths each need about {cpu_s:,.0f} s of CPU and {nbytes / 1e9:,.1f} GB; "
+        f"the budget is {budget.cpu_s:,.3g} s and {budget.memory_bytes / 1e9:,.1f} GB",
+        why="every path of every flow is a row to be filled",
+        fix=" or ".join(_ways(links, flows, routing, share, enough=nbytes <= budget.memory_bytes)),
+    )
+
+
+def _ways(links: Links, flows: int, routing: Routing, share: float, *, enough: bool) -> list[str]:
+    """What would fit: fewer paths, cables as one, fewer flows, or more time where memory is enough."""
+    planes = links.fabric.planes
+    fewer = int(routing.paths * share) // planes * planes
+    ways = [f"use --paths {fewer:,}".replace(",", "")] if fewer and routing.spread not in ("flow", "all") else []
+    ways += ["--routing all"] if routing.spread not in ("flow", "all") and routing.paths * share >= planes else []
+    return [*ways, f"simulate about {max(2, int(flows * share)):,} flows", *(["raise --cpu"] if enough else [])]

@@ -8,15 +8,16 @@ with many paths: every path of a plane is used and the cables between two tiers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake
-from phalanx.sim.links import Floats, Ints, Links
-from phalanx.sim.matrices import Flows
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Floats, Ints, Links, links_of
+from phalanx.sim.traffic_matrix import Flows
 
 Hops = NDArray[np.int32]  # [sub-flow, hop]
 Spread = Literal["flow", "qp", "oblivious", "adaptive", "all"]
@@ -79,7 +80,7 @@ class Routes:
         return np.asarray((self.links >= 0).sum(axis=1))
 
 
-def route(links: Links, flows: Flows, routing: Routing, left: Floats | None = None) -> Routes:
+def route_flows(links: Links, flows: Flows, routing: Routing, left: Floats | None = None) -> Routes:
     """Paths of all sub-flows; `left` is the share of each link that works."""
     _check(links, flows, routing)
     number = np.arange(len(flows) * routing.paths, dtype=np.int64)
@@ -197,3 +198,39 @@ def _check(links: Links, flows: Flows, routing: Routing) -> None:
             f"{len(flows):,} flows on {routing.paths} paths are more than the {MOST_SUBFLOWS:,} sub-flows of 2 GB",
             fix=f"use at most {max(MOST_SUBFLOWS // len(flows), 1):,} paths per flow, or one plane",
         )
+
+
+# How evenly spraying loads the links when nobody reacts: the load that senders at line rate offer to each link.
+
+
+CHUNK = 1 << 20  # sub-flows at a time: about 100 MB of temporary arrays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offered:
+    """Load offered to each link, as a share of its capacity."""
+
+    load: Floats = field(repr=False)
+    worst_fabric: float  # between switches
+    worst_host: float  # between NIC and T0
+
+
+def offered(fabric: Fabric, flows: Flows, *, routing: Routing) -> Offered:
+    """The load map of flows that all send at line rate, in equal parts over their paths."""
+    links = links_of(fabric)
+    load = np.zeros(links.count)
+    at_once = max(1, CHUNK // routing.paths)
+    for number, first in enumerate(range(0, len(flows), at_once)):
+        some = slice(first, first + at_once)
+        part = Flows(source=flows.source[some], target=flows.target[some], nbytes=flows.nbytes[some])
+        # Every chunk hashes its own numbers from zero: another seed keeps the choices independent.
+        hops = route_flows(links, part, replace(routing, seed=routing.seed + 7919 * number)).links
+        load += np.bincount(hops[hops >= 0], minlength=links.count)
+    load *= fabric.planes / routing.paths  # a path carries nic / paths, a link nic / planes
+    host = np.arange(links.count) % links.per_plane < 2 * fabric.hosts
+    between = load[~host]
+    return Offered(
+        load=load,
+        worst_fabric=float(between.max()) if len(between) else 0.0,
+        worst_host=float(load[host].max()),
+    )

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
 from phalanx.errors import mistake, nearest
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.failures import Break, broken_of
-from phalanx.sim.fluid import Completion, Rates, batch_of, complete, solve
-from phalanx.sim.fluid_budget import afford
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import Flows, traffic
-from phalanx.sim.packets.budget import Budget
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim import fluid
+from phalanx.sim.course import Course
+from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, broken_of, denied_of, faults_of, too_late
+from phalanx.sim.fabric_links import Links, links_of
+from phalanx.sim.fluid import Completion, Rates, Wire, afford, batch_of, complete_flows, solve_rates
+from phalanx.sim.packets.build import LOOK_S, PacketBudget, PacketCost, sketch
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.roce_run import roce_sketch
+from phalanx.sim.packets.run import BUDGET, REST_S, run_connections
+from phalanx.sim.packets.schedule import Schedule
+from phalanx.sim.packets.state import MOST_SLOTS
+from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, ROCE_LOSSY, Dcqcn, Roce, Transport
 from phalanx.sim.routes import Recovery, Routing
-from phalanx.sim.wire import HTSIM, IDEAL, MRC, Wire
+from phalanx.sim.traffic_matrix import Flows, named_traffic
 
 ROUTINGS = ("flow", "qp", "oblivious", "adaptive", "all")
 RECOVERIES = ("none", "conventional", "edge")
-BUDGET = Budget()
 MOST_CONVERGE_S = 86400.0  # what takes longer than a day is no convergence
-WIRES: dict[str, Wire] = {"mrc": MRC, "htsim": HTSIM, "ideal": IDEAL}
+WIRES: dict[str, Wire] = {"mrc": fluid.MRC, "htsim": fluid.HTSIM, "ideal": fluid.IDEAL}
 ROWS = 1 << 20  # sub-flows that are solved in about two seconds
 
 
@@ -41,23 +49,23 @@ def simulate(
     seed: int = 0,
     flows: Flows | None = None,
     watched: int | None = None,
-    budget: Budget = BUDGET,
+    budget: PacketBudget = BUDGET,
 ) -> dict[str, object]:
     """Rates and completion times; `paths` of 0 is one per flow, 8 QPs, or what a million rows allow.
 
     `flows`, when given, are the traffic, and `traffic_name` is only what they are called.
     """
-    flows = traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
+    flows = named_traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
     over = WIRES[choice("--wire", wire, tuple(WIRES))]
     links = links_of(fabric)
     afford(links, len(flows), routing, budget)
     if denied:
         check_deny(routing.recovery)
-    broken = broken_of(links, Break(failed=tuple(failed), left=left, denied=tuple(denied)))
-    rates = solve(fabric, flows, routing=routing, broken=broken)
+    broken = broken_of(links, FabricBreak(failed=tuple(failed), left=left, denied=tuple(denied)))
+    rates = solve_rates(fabric, flows, routing=routing, broken=broken)
     batch = batch_of(len(flows) * routing.paths)
-    done = complete(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
+    done = complete_flows(fabric, flows, routing=routing, broken=broken, wire=over, batch=batch)
     asked = asked_for("fluid", fabric, traffic_name, flows, seed)
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
     parts = {"failed": list(failed), "left": left, "denied": list(denied)}
@@ -138,4 +146,292 @@ def _times(done: Completion) -> dict[str, object]:
         "finished_flows": len(finite),
         "rounds": done.rounds,
         "stopped": done.stopped,
+    }
+
+
+# Transports of the packet engine by their words.
+
+
+AnyTransport = Transport | Roce
+TRANSPORTS: dict[str, AnyTransport] = {"mrc": MRC, "ecmp": ECMP, "roce": ROCE, "htsim": HTSIM}
+# A second of a small fabric is a minute of CPU, because every slot costs. Ten milliseconds show the same stall; each
+# second more of convergence (`network.fabric.recovery.CONVERGE_S` is ten) is a second more of it.
+SHORT_CONVERGE_S = 0.01
+QPS = 8  # "little gain past 8 QPs" (arXiv:2605.04333 section 5.2.7)
+
+
+def transport_of(
+    name: str = "mrc",
+    *,
+    routing: str = "",
+    paths: int = 0,
+    recovery: str = "",
+    converge_s: float | None = None,
+    pfc: bool | None = None,
+    dcqcn: bool | None = None,
+) -> AnyTransport:
+    """A transport by its words; empty ones are its own settings."""
+    made = TRANSPORTS[choice("--transport", name, tuple(TRANSPORTS))]
+    if routing == "flow" and paths > 1:
+        raise mistake("--paths", f"{paths} paths, but --routing flow is one", fix="use --routing qp")
+    if isinstance(made, Roce):
+        made = _roce(made, routing, paths, pfc, dcqcn)
+    elif pfc is not None or dcqcn is not None:
+        option, what = ("--pfc", "drops and trims packets") if pfc is not None else ("--dcqcn", "has a window")
+        raise mistake(option, f"{made.name} {what}", fix="add --transport roce")
+    else:
+        made = _spread(made, routing)
+        made = replace(made, paths=paths) if paths else made
+    return _converging(_recovering(made, recovery, converge_s), converge_s)
+
+
+def compared(fabric: Fabric, *, paths: int = 0, converge_s: float = SHORT_CONVERGE_S) -> tuple[Roce, Roce, Transport]:
+    """RoCE without and with PFC, a queue pair on each plane and routing that converges, and recovery at the edge.
+
+    One path in all could use one plane only, and the difference would be that of planes, not of recovery.
+    """
+    lossy = replace(ROCE_LOSSY, name="RoCE, PFC off", qps=fabric.planes, converge_s=converge_s)
+    lossless = replace(ROCE, name="RoCE, PFC on", qps=fabric.planes, converge_s=converge_s)
+    return lossy, lossless, replace(MRC, name="MRC, edge", paths=paths or MRC.paths)
+
+
+def paths_of(transport: AnyTransport) -> int:
+    """Per connection."""
+    return transport.qps if isinstance(transport, Roce) else transport.paths
+
+
+def spread_of(transport: AnyTransport) -> str:
+    """How packets are spread over paths."""
+    return "qp" if isinstance(transport, Roce) else transport.spray
+
+
+def recovery_of(transport: AnyTransport) -> str:
+    """Who leaves dead paths, in the words of the fluid engine."""
+    if not isinstance(transport, Roce) and transport.recovery == "edge":
+        return "edge"
+    return "conventional" if math.isfinite(transport.converge_s) else "none"
+
+
+def converge_of(transport: AnyTransport) -> float | None:
+    """Seconds until routing knows; None where nobody waits for it."""
+    return transport.converge_s if recovery_of(transport) == "conventional" else None
+
+
+def _roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | None) -> Roce:
+    if routing not in ("", "flow", "qp"):
+        choice("--routing", routing, ROUTINGS)
+        raise mistake("--routing", f"RoCE does not send by {routing}: a queue pair has one path", fix="use flow or qp")
+    qps = paths or (1 if routing == "flow" else QPS if routing == "qp" else made.qps)
+    rate = made.dcqcn if dcqcn is None else Dcqcn() if dcqcn else None
+    paused = made.pfc if pfc is None else pfc
+    parts = [word for word, on in (("PFC", paused), ("DCQCN", rate is not None)) if on]
+    name = f"RoCE, {' and '.join(parts)}" if parts else "RoCE"
+    return replace(made, name=name, qps=qps, pfc=paused, dcqcn=rate)
+
+
+def _spread(transport: Transport, routing: str) -> Transport:
+    """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
+    if not routing:
+        return transport
+    word = choice("--routing", routing, ROUTINGS)
+    if word == "flow":
+        return replace(transport, paths=1, spray="oblivious")
+    if word == "qp":
+        return replace(transport, paths=QPS, spray="oblivious")
+    if word == "oblivious":
+        return replace(transport, spray="oblivious")
+    if word == "adaptive":
+        return replace(transport, spray="skip" if transport.spray == "oblivious" else transport.spray)
+    raise mistake(
+        "--routing all",
+        "every path at once is an idea of the fluid engine: packets take one path each",
+        fix="use --routing adaptive with --paths 256",
+    )
+
+
+def _recovering(made: AnyTransport, recovery: str, converge_s: float | None) -> AnyTransport:
+    if not recovery:
+        return made
+    chosen = choice("--recovery", recovery, RECOVERIES)
+    if isinstance(made, Roce):
+        if chosen == "edge":
+            what = "a queue pair of RoCE has one path and cannot leave it"
+            raise mistake("--recovery", what, fix="use --recovery conventional, or --transport mrc")
+    else:
+        made = replace(made, recovery="edge" if chosen == "edge" else "routing")
+    if chosen == "none":
+        if converge_s is not None:
+            raise mistake("--converge", "nothing converges with --recovery none", fix="leave one of them out")
+        return replace(made, converge_s=math.inf)
+    return made
+
+
+def _converging(made: AnyTransport, converge_s: float | None) -> AnyTransport:
+    if converge_s is None:
+        return replace(made, converge_s=SHORT_CONVERGE_S) if recovery_of(made) == "conventional" else made
+    if recovery_of(made) == "edge":
+        raise mistake("--converge", "recovery at the edge waits for no routing", fix="add --recovery conventional")
+    if not 0 < converge_s <= MOST_CONVERGE_S:
+        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 0.1")
+    return replace(made, converge_s=converge_s)
+
+
+# A traffic pattern on a fabric packet by packet, in the words of `simulate.py`, as plain values.
+
+
+SOON = 100  # times the duration of unhindered traffic: a later failure meets nobody
+
+
+def simulate_packets(
+    fabric: Fabric,
+    traffic_name: str,
+    flows: Flows,
+    *,
+    transport: AnyTransport = MRC,
+    broken: FabricBreak = UNBROKEN,
+    seed: int = 0,
+    budget: PacketBudget = BUDGET,
+    schedule: Schedule | None = None,
+    each_plane: bool = False,
+) -> dict[str, object]:
+    """Completion times and losses; refuses before it starts what would exceed the budget."""
+    faults = faults_of(broken)
+    denied = denied_of(broken)
+    found = run_packets(
+        fabric, flows, transport, faults, denied, seed=seed, budget=budget, schedule=schedule, each_plane=each_plane
+    )
+    asked = asked_for("packets", fabric, traffic_name, flows, seed)
+    chosen = {"transport": transport.name, "spread": spread_of(transport), "paths": paths_of(transport)}
+    recovers = {"recovery": recovery_of(transport), "converge_s": converge_of(transport)}
+    parts = {"failed": list(broken.failed), "left": broken.left, "loss": broken.loss, "denied": list(broken.denied)}
+    late = {"failed_too_late": too_late(broken, faults, found.simulated_s)}
+    course = {"throughput_over_time": course_of(found).series()}
+    return {
+        **asked,
+        **chosen,
+        **recovers,
+        **parts,
+        **late,
+        **_packet_times(found),
+        "planes": fabric.planes,
+        **counts(found),
+        **course,
+    }
+
+
+def run_packets(
+    fabric: Fabric,
+    flows: Flows,
+    transport: AnyTransport,
+    faults: tuple[Fault, ...],
+    denied: tuple[Fault, ...] = (),
+    *,
+    seed: int = 0,
+    budget: PacketBudget = BUDGET,
+    schedule: Schedule | None = None,
+    each_plane: bool = False,
+) -> PacketResult:
+    """One run, refused before it starts where even waiting would exceed the budget."""
+    _afford_waiting(fabric, flows, transport, faults, budget, alike=not (faults or denied or each_plane))
+    return run_connections(
+        fabric,
+        flows,
+        transport=transport,
+        faults=faults,
+        denied=denied,
+        seed=seed,
+        budget=budget,
+        schedule=schedule,
+        each_plane=each_plane,
+    )
+
+
+def course_of(found: PacketResult) -> Course:
+    """Payload delivered in each sample."""
+    taken_s = np.diff(found.time_s, prepend=0.0)
+    return Course(end_s=found.time_s, bits=found.throughput_gbps * 1e9 * taken_s)
+
+
+def _afford_waiting(
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: PacketBudget, *, alike: bool
+) -> None:
+    """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
+    links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
+    wait_s = _wait_s(transport, faults, SOON * expected.slots * slot_s)
+    slots = wait_s / slot_s
+    cpu_s = expected.cpu_s + slots * links.count * LOOK_S
+    if slots <= MOST_SLOTS and (cpu_s <= budget.cpu_s or not wait_s):
+        return  # without waiting, run() itself refuses with its own numbers
+    most_s = min(MOST_SLOTS, budget.cpu_s / (links.count * LOOK_S)) * slot_s
+    raise mistake(
+        f"packets on {fabric.name}",
+        f"{wait_s:g} s until the last failure is routed around or over are {slots:,.0f} slots of "
+        f"{slot_s * 1e9:.0f} ns on {links.count:,} links: about {cpu_s:,.0f} s of CPU",
+        why=f"the budget is {budget.cpu_s:,.0f} s, and the engine counts to {MOST_SLOTS:,} slots",
+        fix=f"let it be below {0.9 * most_s:.2g} s (--converge, @TIME), simulate fewer hosts, raise --cpu, "
+        "or use --engine fluid",
+    )
+
+
+def expected_cpu_s(
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], *, alike: bool
+) -> float:
+    """Of a run, with what it waits; planes that are `alike` are simulated once."""
+    links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
+    return expected.cpu_s + _wait_s(transport, faults, SOON * expected.slots * slot_s) / slot_s * links.count * LOOK_S
+
+
+def _wait_s(transport: AnyTransport, faults: Sequence[Fault], soon_s: float) -> float:
+    """Simulated time in which connections only wait; the edge does not."""
+    if recovery_of(transport) == "edge":
+        return 0.0
+    waits = (_until_s(fault, transport) for fault in faults if fault.left == fault.loss == 0 and fault.at_s <= soon_s)
+    return max(waits, default=0.0)
+
+
+def _expected(fabric: Fabric, flows: Flows, transport: AnyTransport, *, alike: bool) -> tuple[Links, float, PacketCost]:
+    if isinstance(transport, Roce):
+        pairs = roce_sketch(fabric, flows, transport)
+        return pairs.links, pairs.slots.slot_s, pairs.cost
+    plan = sketch(fabric, flows, transport, alike=alike)
+    return plan.links, plan.slots.slot_s, plan.cost
+
+
+def _until_s(fault: Fault, transport: AnyTransport) -> float:
+    """When the connections on a dead part go on; where they never do, the engine gives up after a while."""
+    wait_s = transport.converge_s if math.isfinite(transport.converge_s) else REST_S
+    patience_s = transport.timeout_s if isinstance(transport, Roce) else 0.0
+    return min(fault.at_s + wait_s, fault.until_s) + patience_s
+
+
+def _packet_times(found: PacketResult) -> dict[str, object]:
+    done = found.fct_s[np.isfinite(found.fct_s)]
+    return {
+        "mean_s": float(done.mean()) if len(done) else math.inf,
+        "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
+        "tail_s": found.tail_s,
+        "finished_flows": found.finished,
+        "simulated_s": found.simulated_s,
+        "cpu_s": found.cpu_s,
+        "stopped": found.stopped,
+    }
+
+
+def counts(found: PacketResult) -> dict[str, object]:
+    """What only packets have."""
+    return {
+        "packets": found.packets,
+        "sent": found.sent,
+        "sent_by_plane": list(found.sent_by_plane),
+        "delivered": found.delivered,
+        "lost": found.lost,
+        "trimmed": found.trimmed,
+        "marked": found.marked,
+        "touched_flows": found.touched,
+        "touched_by_loss_flows": found.touched_by_loss,
+        "retired_paths": found.retired_paths,
+        "denied_paths": found.denied_paths,
+        "dropped": found.dropped,
+        "paused_share": found.paused_share,
+        "planes_simulated": found.planes_simulated,
     }

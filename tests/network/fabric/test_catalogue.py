@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.catalogue import find_switches, named_fabrics, switches
-from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, switches
 
 
 def test_rows_are_consistent() -> None:

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.catalogue_file import read_catalogue
-from phalanx.network.fabric.design import Wish, designs
+from phalanx.network.fabric.design import DesignRequest, design_fabrics
+from phalanx.network.fabric.switch_catalogue import read_catalogue
 
 GOOD = """box,port_gbps,radix,watts,usd_low,usd_high
 Leaf 9,400,128,900,30000,40000
@@ -29,12 +29,14 @@ def test_rows_become_switches_and_designs(tmp_path: Path) -> None:
     assert (wide.kind, narrow.kind) == ("ethernet", "ethernet")
     assert (wide.name, wide.radix, wide.watts, wide.usd) == ("Leaf 9 128x400G", 128, 900, (30000, 40000))
     assert (narrow.watts, narrow.usd) == (0, None)
-    found = designs(Wish(gpus=1024, nic_gbps=400, oversubscription=1, rails=1, catalogue=(wide, narrow)))
+    found = design_fabrics(
+        DesignRequest(gpus=1024, nic_gbps=400, oversubscription=1, rails=1, catalogue=(wide, narrow))
+    )
     assert [one.fabric.switch.name for one in found] == ["Leaf 9 128x400G", "Leaf 9 512x100G"]
     assert found[0].bill.usd is not None
-    assert len(designs(Wish(gpus=1024, nic_gbps=400, switch="leaf9", catalogue=(wide, narrow)))) > 2
+    assert len(design_fabrics(DesignRequest(gpus=1024, nic_gbps=400, switch="leaf9", catalogue=(wide, narrow)))) > 2
     with pytest.raises(UserError, match="the catalogue has Leaf 9"):
-        designs(Wish(gpus=1024, nic_gbps=400, switch="Spectrum-5", catalogue=(wide, narrow)))
+        design_fabrics(DesignRequest(gpus=1024, nic_gbps=400, switch="Spectrum-5", catalogue=(wide, narrow)))
 
 
 @pytest.mark.parametrize(

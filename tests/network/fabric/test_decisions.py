@@ -7,11 +7,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.bill import loss
+from phalanx.network.fabric.bill import failure_loss
 from phalanx.network.fabric.decisions import decisions, decisions_of, harmonic, late_step
+from phalanx.network.fabric.decisions_picture import decisions_svg
 from phalanx.network.fabric.decisions_text import show_decisions
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.picture import picture
+from phalanx.network.fabric.fabric_file import parse_fabric
 
 FULL = decisions(131072)
 
@@ -65,7 +65,7 @@ def test_a_flap_that_outlasts_the_connections_is_a_restart_and_no_share() -> Non
 def test_a_fabric_has_its_own_row_with_its_own_numbers() -> None:
     fabric = parse_fabric("clos3:6144x400G/2p/64/3:1/8r")
     one = decisions_of(fabric)
-    own, lost = one.own, loss(fabric)
+    own, lost = one.own, failure_loss(fabric)
     assert own not in one.planes
     assert (own.switches, own.hosts_one_switch_away, own.lost_per_t0_t1_link) == (448, 48, lost.t0_t1_link)
     assert own.switches_per_host == 448 / 6144
@@ -160,7 +160,7 @@ def test_the_page_holds_the_three() -> None:
 
 @pytest.mark.parametrize("gpus", [2, 1000, 131072, 10**9])
 def test_the_picture_is_well_formed_and_inside_its_frame(gpus: int) -> None:
-    text = picture(decisions(gpus, recovery_s=0.0 if gpus == 2 else 10.0))
+    text = decisions_svg(decisions(gpus, recovery_s=0.0 if gpus == 2 else 10.0))
     root = ElementTree.fromstring(text)
     width, height = (float(part) for part in root.attrib["viewBox"].split()[2:])
     for element in root.iter():

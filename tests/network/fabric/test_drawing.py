@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.network.fabric.drawing import LETTER_PX, Axis, labels, ticks_below
+from phalanx.network.fabric.decisions_picture import LETTER_PX, Axis, labels, ticks_below
 from phalanx.units import format_seconds
 
 

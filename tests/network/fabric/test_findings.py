@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from phalanx.network.fabric.decisions import decisions, decisions_of
-from phalanx.network.fabric.findings import against, findings
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.picture import picture
+from phalanx.network.fabric.decisions_picture import decisions_svg
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_text import against, decision_findings
 
 
 def test_the_published_fabric() -> None:
-    assert findings(decisions(131072)) == (
+    assert decision_findings(decisions(131072)) == (
         "8 planes of 512 ports reach 131,072 hosts in 2 tiers; one plane of 64 needs 4 for 131,072",
         "A flow per port puts 8.8 times the mean on the worst link, 256 random paths 2.0, packets 1.08",
         "2,829 GPU-hours lost a day, 137,106 if each failure restarts the job",
@@ -18,7 +18,7 @@ def test_the_published_fabric() -> None:
 
 def test_the_picture_says_the_same() -> None:
     one = decisions(131072)
-    words = " ".join(picture(one).replace("</text>", " ").split())
+    words = " ".join(decisions_svg(one).replace("</text>", " ").split())
     for number in ("131,072 hosts", "8.8 times", "137,106", "3/5 of the switches"):
         assert number in words
 
@@ -26,8 +26,8 @@ def test_the_picture_says_the_same() -> None:
 def test_other_boxes_and_one_plane() -> None:
     assert against(decisions(8, nic_gbps=1600)) == "2 planes in 3 tiers"
     only = decisions(1000, box="Quantum-X800")
-    assert findings(only)[0] == "One plane of 144 ports reaches 10,368 hosts in 2 tiers"
-    late = findings(decisions(131072, recovery_s=60))[2]
+    assert decision_findings(only)[0] == "One plane of 144 ports reaches 10,368 hosts in 2 tiers"
+    late = decision_findings(decisions(131072, recovery_s=60))[2]
     assert late == "So late a bypass restarts the job: 137,106 GPU-hours lost a day"
     few = decisions_of(parse_fabric("clos2:64x800G/2p/64"))
-    assert findings(few)[0] == "2 planes of 64 ports reach 2,048 hosts in 2 tiers, one plane of 32 only 512"
+    assert decision_findings(few)[0] == "2 planes of 64 ports reach 2,048 hosts in 2 tiers, one plane of 32 only 512"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.loads import idle_share, max_to_mean
+from phalanx.network.fabric.decisions import idle_share, max_to_mean
 
 
 def test_by_hand() -> None:

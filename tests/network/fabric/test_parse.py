@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.text import show_fabric
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_text import show_fabric
 
 
 def test_short_form() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from phalanx.network.fabric.design import Design, Wish, designs, nominal_ratio
+from phalanx.network.fabric.design import Design, DesignRequest, design_fabrics, nominal_ratio
 
 CASES = [
     (8, 400.0), (64, 100.0), (100, 800.0), (1000, 400.0), (2048, 200.0), (16384, 400.0), (24576, 800.0),
@@ -16,7 +16,7 @@ CASES = [
 
 @pytest.mark.parametrize(("gpus", "nic"), CASES)
 def test_every_number_of_every_design(gpus: int, nic: float) -> None:
-    for one in designs(Wish(gpus=gpus, nic_gbps=nic)):
+    for one in design_fabrics(DesignRequest(gpus=gpus, nic_gbps=nic)):
         recount(one, gpus, nic)
 
 

@@ -9,24 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.network.fabric.catalogue import switch_of
-from phalanx.network.fabric.design import Wish, designs
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.save import designs_csv, fabric_toml
+from phalanx.network.fabric.design import DesignRequest, design_fabrics, designs_csv, fabric_toml
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.switch_catalogue import switch_of
 
 
 @pytest.mark.parametrize(("gpus", "nic"), [(131072, 800.0), (1000, 400.0), (64, 400.0), (24576, 1600.0)])
 def test_what_is_saved_is_read_back(gpus: int, nic: float, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    for one in designs(Wish(gpus=gpus, nic_gbps=nic))[::5]:
+    for one in design_fabrics(DesignRequest(gpus=gpus, nic_gbps=nic))[::5]:
         path.write_text(fabric_toml(one.fabric))
         assert parse_fabric(str(path)) == replace(one.fabric, name="mine")
 
 
 def test_a_ratio_that_is_no_half_and_a_switch_of_ones_own(tmp_path: Path) -> None:
     row = {"box": "Leaf 9", "port_gbps": "400", "radix": "128", "watts": "900", "usd_low": "3e4", "usd_high": "4e4"}
-    wish = Wish(gpus=4000, nic_gbps=400, oversubscription=1.7, rails=1, catalogue=(switch_of(row),))
-    (one,) = designs(wish)
+    wish = DesignRequest(gpus=4000, nic_gbps=400, oversubscription=1.7, rails=1, catalogue=(switch_of(row),))
+    (one,) = design_fabrics(wish)
     path = tmp_path / "mine.toml"
     path.write_text(fabric_toml(one.fabric))
     back = parse_fabric(str(path))
@@ -41,14 +40,14 @@ def test_a_ratio_that_is_no_half_and_a_switch_of_ones_own(tmp_path: Path) -> Non
 
 def test_an_infiniband_box_of_ones_own_stays_one(tmp_path: Path) -> None:
     row = {"box": "Q9", "port_gbps": "400", "radix": "128", "kind": "InfiniBand"}
-    one = designs(Wish(gpus=1024, nic_gbps=400, rails=1, catalogue=(switch_of(row),)))[0]
+    one = design_fabrics(DesignRequest(gpus=1024, nic_gbps=400, rails=1, catalogue=(switch_of(row),)))[0]
     path = tmp_path / "mine.toml"
     path.write_text(fabric_toml(one.fabric))
     assert parse_fabric(str(path)).switch.kind == one.fabric.switch.kind == "infiniband"
 
 
 def test_the_csv_has_a_line_per_design_with_exact_numbers() -> None:
-    found = designs(Wish(gpus=131072, nic_gbps=800))
+    found = design_fabrics(DesignRequest(gpus=131072, nic_gbps=800))
     rows = list(csv.DictReader(io.StringIO(designs_csv(found))))
     assert len(rows) == len(found)
     first = rows[0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.catalogue import find_switches, unnamed
-from phalanx.network.fabric.sizing import Shape, most_hosts, size, split_t0
+from phalanx.network.fabric.sizing import ClosShape, most_hosts, size_fabric, split_t0
+from phalanx.network.fabric.switch_catalogue import find_switches, unnamed
 
 
 def test_the_published_fabric_of_131072() -> None:
-    fabric = size(131072, 800, unnamed(512, 100), Shape(planes=8, tiers=2))
+    fabric = size_fabric(131072, 800, unnamed(512, 100), ClosShape(planes=8, tiers=2))
     assert (8 * fabric.t0, 8 * fabric.t1, fabric.switches) == (4096, 2048, 6144)
     assert (fabric.hops, fabric.paths, fabric.t0_down, fabric.t0_up) == (3, 2048, 256, 256)
 
@@ -29,17 +29,17 @@ def test_the_published_fabric_of_131072() -> None:
     ],
 )
 def test_a_full_clos(radix: int, tiers: int, hosts: int, switches_per_plane: int) -> None:
-    shape = Shape(planes=1, tiers=tiers)
+    shape = ClosShape(planes=1, tiers=tiers)
     assert most_hosts(radix, shape) == hosts
-    fabric = size(hosts, 800, unnamed(radix, 800), shape)
+    fabric = size_fabric(hosts, 800, unnamed(radix, 800), shape)
     assert fabric.switches_per_plane == switches_per_plane == (2 * tiers - 1) * (radix // 2) ** (tiers - 1)
     assert fabric.paths == (radix // 2) ** (tiers - 1)
     with pytest.raises(UserError, match="do not fit"):
-        size(hosts + 1, 800, unnamed(radix, 800), shape)
+        size_fabric(hosts + 1, 800, unnamed(radix, 800), shape)
 
 
 def test_one_tier_is_one_switch_per_plane() -> None:
-    fabric = size(64, 800, unnamed(64, 400), Shape(planes=2, tiers=1))
+    fabric = size_fabric(64, 800, unnamed(64, 400), ClosShape(planes=2, tiers=1))
     assert (fabric.switches, fabric.hops, fabric.paths, fabric.t0_up) == (2, 1, 2, 0)
 
 
@@ -53,7 +53,7 @@ def test_oversubscription_gives_more_hosts_per_t0_and_never_more_than_asked() ->
 
 
 def test_rails_come_in_groups() -> None:
-    fabric = size(5000, 800, unnamed(144, 800), Shape(planes=1, tiers=2, rails=8))
+    fabric = size_fabric(5000, 800, unnamed(144, 800), ClosShape(planes=1, tiers=2, rails=8))
     assert fabric.t0 % 8 == 0
     assert fabric.t0 * fabric.t0_down >= 5000
 
@@ -61,7 +61,7 @@ def test_rails_come_in_groups() -> None:
 def test_what_the_box_cannot_do_is_refused_with_the_reason() -> None:
     tomahawk = find_switches("Tomahawk 5 256x200G", where="x")[0]
     with pytest.raises(UserError) as error:
-        size(131072, 800, tomahawk, Shape(planes=4, tiers=2))
+        size_fabric(131072, 800, tomahawk, ClosShape(planes=4, tiers=2))
     assert str(error.value) == (
         "fabric: 131,072 GPUs do not fit: 2 tiers of Tomahawk 5 256x200G join at most 32,768\n"
         "  at full bisection it is 2·(256/2)^2 = 32,768\n"
@@ -72,27 +72,27 @@ def test_what_the_box_cannot_do_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("hosts", "gbps", "shape", "words"),
     [
-        (0, 800, Shape(planes=1, tiers=2), "0 GPUs are not a fabric\n  use 2 or more"),
-        (10**12, 800, Shape(planes=1, tiers=2), "1,000,000,000,000 GPUs are not a fabric"),
-        (64, 0, Shape(planes=1, tiers=2), "a NIC of 0 Gb/s carries nothing"),
-        (64, float("nan"), Shape(planes=1, tiers=2), "carries nothing"),
-        (64, 800, Shape(planes=0, tiers=2), "0 planes\n  use 1, 2, 4 or 8"),
-        (64, 800, Shape(planes=2, tiers=2), "2 planes make ports of 400 Gb/s of a 800 Gb/s NIC"),
-        (64, 800, Shape(planes=1, tiers=5), "5 tiers"),
-        (64, 800, Shape(planes=1, tiers=2, oversubscription=0.5), "more uplinks than hosts can fill"),
-        (64, 800, Shape(planes=1, tiers=1, rails=8), "8 islands, not one fabric"),
-        (63, 800, Shape(planes=1, tiers=2, rails=8), "use 56 or 64 GPUs"),
+        (0, 800, ClosShape(planes=1, tiers=2), "0 GPUs are not a fabric\n  use 2 or more"),
+        (10**12, 800, ClosShape(planes=1, tiers=2), "1,000,000,000,000 GPUs are not a fabric"),
+        (64, 0, ClosShape(planes=1, tiers=2), "a NIC of 0 Gb/s carries nothing"),
+        (64, float("nan"), ClosShape(planes=1, tiers=2), "carries nothing"),
+        (64, 800, ClosShape(planes=0, tiers=2), "0 planes\n  use 1, 2, 4 or 8"),
+        (64, 800, ClosShape(planes=2, tiers=2), "2 planes make ports of 400 Gb/s of a 800 Gb/s NIC"),
+        (64, 800, ClosShape(planes=1, tiers=5), "5 tiers"),
+        (64, 800, ClosShape(planes=1, tiers=2, oversubscription=0.5), "more uplinks than hosts can fill"),
+        (64, 800, ClosShape(planes=1, tiers=1, rails=8), "8 islands, not one fabric"),
+        (63, 800, ClosShape(planes=1, tiers=2, rails=8), "use 56 or 64 GPUs"),
     ],
 )
-def test_bad_input(hosts: int, gbps: float, shape: Shape, words: str) -> None:
+def test_bad_input(hosts: int, gbps: float, shape: ClosShape, words: str) -> None:
     with pytest.raises(UserError) as error:
-        size(hosts, gbps, unnamed(64, 800), shape)
+        size_fabric(hosts, gbps, unnamed(64, 800), shape)
     assert words in str(error.value)
 
 
 def test_a_switch_that_cannot_branch() -> None:
     with pytest.raises(UserError, match="a switch of 2 ports cannot branch"):
-        size(4, 800, unnamed(2, 800), Shape(planes=1, tiers=2))
+        size_fabric(4, 800, unnamed(2, 800), ClosShape(planes=1, tiers=2))
 
 
 @pytest.mark.parametrize("radix", [64, 144, 256, 512])

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.budget import budget
-from phalanx.network.fabric.catalogue import switches
 from phalanx.network.fabric.decisions import decisions
 from phalanx.network.fabric.decisions_text import show_decisions
-from phalanx.network.fabric.design import Wish, designs
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.subnet import addresses, is_infiniband, needs_routers
-from phalanx.network.fabric.text import show_fabric
-from phalanx.network.fabric.types import INFINIBAND
-from phalanx.network.fabric.verdict import verdict
-from phalanx.network.fabric.verdict_text import show_verdict
+from phalanx.network.fabric.design import DesignRequest, design_fabrics
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_text import show_fabric
+from phalanx.network.fabric.fabric_types import INFINIBAND, addresses, is_infiniband, needs_routers
+from phalanx.network.fabric.failure_budget import failure_budget
+from phalanx.network.fabric.switch_catalogue import switches
+from phalanx.network.fabric.verdict import choose_design, show_verdict
 
 
 def test_quantum_is_infiniband_and_nothing_else() -> None:
@@ -34,17 +32,19 @@ def test_a_plane_is_a_subnet() -> None:
 
 
 def test_designs_stay_within_a_subnet() -> None:
-    boxes = {one.fabric.switch.kind for one in designs(Wish(gpus=131072, nic_gbps=800))}
+    boxes = {one.fabric.switch.kind for one in design_fabrics(DesignRequest(gpus=131072, nic_gbps=800))}
     assert boxes == {"ethernet"}
-    assert INFINIBAND in {one.fabric.switch.kind for one in designs(Wish(gpus=32768, nic_gbps=800))}
+    assert INFINIBAND in {one.fabric.switch.kind for one in design_fabrics(DesignRequest(gpus=32768, nic_gbps=800))}
     with pytest.raises(UserError, match="do not fit into a subnet of InfiniBand") as refused:
-        designs(Wish(gpus=131072, nic_gbps=400, switch="Quantum-2"))
+        design_fabrics(DesignRequest(gpus=131072, nic_gbps=400, switch="Quantum-2"))
     assert "49,151" in str(refused.value)
     assert "--switch" in str(refused.value)
 
 
 def test_a_nic_link_restarts_the_job_however_many_planes() -> None:
-    ethernet, infiniband = (budget(parse_fabric(f"clos2:4096x800G/4p/{box}")) for box in ("128x200G", "Quantum-2"))
+    ethernet, infiniband = (
+        failure_budget(parse_fabric(f"clos2:4096x800G/4p/{box}")) for box in ("128x200G", "Quantum-2")
+    )
     assert infiniband.edge.lost_share > 5 * ethernet.edge.lost_share
     assert infiniband.edge.lost_share <= infiniband.conventional.lost_share
     page = show_fabric(parse_fabric("clos2:4096x800G/4p/Quantum-2"))
@@ -54,7 +54,7 @@ def test_a_nic_link_restarts_the_job_however_many_planes() -> None:
 
 
 def test_the_choice_says_infiniband_and_the_best_on_ethernet() -> None:
-    found = verdict(designs(Wish(gpus=4096, nic_gbps=800)))
+    found = choose_design(design_fabrics(DesignRequest(gpus=4096, nic_gbps=800)))
     assert found is not None
     assert found.pick.design.fabric.switch.kind == INFINIBAND
     said = " ".join(show_verdict(found).split())

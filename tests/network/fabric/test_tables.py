@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.network.fabric.tables import folded, table, wrapped
+from phalanx.network.fabric.fabric_text import folded, table, wrapped
 
 ROWS = [("name", "switch", "one", "two"), ("a long name", "box", "1", "22,222"), ("b", "other box", "333", "4")]
 

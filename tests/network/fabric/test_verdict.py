@@ -6,17 +6,17 @@ import math
 
 import pytest
 
+from phalanx.cli.main import main
 from phalanx.errors import UserError
-from phalanx.network.fabric.budget import budget
-from phalanx.network.fabric.design import Wish, designs, nominal_ratio
-from phalanx.network.fabric.verdict import Prices, check_prices, verdict
-from phalanx.network.fabric.verdict_text import show_verdict
+from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
+from phalanx.network.fabric.failure_budget import failure_budget
+from phalanx.network.fabric.verdict import Prices, check_prices, choose_design, design_fabric, show_verdict
 
-FULL = designs(Wish(gpus=131072, nic_gbps=800))
+FULL = design_fabrics(DesignRequest(gpus=131072, nic_gbps=800))
 
 
 def test_the_published_fabric_is_the_pick_at_131072() -> None:
-    found = verdict(FULL)
+    found = choose_design(FULL)
     assert found is not None
     assert (found.pick.design.fabric.planes, found.pick.design.fabric.tiers) == (8, 2)
     totals = [one.economics.total_usd for one in found.options if nominal_ratio(one.design.fabric) == 1]
@@ -25,7 +25,7 @@ def test_the_published_fabric_is_the_pick_at_131072() -> None:
 
 def test_its_dollars_by_hand() -> None:
     prices = Prices(gpu_hour_usd=2.0, kwh_usd=0.1, years=5)
-    found = verdict(FULL, prices)
+    found = choose_design(FULL, prices)
     assert found is not None
     one, costs = found.pick.design, found.pick.economics
     assert one.bill.usd is not None
@@ -33,7 +33,7 @@ def test_its_dollars_by_hand() -> None:
     assert costs.usd == sum(one.bill.usd) / 2
     assert costs.usd_per_gpu == costs.usd / 131072
     assert costs.power_usd_per_year == pytest.approx(one.bill.watts / 1000 * 8766 * 0.1)
-    failures = budget(one.fabric)
+    failures = failure_budget(one.fabric)
     assert costs.lost_usd_per_day == pytest.approx(2 * failures.edge.lost_gpu_hours_per_day)
     assert costs.whole_usd_per_day == pytest.approx(2 * failures.edge_whole.lost_gpu_hours_per_day)
     assert costs.conventional_usd_per_day == pytest.approx(2 * failures.conventional.lost_gpu_hours_per_day)
@@ -43,7 +43,7 @@ def test_its_dollars_by_hand() -> None:
 
 
 def test_a_job_that_never_waits_loses_less_and_both_readings_of_a_cable_are_told() -> None:
-    calm, busy = (verdict(FULL, Prices(waits=waits)) for waits in (0.0, 1.0))
+    calm, busy = (choose_design(FULL, Prices(waits=waits)) for waits in (0.0, 1.0))
     assert calm is not None
     assert busy is not None
     assert calm.pick.economics.lost_gpu_hours_per_day < busy.pick.economics.lost_gpu_hours_per_day / 10
@@ -53,15 +53,15 @@ def test_a_job_that_never_waits_loses_less_and_both_readings_of_a_cable_are_told
 
 
 def test_one_plane_pays_for_its_restarts() -> None:
-    found = verdict(FULL)
+    found = choose_design(FULL)
     assert found is not None
     flat = found.role("one plane")
     assert flat is not None
     # each failure of a NIC's cable restarts the job (10 minutes), and of a T0 after the 6 minutes of waiting for it
-    rates = {part.part: part.failures_per_day for part in budget(flat.design.fabric).parts}
+    rates = {part.part: part.failures_per_day for part in failure_budget(flat.design.fabric).parts}
     lost_s = 600 * rates["NIC-T0 cables"] + 960 * rates["T0 switches"]
     assert flat.economics.lost_gpu_hours_per_day == pytest.approx(lost_s * 131072 / 3600, rel=0.01)
-    dear = verdict(FULL, Prices(gpu_hour_usd=100.0))
+    dear = choose_design(FULL, Prices(gpu_hour_usd=100.0))
     assert dear is not None
     assert dear.pick.design.fabric.planes > 1
 
@@ -69,8 +69,8 @@ def test_one_plane_pays_for_its_restarts() -> None:
 def test_a_slow_step_outweighs_a_cheap_fabric_and_a_harmless_one_does_not() -> None:
     two = next(one for one in FULL if nominal_ratio(one.fabric) == 2)
     full = FULL[0]
-    harmless = verdict(FULL, steps_s={full.fabric: 6.0, two.fabric: 6.001})
-    harmful = verdict(FULL, steps_s={full.fabric: 6.0, two.fabric: 8.0})
+    harmless = choose_design(FULL, steps_s={full.fabric: 6.0, two.fabric: 6.001})
+    harmful = choose_design(FULL, steps_s={full.fabric: 6.0, two.fabric: 8.0})
     assert harmless is not None
     assert harmful is not None
     assert harmless.pick.design is two
@@ -81,11 +81,11 @@ def test_a_slow_step_outweighs_a_cheap_fabric_and_a_harmless_one_does_not() -> N
 
 
 def test_nothing_with_a_price_is_no_verdict() -> None:
-    assert verdict(designs(Wish(gpus=64, nic_gbps=400, switch="96x400G"))) is None
+    assert choose_design(design_fabrics(DesignRequest(gpus=64, nic_gbps=400, switch="96x400G"))) is None
 
 
 def test_the_page_names_pick_price_and_loss() -> None:
-    found = verdict(FULL)
+    found = choose_design(FULL)
     assert found is not None
     page = show_verdict(found)
     assert page.startswith("Take 8 planes in 2 tiers of Spectrum-5 512x100G: 6,144 switches, $897M-2.31B")
@@ -101,11 +101,18 @@ def test_prices_that_are_none(bad: float) -> None:
 
 
 def test_it_says_when_prices_decide() -> None:
-    steady = verdict(designs(Wish(gpus=1000, nic_gbps=400, switch="Tomahawk 5")))
-    torn = verdict(designs(Wish(gpus=1000, nic_gbps=400)))
+    steady = choose_design(design_fabrics(DesignRequest(gpus=1000, nic_gbps=400, switch="Tomahawk 5")))
+    torn = choose_design(design_fabrics(DesignRequest(gpus=1000, nic_gbps=400)))
     assert steady is not None
     assert torn is not None
     assert "The choice is the same at the low" in show_verdict(steady).replace("\n", " ")
     # a Quantum-2 is 36 to 50 thousand dollars, a 51.2T box 50 to 250
     assert torn.at_low.switch.box != torn.at_high.switch.box == "Quantum-2"
     assert "Prices decide: it would be" in show_verdict(torn).replace("\n", " ")
+
+
+def test_a_design_prints_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = design_fabric(DesignRequest(gpus=1024, nic_gbps=400))
+    assert main(["fabric", "design", "--gpus", "1024", "--nic-gbps", "400"]) == 0
+    assert capsys.readouterr().out.rstrip() == str(found).rstrip()
+    assert repr(found).startswith("<DesignResult clos")

@@ -10,7 +10,6 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.metrics.readings import Readings
-from phalanx.plan.fieldwork import _newest_layout
 from phalanx.plan.layout import Layout
 from phalanx.record.account.cost import cost
 from phalanx.record.account.segments import launches, layout_name, segment_plan, segments
@@ -25,6 +24,7 @@ from phalanx.record.page.story import tell_story
 from phalanx.record.run import Run, create_run
 from phalanx.record.values import at
 from phalanx.rules.log.stream import read_log
+from phalanx.validate.calibration_report import _newest_layout
 
 FOUR = {
     "data": 2, "shard": 2, "tensor": 1, "context": 1, "pipeline": 2, "virtual_pipeline": 1, "expert": 1, "zero": 2,

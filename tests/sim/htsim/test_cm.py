@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.sim.htsim.cm import Connection, Failure, Matrix, Trigger, matrix_of, read_cm, write_cm
-from phalanx.sim.matrices import all_to_all, flows, permutation
+from phalanx.sim.htsim.connection_matrix import Connection, Failure, Matrix, Trigger, matrix_of, read_cm, write_cm
+from phalanx.sim.traffic_matrix import all_to_all, flows, permutation
 
 CHAIN = """Nodes 16
 Connections 3

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.htsim.topo import Topo, read_topo, write_topo
-from phalanx.sim.links import links_of
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import links_of
+from phalanx.sim.htsim.topology import Topo, read_topo, write_topo
 
 # As leaf_spine_tiny.topo and fat_tree_1024.topo of Broadcom/csg-htsim (BSD-3) describe them.
 LEAF_SPINE = """Nodes 32

@@ -9,14 +9,14 @@ import pytest
 from packet_fabrics import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.links import links_of
-from phalanx.sim.matrices import flows, permutation
-from phalanx.sim.packets.budget import Budget
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import links_of
+from phalanx.sim.packets.build import PacketBudget
 from phalanx.sim.packets.faults import Fault
-from phalanx.sim.packets.roce import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
-from phalanx.sim.packets.roce_build import roce_routes, switch_at_end
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.roce_run import roce_routes, switch_at_end
+from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.transport import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
+from phalanx.sim.traffic_matrix import flows, permutation
 
 FAST = clos(64, 8, gbps=400)
 INCAST = flows([*range(8, 64, 8), 15], [0] * 7 + [1], [1e9] * 8)  # the last is the victim, under the T0 of a sender
@@ -26,7 +26,7 @@ LINE_GBPS = 400 * ROCE.payload_bytes / ROCE.packet_bytes
 @pytest.mark.parametrize("roce", [ROCE, replace(ROCE_PFC, qps=4), ROCE_LOSSY], ids=["all", "4 QPs", "no PFC"])
 @pytest.mark.parametrize("fabric", [LEAF_SPINE, clos(64, 8, up=2), PLANES], ids=["full", "4:1", "4 planes"])
 def test_everything_arrives_and_only_without_pfc_is_it_dropped(fabric: Fabric, roce: Roce) -> None:
-    result = run(fabric, SHUFFLE, transport=roce)
+    result = run_connections(fabric, SHUFFLE, transport=roce)
     assert result.finished == 64
     assert result.delivered == result.packets
     crowded = fabric.t0_up < fabric.t0_down
@@ -37,21 +37,23 @@ def test_everything_arrives_and_only_without_pfc_is_it_dropped(fabric: Fabric, r
 
 
 def test_three_tiers_and_seeds() -> None:
-    first, second, other = (run(FAT_TREE, permutation(16, 2e6), transport=ROCE, seed=seed) for seed in (4, 4, 5))
+    first, second, other = (
+        run_connections(FAT_TREE, permutation(16, 2e6), transport=ROCE, seed=seed) for seed in (4, 4, 5)
+    )
     assert first.delivered == first.packets
     assert np.array_equal(first.fct_s, second.fct_s)
     assert not np.array_equal(first.fct_s, other.fct_s)
 
 
 def test_a_connection_alone_runs_at_line_rate() -> None:
-    result = run(LEAF_SPINE, flows([0], [63], 20e6), transport=ROCE)
+    result = run_connections(LEAF_SPINE, flows([0], [63], 20e6), transport=ROCE)
     assert 20e6 * 8e-9 / result.tail_s == pytest.approx(100 * 4096 / 4178, rel=0.01)
     assert (result.marked, result.paused_share) == (0, 0)
 
 
 def test_a_gap_sends_everything_after_it_again() -> None:
     blink = Fault(part="nic", number=0, at_s=50e-6, until_s=51e-6)  # three packets of 0.33 µs
-    result = run(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE, faults=(blink,))
+    result = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE, faults=(blink,))
     round_trip = 4 * (2 * 3 + 1) + 11  # slots
     assert 1 <= result.lost <= 4
     assert result.sent - result.packets == pytest.approx(round_trip, abs=8)
@@ -59,16 +61,16 @@ def test_a_gap_sends_everything_after_it_again() -> None:
 
 
 def test_a_lost_end_waits_for_the_timer() -> None:
-    alone = run(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE)
+    alone = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE)
     sent_s = alone.packets * 8e-11 * ROCE.packet_bytes
     dark = Fault(part="nic", number=0, at_s=sent_s - 2e-6, until_s=sent_s + 20e-6)
-    result = run(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE, faults=(dark,))
+    result = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE, faults=(dark,))
     assert result.tail_s == pytest.approx(ROCE.timeout_s, rel=0.02)
 
 
 def test_one_percent_loss_makes_it_unusable() -> None:
     grey = Fault(part="traffic", loss=0.01)
-    result = run(LEAF_SPINE, permutation(64, 8e6, seed=1), transport=ROCE, faults=(grey,), limit_s=0.02)
+    result = run_connections(LEAF_SPINE, permutation(64, 8e6, seed=1), transport=ROCE, faults=(grey,), limit_s=0.02)
     assert result.throughput_gbps.mean() < 0.1 * 64 * 96
 
 
@@ -78,7 +80,7 @@ def shares_a_link(seed: int) -> bool:
 
 
 def victim_gbps(roce: Roce, seed: int) -> float:
-    result = run(FAST, INCAST, transport=roce, watch=(7,), limit_s=3e-3, sample_s=1e-4, seed=seed)
+    result = run_connections(FAST, INCAST, transport=roce, watch=(7,), limit_s=3e-3, sample_s=1e-4, seed=seed)
     assert result.dropped == 0
     return float(result.watched_gbps[0, 5:].mean())
 
@@ -92,7 +94,10 @@ def test_pauses_reach_a_victim_that_shares_a_link_with_the_incast() -> None:
 
 def test_rates_follow_marks_until_nobody_is_paused() -> None:
     fabric, three = clos(16, 8, gbps=100), flows([8, 9, 10], [0, 0, 0], 1e9)
-    runs = [run(fabric, three, transport=ROCE, watch=(0, 1, 2), limit_s=30e-3, sample_s=1e-3, seed=n) for n in range(4)]
+    runs = [
+        run_connections(fabric, three, transport=ROCE, watch=(0, 1, 2), limit_s=30e-3, sample_s=1e-3, seed=n)
+        for n in range(4)
+    ]
     result = runs[0]
     late = np.array([one.watched_gbps[:, 20:].mean(axis=1) for one in runs])
     assert result.marked > 0
@@ -100,15 +105,17 @@ def test_rates_follow_marks_until_nobody_is_paused() -> None:
     # DCQCN settles slowly: one run differs by up to half over these 10 ms, the mean over seeds favours nobody.
     assert late.mean(axis=0).max() < 1.3 * late.mean(axis=0).min()
     # Without rates the switches pause the senders all the time.
-    unruled = run(fabric, three, transport=ROCE_PFC, limit_s=3e-3)
+    unruled = run_connections(fabric, three, transport=ROCE_PFC, limit_s=3e-3)
     assert unruled.paused_share > 5 * result.paused_share
 
 
 def test_routing_leaves_a_dead_link_when_it_has_converged() -> None:
     fault = Fault(part="t1", number=3, at_s=20e-6)
     quick = replace(ROCE, timeout_s=200e-6, converge_s=2e-3)
-    routed = run(LEAF_SPINE, SHUFFLE, transport=quick, faults=(fault,))
-    waiting = run(LEAF_SPINE, SHUFFLE, transport=replace(quick, converge_s=np.inf), faults=(fault,), limit_s=5e-3)
+    routed = run_connections(LEAF_SPINE, SHUFFLE, transport=quick, faults=(fault,))
+    waiting = run_connections(
+        LEAF_SPINE, SHUFFLE, transport=replace(quick, converge_s=np.inf), faults=(fault,), limit_s=5e-3
+    )
     assert routed.finished == 64
     assert 2e-3 < routed.tail_s < 10e-3
     assert waiting.stopped == "time limit"
@@ -127,15 +134,15 @@ def test_every_used_port_of_a_switch_ends_there() -> None:
 @pytest.mark.parametrize(
     ("roce", "budget", "message"),
     [
-        (replace(ROCE, qps=0), Budget(), "0 queue pairs per connection"),
-        (replace(ROCE, qps=1000), Budget(), "use 1 to 64"),
-        (replace(ROCE, buffer_bytes=1000), Budget(), "at least 64 packets"),
-        (replace(ROCE, timeout_s=0), Budget(), "a timeout of 0 s"),
-        (replace(ROCE, ack_every=0), Budget(), "acknowledged every 0"),
-        (ROCE, Budget(cpu_s=1e-4), "31,296 packets"),
-        (ROCE, Budget(memory_bytes=1e3), "simulate fewer hosts"),
+        (replace(ROCE, qps=0), PacketBudget(), "0 queue pairs per connection"),
+        (replace(ROCE, qps=1000), PacketBudget(), "use 1 to 64"),
+        (replace(ROCE, buffer_bytes=1000), PacketBudget(), "at least 64 packets"),
+        (replace(ROCE, timeout_s=0), PacketBudget(), "a timeout of 0 s"),
+        (replace(ROCE, ack_every=0), PacketBudget(), "acknowledged every 0"),
+        (ROCE, PacketBudget(cpu_s=1e-4), "31,296 packets"),
+        (ROCE, PacketBudget(memory_bytes=1e3), "simulate fewer hosts"),
     ],
 )
-def test_what_cannot_run_is_refused(roce: Roce, budget: Budget, message: str) -> None:
+def test_what_cannot_run_is_refused(roce: Roce, budget: PacketBudget, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run(LEAF_SPINE, SHUFFLE, transport=roce, budget=budget)
+        run_connections(LEAF_SPINE, SHUFFLE, transport=roce, budget=budget)

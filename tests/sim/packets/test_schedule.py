@@ -7,11 +7,10 @@ import pytest
 from packet_fabrics import FAT_TREE, LEAF_SPINE
 
 from phalanx.errors import UserError
-from phalanx.sim.matrices import flows
-from phalanx.sim.packets.roce import ROCE
-from phalanx.sim.packets.run import run
+from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.schedule import Schedule
-from phalanx.sim.packets.transport import HTSIM, MRC
+from phalanx.sim.packets.transport import HTSIM, MRC, ROCE
+from phalanx.sim.traffic_matrix import flows
 
 # Sources fall, so that the engine's own order is another than the caller's.
 FOUR = flows([3, 2, 1, 0], [12, 13, 14, 15], 2e6)
@@ -25,7 +24,7 @@ def schedule(starts: list[float], waits_for: list[int], fires: list[int], needed
 def test_a_barrier_waits_for_all_and_a_oneshot_for_one() -> None:
     # The first two fire the barrier 0, which starts the third; its end starts the fourth.
     when = schedule([0, 1e-3, 0, 0], [-1, -1, 0, 1], [0, 0, 1, -1], [2, 1])
-    result = run(FAT_TREE, FOUR, transport=HTSIM, schedule=when)
+    result = run_connections(FAT_TREE, FOUR, transport=HTSIM, schedule=when)
     end_s = result.start_s + result.fct_s
     assert result.start_s[:2] == pytest.approx([0, 1e-3], abs=1e-6)
     assert result.start_s[2] == end_s[1]
@@ -36,14 +35,14 @@ def test_a_barrier_waits_for_all_and_a_oneshot_for_one() -> None:
 
 def test_a_later_start_shares_only_what_is_left() -> None:
     both = flows([0, 1], [8, 8], 2e6)
-    together = run(LEAF_SPINE, both, transport=MRC)
-    later = run(LEAF_SPINE, both, transport=MRC, schedule=schedule([0, 300e-6], [-1, -1], [-1, -1], []))
+    together = run_connections(LEAF_SPINE, both, transport=MRC)
+    later = run_connections(LEAF_SPINE, both, transport=MRC, schedule=schedule([0, 300e-6], [-1, -1], [-1, -1], []))
     assert later.fct_s.max() < 0.6 * together.fct_s.max()
 
 
 def test_nothing_is_said_of_what_never_started() -> None:
     late = schedule([0, 1], [-1, -1], [-1, -1], [])
-    result = run(FAT_TREE, flows([0, 1], [15, 14], 2e6), transport=HTSIM, schedule=late, limit_s=1e-3)
+    result = run_connections(FAT_TREE, flows([0, 1], [15, 14], 2e6), transport=HTSIM, schedule=late, limit_s=1e-3)
     assert np.isfinite(result.start_s).tolist() == [True, False]
     assert np.isfinite(result.fct_s).tolist() == [True, False]
 
@@ -62,9 +61,9 @@ def test_nothing_is_said_of_what_never_started() -> None:
 )
 def test_schedules_that_cannot_end_are_refused(when: Schedule, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        run(FAT_TREE, FOUR, transport=MRC, schedule=when)
+        run_connections(FAT_TREE, FOUR, transport=MRC, schedule=when)
 
 
 def test_the_conventional_transport_has_no_schedule() -> None:
     with pytest.raises(UserError, match="starts everything at once"):
-        run(FAT_TREE, FOUR, transport=ROCE, schedule=schedule([0] * 4, [-1] * 4, [-1] * 4, []))
+        run_connections(FAT_TREE, FOUR, transport=ROCE, schedule=schedule([0] * 4, [-1] * 4, [-1] * 4, []))

@@ -3,8 +3,7 @@
 import pytest
 
 from phalanx.plan.make import plan
-from phalanx.sim.step.exchange import Sharing
-from phalanx.sim.step.work import Pass, Work
+from phalanx.sim.step.step_work import Pass, Sharing, Work
 
 JOB = """\
 name = "small"

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.network.fabric.recovery import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.failure_budget import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
 from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
 from phalanx.sim.step.paths import Transport, derived_fabric
 from phalanx.sim.step.report import step_report
-from phalanx.sim.step.text import render_break
+from phalanx.sim.step.step_text import break_text
 
 PLANES = "clos2:32x400G/4p/8"
 
@@ -37,7 +37,7 @@ def test_a_lost_port_stops_the_conventional_job_and_slows_the_other(piped, kind)
     assert edge.share == pytest.approx(0.75, abs=0.02)
     assert edge.restart_s == 0
     assert edge.during_s - edge.after_s == pytest.approx(REMAP_S, abs=0.1)
-    page = render_break(kind, [routed, edge])
+    page = break_text(kind, [routed, edge])
     assert "job stops" in page
     assert page.splitlines()[1].split() == ["conventional", "edge"]
 
@@ -85,7 +85,7 @@ def test_a_link_that_only_loses_packets_is_left_by_senders_and_kept_by_switches(
     # Two sends of each micro-batch end in a packet whose loss nothing behind it tells.
     waits_s = GREY_LOSS * ACK_TIMEOUT_S * 2 * piped.layout.accumulation
     assert routed.after_s >= routed.healthy_s + waits_s
-    assert "LOSES 1% OF ITS PACKETS" in render_break("grey", [routed, edge])
+    assert "LOSES 1% OF ITS PACKETS" in break_text("grey", [routed, edge])
 
 
 def test_how_often_connections_go_quiet(piped, sharded):
@@ -117,7 +117,7 @@ def test_a_broken_fabric_gives_no_flow_more_than_it_had(sharded, kind):
     for edge in (False, True):
         one = aftermath(sharded, fabric, kind, edge=edge)
         assert one.share <= one.share_before == step_report(sharded, fabric, Transport(edge=edge)).slowest_share
-        page = render_break(kind, [one]).splitlines()
+        page = break_text(kind, [one]).splitlines()
         told = [line.split()[-1] for line in page if "slowest flow" in line]
         assert told == [f"{one.share_before:.2f}", f"{one.share:.2f}"]
         assert any("waiting for lost ACKs" in line for line in page) == (kind == "grey" and not edge)

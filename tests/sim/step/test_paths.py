@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.broken import NOTHING, Broken
-from phalanx.sim.collect import neighbours, phase
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.sim.fabric_links import NOTHING, BrokenParts
+from phalanx.sim.plan_flows import neighbours, phase
 from phalanx.sim.step.paths import (
     Transport,
     _axis_path,
@@ -16,13 +16,13 @@ from phalanx.sim.step.paths import (
     on_fabric,
     used_axes,
 )
-from phalanx.sim.step.question import question
+from phalanx.sim.step.step_work import ask_plan
 
 SPREAD = "clos2:32x400G/1p/8"  # T0s of four NICs: every stage and ring leaves its T0
 
 
 def paths(plan, fabric, **transport):
-    q = question(plan)
+    q = ask_plan(plan)
     axes = used_axes(plan.layout, experts=False)
     return axis_paths(fabric, q.groups, axes, plan.layout.devices, Transport(**transport))
 
@@ -68,7 +68,7 @@ def test_hashing_is_slower_than_spraying_and_oversubscription_slower_still(piped
 
 
 def test_a_lost_port_costs_its_plane_and_without_another_plane_everything(piped):
-    port = Broken(nics=((0, 0),))
+    port = BrokenParts(nics=((0, 0),))
     four = paths(piped, parse_fabric("clos2:32x400G/4p/8"), broken=port)["pipeline"]
     assert (four.share, four.stalled, four.touched) == (pytest.approx(0.75, abs=0.02), 0, 1)
     alone = paths(piped, parse_fabric(SPREAD), broken=port)["pipeline"]
@@ -78,7 +78,7 @@ def test_a_lost_port_costs_its_plane_and_without_another_plane_everything(piped)
 
 
 def test_groups_take_the_fabrics_rate_and_hops(piped):
-    q, fabric = question(piped), parse_fabric("clos2:32x800G/1p/8/3:1")
+    q, fabric = ask_plan(piped), parse_fabric("clos2:32x800G/1p/8/3:1")
     found = paths(piped, fabric)
     placed = on_fabric(q.groups, found, fabric, nic=0.9)
     assert float(np.max(placed.pipeline.nic_bytes_per_s)) == pytest.approx(100e9 * 0.9 * found["pipeline"].share)
@@ -88,7 +88,7 @@ def test_groups_take_the_fabrics_rate_and_hops(piped):
 
 
 def test_the_fluid_share_replaces_the_planners_loss_with_size(sharded):
-    q, fabric = question(sharded), parse_fabric(SPREAD)
+    q, fabric = ask_plan(sharded), parse_fabric(SPREAD)
     found = paths(sharded, fabric)
     placed = on_fabric(q.groups, found, fabric, nic=0.9)
     assert float(np.max(q.groups.shard.network_bytes_per_s)) < float(np.max(q.groups.shard.nic_bytes_per_s))
@@ -108,7 +108,7 @@ def test_fewer_nics_than_devices_is_refused():
 def test_a_failure_that_takes_nothing_changes_nothing(edge):
     """The same flows are hashed with and without it: rings over domains of eight, of which a third leaves its T0."""
     fabric, ring = parse_fabric("clos2:64x400G/4p/32/4:1"), np.arange(64)
-    harmless = Broken(uplinks=((0, 0, 0),), left=1.0)
+    harmless = BrokenParts(uplinks=((0, 0, 0),), left=1.0)
     whole, broken = (
         _axis_path(fabric, "data", ring, np.roll(ring, -8), Transport(edge=edge, broken=one))
         for one in (NOTHING, harmless)

@@ -4,12 +4,11 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.network.fabric.parse import parse_fabric
-from phalanx.sim.step.question import question
+from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.step.report import step_report
-from phalanx.sim.step.text import render
-from phalanx.sim.step.timeline import simulate
-from phalanx.sim.step.work import work
+from phalanx.sim.step.step_text import step_text
+from phalanx.sim.step.step_work import ask_plan, work
+from phalanx.sim.step.timeline import simulate_timeline
 
 from .conftest import make
 
@@ -25,8 +24,8 @@ def test_with_the_plans_own_rates_the_timeline_is_close_to_the_plan(piped):
 
 
 def test_wires_carry_what_the_plans_mapping_says(piped):
-    q = question(piped)
-    wires = simulate(work(q, q.groups)).wire_s[0]
+    q = ask_plan(piped)
+    wires = simulate_timeline(work(q, q.groups)).wire_s[0]
     mapped = {use.axis: use.wire_s for use in piped.mapping}
     assert wires["gradient_s"] == pytest.approx(mapped["data"])
     # The first stage of four sends forward only, half of what one in the middle does.
@@ -80,18 +79,18 @@ def test_other_schedules_stay_near_their_formula(tmp_path, schedule):
 
 def test_stages_hold_all_layers(piped, sharded):
     for plan in (piped, sharded):
-        q = question(plan)
+        q = ask_plan(plan)
         layers = work(q, q.groups).layers
         assert (len(layers), sum(layers)) == (plan.layout.pipeline, 12)
         assert all(one >= two for one, two in pairwise(layers))
 
 
 def test_the_page(piped):
-    page = render(step_report(piped, None))
+    page = step_text(step_report(piped, None))
     assert page.startswith("small: TP1·CP1·PP4·DP8")
     assert "none named: one non-blocking plane, 400 Gb/s per device (name one with --fabric)" in page
     assert "WHERE THE TIME GOES (milliseconds of the busiest stage; plan + order + network = shown)" in page
     assert "\n  pipeline bubble " in page
-    named = render(step_report(piped, parse_fabric("clos2:32x400G/1p/8/3:1")))
+    named = step_text(step_report(piped, parse_fabric("clos2:32x400G/1p/8/3:1")))
     assert "32 NICs of 400 Gb/s, 1 plane, 2 tiers, packets over 256 paths" in named
     assert "slowest flow at 0.3" in named

@@ -6,10 +6,8 @@ from itertools import pairwise
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.sim.step.exchange import Inner
-from phalanx.sim.step.lanes import BACKGROUND, DEVICE
-from phalanx.sim.step.timeline import check_spans, simulate
-from phalanx.sim.step.work import Pass
+from phalanx.sim.step.step_work import Inner, Pass
+from phalanx.sim.step.timeline import BACKGROUND, DEVICE, check_spans, simulate_timeline
 
 from .conftest import by_hand, sharing
 
@@ -26,13 +24,15 @@ from .conftest import by_hand, sharing
     ],
 )
 def test_bubble_is_that_of_the_papers(schedule, chunks, weight_s, idle_s, stages):
-    done = simulate(by_hand(stages=stages, schedule=schedule, chunks=chunks, micros=2 * stages, weight_s=weight_s))
+    done = simulate_timeline(
+        by_hand(stages=stages, schedule=schedule, chunks=chunks, micros=2 * stages, weight_s=weight_s)
+    )
     assert done.step_s == pytest.approx(2 * stages * 3.0 * chunks + (stages - 1) * idle_s)
     assert all(parts["bubble_s"] == pytest.approx((stages - 1) * idle_s) for parts in done.device_s)
 
 
 def test_zero_bubble_holds_no_more_than_1f1b_on_its_first_stage():
-    done = simulate(by_hand(stages=4, micros=12, schedule="zero-bubble", weight_s=1.0))
+    done = simulate_timeline(by_hand(stages=4, micros=12, schedule="zero-bubble", weight_s=1.0))
     for stage in range(4):
         held = most = 0
         for span in done.spans:
@@ -62,7 +62,7 @@ def test_device_seconds_add_up_and_tracks_do_one_thing_at_a_time(schedule):
         host_step_s=0.1,
         shared=sharing(reduce_s=1.5, gather_s=0.8),
     )
-    done = simulate(work)
+    done = simulate_timeline(work)
     for stage in range(4):
         assert sum(done.device_s[stage].values()) == pytest.approx(done.step_s)
         for track in {span.track for span in done.spans}:
@@ -78,21 +78,24 @@ def test_chunks_of_the_last_stage_make_room_for_the_head():
     assert [work.chunk_layers(1, chunk) for chunk in range(2)] == [1.5, 0.5]  # the head is as long as a layer
     even = replace(work, balanced=False)
     assert [even.chunk_layers(1, chunk) for chunk in range(2)] == [1.0, 1.0]
-    assert simulate(work).step_s < simulate(even).step_s
+    assert simulate_timeline(work).step_s < simulate_timeline(even).step_s
 
 
 def test_traffic_hides_behind_compute_but_not_behind_more_than_there_is():
     def shown(wire_s):
         inner = (Inner(part="expert_s", tier="nic", wire_s=wire_s, exposed_s=0.5 * wire_s),)
         work = by_hand(stages=1, micros=1, forward=Pass(compute_s=1.0, inner=inner))
-        return simulate(work).device_s[0]["expert_s"]
+        return simulate_timeline(work).device_s[0]["expert_s"]
 
     assert shown(1.0) == pytest.approx(0.5)
     assert shown(10.0) == pytest.approx(9.0)
 
 
 def test_a_send_delays_the_next_stage_and_blocks_the_sender_only_in_part():
-    quiet, late = simulate(by_hand(micros=1)), simulate(by_hand(micros=1, send_s=0.5, send_exposed=0.2))
+    quiet, late = (
+        simulate_timeline(by_hand(micros=1)),
+        simulate_timeline(by_hand(micros=1, send_s=0.5, send_exposed=0.2)),
+    )
     assert quiet.step_s == pytest.approx(6.0)
     assert late.step_s == pytest.approx(7.0)  # one there, one back
     assert late.device_s[0]["pipeline_send_s"] == pytest.approx(0.1)
@@ -101,30 +104,30 @@ def test_a_send_delays_the_next_stage_and_blocks_the_sender_only_in_part():
 def test_gradients_of_later_stages_hide_in_the_drain():
     """Stage 1 is done with backward 2 s before stage 0: its reduction costs nothing, that of stage 0 does."""
     shared = sharing(reduce_s=1.0, overlap=0.5)
-    done = simulate(by_hand(shared=shared))
-    plain = simulate(by_hand())
+    done = simulate_timeline(by_hand(shared=shared))
+    plain = simulate_timeline(by_hand())
     # Half may hide behind backward; one layer is one bucket, which is ready only at its end.
     assert done.step_s - plain.step_s == pytest.approx(1.0)
-    only_last = simulate(replace(by_hand(), sharing=(sharing(), shared)))
+    only_last = simulate_timeline(replace(by_hand(), sharing=(sharing(), shared)))
     assert only_last.step_s == pytest.approx(plain.step_s)
 
 
 def test_zero2_reduces_every_micro_batch_behind_the_next():
-    cheap = simulate(by_hand(stages=1, shared=sharing(reduce_s=0.5, again_s=0.5)))
+    cheap = simulate_timeline(by_hand(stages=1, shared=sharing(reduce_s=0.5, again_s=0.5)))
     assert cheap.wire_s[0]["gradient_s"] == pytest.approx(3 * 0.5 + 0.5)
     assert cheap.step_s == pytest.approx(12.5)
-    dear = simulate(by_hand(stages=1, shared=sharing(reduce_s=5.0, again_s=5.0)))
+    dear = simulate_timeline(by_hand(stages=1, shared=sharing(reduce_s=5.0, again_s=5.0)))
     assert dear.step_s > 3 * 5.0
 
 
 def test_gather_of_parameters_hides_behind_the_first_forward():
-    done = simulate(by_hand(stages=1, shared=sharing(gather_s=0.8, gather_overlap=0.75)))
+    done = simulate_timeline(by_hand(stages=1, shared=sharing(gather_s=0.8, gather_overlap=0.75)))
     assert done.device_s[0]["gradient_s"] == pytest.approx(0.2)
 
 
 def test_zero3_waits_for_the_first_layer_and_for_the_slower_of_compute_and_traffic():
     def sharded(gather_s):
-        return simulate(
+        return simulate_timeline(
             by_hand(
                 stages=1,
                 layers=(10,),

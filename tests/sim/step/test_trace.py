@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.network.fabric.parse import parse_fabric
+from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.step import trace as tracing
 from phalanx.sim.step.report import step_report
-from phalanx.sim.step.timeline import simulate
+from phalanx.sim.step.timeline import simulate_timeline
 from phalanx.sim.step.trace import trace_json
 
 from .conftest import by_hand
@@ -105,7 +105,7 @@ def test_every_schedule_hands_over_each_micro_batch_once_per_boundary(traced, sc
     chunks = 2 if schedule == "interleaved" else 1
     # Thirds of a nanosecond: ends and starts must round to the same nanosecond.
     work = by_hand(stages=4, chunks=chunks, schedule=schedule, micros=8, send_s=1e-3 / 3, send_exposed=0.3)
-    timeline = simulate(work)
+    timeline = simulate_timeline(work)
     trace = json.loads(trace_json(replace(traced[0], timeline=timeline, step_s=timeline.step_s)))
     check_strictly(trace)
     assert Counter(event["ph"] for event in trace["traceEvents"])["s"] == 2 * 8 * (4 * chunks - 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.plan.schedules import my_stages, split_layers
+from phalanx.plan.schedules import layers_of_stages, my_stages
 from phalanx.train.parallel.pipeline import check_micro_batches, home_of, schedule_class
 
 
@@ -25,7 +25,7 @@ def test_no_split_has_a_lighter_fullest_stage(layers, stages, embed, head):
     """Against every possible split."""
     if stages > layers:
         return
-    parts = split_layers(layers, stages, embed_cost=embed, head_cost=head)
+    parts = layers_of_stages(layers, stages, embed_cost=embed, head_cost=head)
     counts = [len(part) for part in parts]
     assert [layer for part in parts for layer in part] == list(range(layers))
     assert min(counts) >= 1
@@ -38,7 +38,7 @@ def test_no_split_has_a_lighter_fullest_stage(layers, stages, embed, head):
 
 def test_more_stages_than_layers():
     with pytest.raises(UserError) as caught:
-        split_layers(4, 5)
+        layers_of_stages(4, 5)
     assert str(caught.value) == (
         "parallel.pipeline: 5 stages cannot share 4 layers\n"
         "  each stage holds at least one layer\n"

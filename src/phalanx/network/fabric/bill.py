@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_types import Fabric
 
 OPTIC_GBPS = 800.0  # optics are counted as 800G modules, whatever the port speed: a module carries several lanes
 # 800G DR8 in volume, and an MPO trunk: luxoptx.com, "800G optical module cost analysis". List prices of one seller.
@@ -15,7 +15,7 @@ OPTIC_WATTS = 16.0  # 15 to 17 W per 800G module (AIDC Studio catalogue); 17 to 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bill:
+class FabricBill:
     """Parts of a whole fabric. Links are counted at port speed; all of them are taken to be optical."""
 
     links: tuple[int, ...]  # by tier: NIC-T0, T0-T1, T1-T2, T2-T3
@@ -39,12 +39,12 @@ class Loss:
     t2: float | None  # of what the hosts of a pod can send beyond it; None where T2 is not the top of three tiers
 
 
-def bill(fabric: Fabric) -> Bill:
+def fabric_bill(fabric: Fabric) -> FabricBill:
     """Count the parts."""
     links = tier_links(fabric)
     total = sum(links)
     modules = 2 * total * fabric.port_gbps / OPTIC_GBPS
-    return Bill(
+    return FabricBill(
         links=links,
         cables=total // fabric.planes,
         optics=2 * total,
@@ -58,7 +58,7 @@ def bill(fabric: Fabric) -> Bill:
 def tier_links(fabric: Fabric) -> tuple[int, ...]:
     """Links of all planes by tier; above T0 nothing is oversubscribed, so every tier has as many as T0-T1.
 
-    >>> from phalanx.network.fabric.parse import parse_fabric
+    >>> from phalanx.network.fabric.fabric_file import parse_fabric
     >>> tier_links(parse_fabric("mrc-131k"))
     (1048576, 1048576)
     """
@@ -66,7 +66,7 @@ def tier_links(fabric: Fabric) -> tuple[int, ...]:
     return (fabric.planes * fabric.hosts, *([up] * (fabric.tiers - 1)))
 
 
-def loss(fabric: Fabric) -> Loss:
+def failure_loss(fabric: Fabric) -> Loss:
     """What the loss of one part takes away."""
     above = fabric.tiers > 1
     return Loss(

@@ -13,14 +13,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.errors import mistake
-from phalanx.network.fabric.bill import loss, tier_links
-from phalanx.network.fabric.budget import RESTART_S, Answer, Budget, budget, bypass_cost, flap_share
-from phalanx.network.fabric.catalogue import find_switches, switches, unnamed
-from phalanx.network.fabric.loads import idle_share, max_to_mean
-from phalanx.network.fabric.recovery import EDGE_RECOVERY_S, GIVE_UP_S
-from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_TIERS, Shape, check, most_hosts, size, split_t0
-from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.network.fabric.bill import failure_loss, tier_links
+from phalanx.network.fabric.fabric_types import Fabric, Switch
+from phalanx.network.fabric.failure_budget import (
+    EDGE_RECOVERY_S,
+    GIVE_UP_S,
+    RESTART_S,
+    FailureAnswer,
+    FailureBudget,
+    bypass_cost,
+    failure_budget,
+    flap_share,
+)
+from phalanx.network.fabric.sizing import (
+    LEAST_RADIX,
+    MOST_TIERS,
+    ClosShape,
+    check_fabric,
+    most_hosts,
+    size_fabric,
+    split_t0,
+)
+from phalanx.network.fabric.switch_catalogue import find_switches, switches, unnamed
 from phalanx.units import plural
 
 WHERE = "phalanx fabric decisions"
@@ -103,7 +121,7 @@ class Decisions:
     loads: tuple[LoadRow, ...]
     slowest_to_mean: float  # E[max]/mean of as many exponential delays as GPUs: the harmonic number
     late: tuple[LateRow, ...]
-    budget: Budget
+    budget: FailureBudget
     recoveries: tuple[RecoveryRow, ...]
 
 
@@ -118,7 +136,7 @@ def decisions(
     restart_s: float = RESTART_S[0],
 ) -> Decisions:
     """The numbers of the three decisions; `planes` left open means the most the box can do."""
-    check(gpus, nic_gbps, Shape(planes=1, tiers=2), where=WHERE)
+    check_fabric(gpus, nic_gbps, ClosShape(planes=1, tiers=2), where=WHERE)
     _check(paths, recovery_s, restart_s)
     choices = _choices(box, nic_gbps)
     chosen = planes if planes is not None else max(choices)
@@ -175,7 +193,7 @@ def _decide(
         loads=_loads(fabric, paths),
         slowest_to_mean=harmonic(gpus),
         late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
-        budget=budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
+        budget=failure_budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
         recoveries=_recoveries(fabric, recovery_s, restart_s),
     )
 
@@ -224,19 +242,19 @@ def _choices(box: str, nic_gbps: float) -> dict[int, Switch]:
 
 def _fewest_tiers(gpus: int, radix: int, planes: int) -> int:
     tiers = range(2, MOST_TIERS + 1)
-    return next((one for one in tiers if most_hosts(radix, Shape(planes=planes, tiers=one)) >= gpus), 0)
+    return next((one for one in tiers if most_hosts(radix, ClosShape(planes=planes, tiers=one)) >= gpus), 0)
 
 
 def _fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
     tiers = _fewest_tiers(gpus, switch.radix, planes) or MOST_TIERS
-    return size(gpus, nic_gbps, switch, Shape(planes=planes, tiers=tiers), where=WHERE)
+    return size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE)
 
 
 def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> PlaneRow:
     tiers = _fewest_tiers(gpus, switch.radix, planes)
     if tiers:
-        return _row_of(size(gpus, nic_gbps, switch, Shape(planes=planes, tiers=tiers), where=WHERE))
-    shape = Shape(planes=planes, tiers=MOST_TIERS)
+        return _row_of(size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE))
+    shape = ClosShape(planes=planes, tiers=MOST_TIERS)
     down, up = split_t0(switch.radix, MOST_TIERS, 1.0)
     return PlaneRow(
         planes=planes,
@@ -259,8 +277,8 @@ def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Plane
 def _row_of(fabric: Fabric) -> PlaneRow:
     """Counted on the fabric; only its reach and the full fabric are formulas."""
     ratio = max(1.0, fabric.oversubscription)  # 31 ports down and 32 up are full bisection
-    shape = Shape(planes=fabric.planes, tiers=fabric.tiers, oversubscription=ratio, rails=fabric.rails)
-    lost = loss(fabric)
+    shape = ClosShape(planes=fabric.planes, tiers=fabric.tiers, oversubscription=ratio, rails=fabric.rails)
+    lost = failure_loss(fabric)
     return PlaneRow(
         planes=fabric.planes,
         switch=fabric.switch.name,
@@ -279,18 +297,18 @@ def _row_of(fabric: Fabric) -> PlaneRow:
     )
 
 
-def _reach(radix: int, shape: Shape) -> tuple[int, ...]:
+def _reach(radix: int, shape: ClosShape) -> tuple[int, ...]:
     return tuple(most_hosts(radix, replace(shape, tiers=one)) for one in range(2, MOST_TIERS + 1))
 
 
-def _switches_per_host(radix: int, shape: Shape) -> Fraction:
+def _switches_per_host(radix: int, shape: ClosShape) -> Fraction:
     return Fraction(shape.planes * (2 * shape.tiers - 1), radix)
 
 
 def _ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
     """Against the conventional three tiers of the widest ports, both full."""
-    mine = _switches_per_host(fabric.switch.radix, Shape(planes=fabric.planes, tiers=fabric.tiers))
-    theirs = _switches_per_host(flat.radix, Shape(planes=flat_planes, tiers=3))
+    mine = _switches_per_host(fabric.switch.radix, ClosShape(planes=fabric.planes, tiers=fabric.tiers))
+    theirs = _switches_per_host(flat.radix, ClosShape(planes=flat_planes, tiers=3))
     return str(mine / theirs), str(Fraction(fabric.tiers, 3))
 
 
@@ -323,7 +341,7 @@ def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[Reco
 
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:
     """Cost of network failures, part by part, and of flaps, when each is bypassed after `recovery_s`."""
-    cost = bypass_cost(fabric, Answer(recovery_s=recovery_s, restart_s=restart_s))
+    cost = bypass_cost(fabric, FailureAnswer(recovery_s=recovery_s, restart_s=restart_s))
     return RecoveryRow(
         recovery_s=recovery_s,
         seconds_per_event=cost.seconds_per_event,
@@ -332,3 +350,74 @@ def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> Recover
         flap_share=None if recovery_s > GIVE_UP_S else flap_share(fabric, recovery_s),
         restarts=recovery_s > GIVE_UP_S,
     )
+
+
+# Balls into bins: how much more than its share the busiest link carries when choices are random.
+#
+# m units thrown at n links at random: Levin's identity (1981) gives the chance that no link has more than x as
+# P(Poisson(m/n) <= x)^n, corrected for the total being exactly m. The correction needs the chance that n truncated
+# Poissons sum to m: exact by convolution up to EXACT_UNITS, their normal approximation beyond. No sampling; against
+# seeded sampling it is within 1 % (tests/network/fabric/test_loads.py).
+
+
+# Enough standard deviations beyond the mean for every number of links below MOST_HOSTS squared.
+SPREAD = 16.0
+_TINY = 1e-300
+EXACT_UNITS = 512  # convolutions of this length take some 10 ms; beyond, the approximation errs by 0.3 % at most
+
+
+def max_to_mean(units_per_link: float, links: int, *, groups: int = 1) -> float:
+    """Expected load of the busiest link over the mean, over `groups` independent sets of `links`.
+
+    >>> [round(max_to_mean(units, 256), 1) for units in (1, 16, 256, 4096)]
+    [4.8, 1.8, 1.2, 1.0]
+    """
+    if links < 1 or groups < 1 or not (math.isfinite(units_per_link) and units_per_link > 0):
+        what = f"{units_per_link:g} units on each of {links:,} links"
+        raise mistake("fabric", f"{what} is no load", fix="use 1 or more of each")
+    if links == 1:
+        return 1.0
+    first = math.floor(units_per_link)
+    last = math.ceil(units_per_link + SPREAD * math.sqrt(units_per_link) + SPREAD)
+    levels = np.arange(first, last + 1, dtype=np.float64)
+    at_most = _chance_at_most(levels, units_per_link, links) ** groups
+    # E[max] is the sum over x of P(max > x); below the mean that is 1
+    return float(first + np.sum(1.0 - at_most)) / units_per_link
+
+
+def idle_share(units_per_link: float) -> float:
+    """Share of links that nothing falls on: 1/e for one unit per link."""
+    return math.exp(-units_per_link)
+
+
+def _chance_at_most(levels: NDArray[np.float64], mean: float, links: int) -> NDArray[np.float64]:
+    from scipy.special import pdtr  # a quarter of a second: only when asked for
+
+    under = np.maximum(pdtr(levels, mean), _TINY)
+    once = np.where(levels >= 1, pdtr(np.maximum(levels - 1, 0), mean), 0.0)
+    twice = np.where(levels >= 2, pdtr(np.maximum(levels - 2, 0), mean), 0.0)
+    if mean * links <= EXACT_UNITS and mean * links == int(mean * links):
+        log_total = [_log_exact(int(level), int(mean * links), mean, links) for level in levels]
+        chance: NDArray[np.float64] = np.exp(np.minimum(np.array(log_total), 0.0))
+    else:
+        kept = mean * once / under  # mean of the Poisson cut off at the level
+        spread = np.maximum(mean**2 * twice / under + kept - kept**2, _TINY)
+        off = links * (mean - kept)
+        log_chance = links * np.log(under) - off**2 / (2 * links * spread) + 0.5 * np.log(mean / spread)
+        chance = np.exp(np.minimum(log_chance, 0.0))
+    chance[levels < mean] = 0.0  # not every link can be below the mean
+    return chance
+
+
+def _log_exact(level: int, units: int, mean: float, links: int) -> float:
+    """Log of the chance that `units` on `links` leave none above the level: n-fold convolution of cut-off Poissons."""
+    counts = np.arange(min(level, units) + 1)
+    one = np.exp(counts * math.log(mean) - mean - np.array([math.lgamma(count + 1) for count in counts]))
+    total = np.ones(1)
+    for bit in bin(links)[2:]:
+        total = np.convolve(total, total)[: units + 1]
+        if bit == "1":
+            total = np.convolve(total, one)[: units + 1]
+    reached = float(total[units]) if len(total) > units else 0.0
+    whole = units * math.log(units) - units - math.lgamma(units + 1)  # the same without a level: Poisson(m) at m
+    return math.log(max(reached, _TINY)) - whole

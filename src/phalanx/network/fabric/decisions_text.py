@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from phalanx.network.fabric.decisions import Decisions, PlaneRow, RecoveryRow
-from phalanx.network.fabric.findings import counted, findings, formula
-from phalanx.network.fabric.recovery import SHIELD_S, sprays
-from phalanx.network.fabric.tables import folded, table
-from phalanx.network.fabric.text import count, percent, show_budget
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_text import (
+    count,
+    counted,
+    decision_findings,
+    folded,
+    formula,
+    percent,
+    show_budget,
+    table,
+)
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.failure_budget import SHIELD_S, sprays
 from phalanx.units import format_seconds
 
 
 def show_decisions(one: Decisions, *, width: int | None = None) -> str:
     """What they come to, then the three decisions, one after the other."""
-    said = "\n".join(f"{number}. {words}" for number, words in enumerate(findings(one), 1))
+    said = "\n".join(f"{number}. {words}" for number, words in enumerate(decision_findings(one), 1))
     return folded("\n\n".join([said, _planes(one, width), _loads(one, width), _latency(one, width)]), width)
 
 

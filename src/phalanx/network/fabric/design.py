@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
-from phalanx.network.fabric.bill import Bill, Loss, bill, loss
-from phalanx.network.fabric.budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
-from phalanx.network.fabric.catalogue import find_switches, switches
-from phalanx.network.fabric.sizing import MOST_PLANES, MOST_TIERS, Shape, check, most_hosts, size, too_many
-from phalanx.network.fabric.subnet import MOST_LIDS, addresses, needs_routers
-from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.network.fabric.bill import FabricBill, Loss, fabric_bill, failure_loss
+from phalanx.network.fabric.fabric_types import KINDS, MOST_LIDS, Fabric, Switch, addresses, needs_routers
+from phalanx.network.fabric.failure_budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
+from phalanx.network.fabric.sizing import (
+    MOST_PLANES,
+    MOST_TIERS,
+    ClosShape,
+    check_fabric,
+    most_hosts,
+    size_fabric,
+    split_t0,
+    too_many,
+)
+from phalanx.network.fabric.switch_catalogue import find_switches, switches
 from phalanx.units import plural
 
 WHERE = "phalanx fabric design"
@@ -20,7 +31,7 @@ RAILS = (1, 8)  # none, and one per GPU of a common server
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class DesignRequest:
     """What is asked for; None leaves the choice open."""
 
     gpus: int
@@ -38,7 +49,7 @@ class Design:
     """One fabric with its parts, its weak points and its failures per day."""
 
     fabric: Fabric
-    bill: Bill
+    bill: FabricBill
     loss: Loss
     cable_failures_per_day: float  # at Alibaba HPN's rate
     switch_failures_per_day: float  # Singh et al., first three months
@@ -51,7 +62,7 @@ class Design:
         return sum(self.bill.usd) / 2 if self.bill.usd else float("inf")
 
 
-def designs(wish: Wish) -> tuple[Design, ...]:
+def design_fabrics(wish: DesignRequest) -> tuple[Design, ...]:
     """All that fit, full bisection first, then by cost, hops and what a NIC link's failure takes; never empty.
 
     A configuration is shown with the fewest tiers that reach, unless the tiers are given: more tiers of the same boxes
@@ -66,25 +77,25 @@ def designs(wish: Wish) -> tuple[Design, ...]:
     return tuple(sorted(marked, key=_rank))
 
 
-def _check(wish: Wish) -> None:
+def _check(wish: DesignRequest) -> None:
     ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
     tiers = 2 if wish.tiers is None else wish.tiers
     planes = 1 if wish.planes is None else wish.planes
-    shape = Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)
+    shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)
     if wish.rails is not None and wish.rails < 1:
         shape = replace(shape, rails=wish.rails)
-    check(wish.gpus, wish.nic_gbps, shape, where=WHERE)
+    check_fabric(wish.gpus, wish.nic_gbps, shape, where=WHERE)
     if not _configurations(wish):
         raise _no_speed(wish)
 
 
-def _boxes(wish: Wish) -> tuple[Switch, ...]:
+def _boxes(wish: DesignRequest) -> tuple[Switch, ...]:
     if wish.switch is not None:
         return find_switches(wish.switch, where=WHERE, among=wish.catalogue)
     return wish.catalogue or switches()
 
 
-def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
+def _configurations(wish: DesignRequest) -> list[tuple[Switch, int]]:
     """Switches whose ports split the NIC into whole planes, with the planes."""
     boxes = _boxes(wish)
     split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
@@ -92,44 +103,44 @@ def _configurations(wish: Wish) -> list[tuple[Switch, int]]:
     return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
 
 
-def _fabrics(wish: Wish) -> Iterator[Fabric]:
+def _fabrics(wish: DesignRequest) -> Iterator[Fabric]:
     """What fits, but for planes that are too many hosts for one subnet of InfiniBand."""
     return (one for one in _clos(wish) if not needs_routers(one))
 
 
-def _clos(wish: Wish) -> Iterator[Fabric]:
+def _clos(wish: DesignRequest) -> Iterator[Fabric]:
     ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
     for switch, planes in _configurations(wish):
         for ratio in ratios:
             for rails in _rails(wish):
-                fabric = _smallest(wish, switch, Shape(planes=planes, tiers=1, oversubscription=ratio, rails=rails))
+                fabric = _smallest(wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails))
                 if fabric is not None:
                     yield fabric
 
 
-def _rails(wish: Wish) -> tuple[int, ...]:
+def _rails(wish: DesignRequest) -> tuple[int, ...]:
     if wish.rails is not None:
         return (wish.rails,)
     return tuple(one for one in RAILS if wish.gpus % one == 0)
 
 
-def _smallest(wish: Wish, switch: Switch, shape: Shape) -> Fabric | None:
+def _smallest(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
     """With the fewest tiers that reach; None where none do, or where one switch per plane makes the shape pointless."""
     tiers = range(1, MOST_TIERS + 1) if wish.tiers is None else (wish.tiers,)
     for count in tiers:
         if most_hosts(switch.radix, replace(shape, tiers=count)) >= wish.gpus:
             if count == 1 and (shape.rails > 1 or shape.oversubscription > 1):
                 return None
-            return size(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
+            return size_fabric(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
     return None
 
 
 def _count(fabric: Fabric) -> Design:
-    parts = bill(fabric)
+    parts = fabric_bill(fabric)
     return Design(
         fabric=fabric,
         bill=parts,
-        loss=loss(fabric),
+        loss=failure_loss(fabric),
         cable_failures_per_day=parts.cables * CABLE_PER_DAY,
         switch_failures_per_day=fabric.switches * SWITCH_PER_DAY,
         interruptions_per_day=interruptions_per_day(fabric),
@@ -165,7 +176,7 @@ def _beats(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
     return other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True))
 
 
-def _no_speed(wish: Wish) -> UserError:
+def _no_speed(wish: DesignRequest) -> UserError:
     boxes = _boxes(wish)
     name = "the catalogue" if wish.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
     speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
@@ -182,7 +193,7 @@ def _no_speed(wish: Wish) -> UserError:
     return mistake(WHERE, what, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
 
 
-def _nothing(wish: Wish) -> UserError:
+def _nothing(wish: DesignRequest) -> UserError:
     """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
     near = " or ".join(_nearest(wish))
     crowded = min(_clos(wish), key=addresses, default=None)
@@ -193,7 +204,7 @@ def _nothing(wish: Wish) -> UserError:
     reach = [
         (most_hosts(switch.radix, shape), -order, switch, shape)
         for order, (switch, planes) in enumerate(_configurations(wish))
-        for shape in [Shape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
+        for shape in [ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
     ]
     _, _, switch, shape = max(reach, key=lambda one: one[:2])
     fix = f"use {near}" if near else f"use at most {most_hosts(switch.radix, shape):,} GPUs"
@@ -209,7 +220,7 @@ def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
     )
 
 
-def _nearest(wish: Wish) -> Iterator[str]:
+def _nearest(wish: DesignRequest) -> Iterator[str]:
     """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
     relaxed = {
         "tiers": replace(wish, tiers=None),
@@ -231,3 +242,75 @@ def _nearest(wish: Wish) -> Iterator[str]:
             yield f'--switch "{fabric.switch.name}" ({fabric.planes} {planes}, {plural(fabric.tiers, "tier")})'
         else:
             yield f"--oversubscription {fabric.oversubscription:g}"
+
+
+# A design as a file: TOML that `fabric show`, `fabric simulate` and `sim --fabric` read, and all designs as CSV.
+
+
+def fabric_toml(fabric: Fabric) -> str:
+    """The file that parse_fabric reads back as the same fabric, but for its name."""
+    switch = fabric.switch
+    shipped = switch in switches()
+    values: dict[str, object] = {
+        "hosts": fabric.hosts,
+        "nic_gbps": fabric.nic_gbps,
+        "planes": fabric.planes,
+        "tiers": fabric.tiers,
+        **({"switch": switch.name} if shipped else {"radix": switch.radix, "box": switch.box}),
+        **({"watts": switch.watts} if switch.watts and not shipped else {}),
+        **({"usd": list(switch.usd)} if switch.usd and not shipped else {}),
+        **({"kind": switch.kind} if switch.kind != KINDS[0] and not shipped else {}),
+        "oversubscription": _ratio(fabric),
+        "rails": fabric.rails,
+    }
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "\n".join([f"# {fabric.switches:,} switches: {fabric.name}", *lines]) + "\n"
+
+
+def _ratio(fabric: Fabric) -> float:
+    """As it was asked for, where that splits a T0's ports in the same way."""
+    asked = nominal_ratio(fabric)
+    same = split_t0(fabric.switch.radix, fabric.tiers, asked) == (fabric.t0_down, fabric.t0_up)
+    return asked if same else fabric.oversubscription
+
+
+def designs_csv(found: Sequence[Design]) -> str:
+    """One line per design, units in the names, in the order of the table."""
+    out = io.StringIO()
+    rows = [_row(one) for one in found]
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _row(one: Design) -> dict[str, object]:
+    fabric, parts, lost = one.fabric, one.bill, one.loss
+    low, high = parts.usd or ("", "")
+    return {
+        "fabric": fabric.name,
+        "switch": fabric.switch.name,
+        "planes": fabric.planes,
+        "tiers": fabric.tiers,
+        "oversubscription": round(fabric.oversubscription, 4),
+        "rails": fabric.rails,
+        **{f"t{tier}": fabric.planes * n for tier, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3))},
+        "switches": fabric.switches,
+        "cables": parts.cables,
+        "optics_800g": parts.optics_800g,
+        "hops": fabric.hops,
+        "paths": fabric.paths,
+        "hosts_one_switch_away": fabric.hosts_per_t0,
+        "lost_nic_link": lost.nic_link,
+        "lost_t0_t1_link": lost.t0_t1_link,
+        "lost_t0": lost.t0,
+        "lost_t1": lost.t1,
+        "lost_t2": "" if lost.t2 is None else lost.t2,
+        "watts": "" if parts.watts is None else parts.watts,
+        "usd_low": low,
+        "usd_high": high,
+        "cable_failures_per_day": one.cable_failures_per_day,
+        "switch_failures_per_day": one.switch_failures_per_day,
+        "interruptions_per_day": one.interruptions_per_day,
+        "pareto": one.pareto,
+    }

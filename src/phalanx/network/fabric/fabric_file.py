@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.errors import Problem, UserError, nearest
+from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.tomlfile import TomlFile, read_toml
 from phalanx.io.visible import one_line
-from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, Shape
-from phalanx.network.fabric.types import KINDS
+from phalanx.network.fabric.fabric_types import KINDS, Fabric, Switch
+from phalanx.network.fabric.sizing import (
+    MOST_NAME,
+    MOST_PLANES,
+    MOST_USD,
+    MOST_WATTS,
+    ClosShape,
+    check_fabric,
+    size_fabric,
+)
+from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, unnamed
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
@@ -25,7 +35,7 @@ class FabricFile:
     name: str
     hosts: int
     nic_gbps: float
-    shape: Shape
+    shape: ClosShape
     switch: str  # a name of the catalogue, or a number of ports
     box: str  # this and the rest only where `switch` is a number: "", 0 and None are not given
     watts: float
@@ -41,7 +51,7 @@ def read_fabric_file(path: Path) -> FabricFile:
         name=reading.text("name", "my fabric") or one_line(path.stem)[:MOST_NAME],
         hosts=int(reading.number("hosts", whole=True)),
         nic_gbps=reading.number("nic_gbps"),
-        shape=Shape(
+        shape=ClosShape(
             planes=int(reading.number("planes", default=1, whole=True)),
             tiers=int(reading.number("tiers", whole=True)),
             oversubscription=reading.number("oversubscription", default=1),
@@ -138,3 +148,142 @@ def _float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(max(-(10**18), min(value, 10**18))) if isinstance(value, int) else value
+
+
+# A fabric from a short form, a TOML file or a name.
+#
+# Short form: `clos2:131072x800G/8p/512` is two tiers, 131,072 NICs of 800 Gb/s, 8 planes, 512-port switches. After
+# the ports may follow an oversubscription (`/2:1`), rails (`/8r`) and `/wide` (a T1 for every uplink of a T0).
+# Instead of the ports a switch of the catalogue may stand (`/Spectrum-5`), which adds power and price.
+
+
+_SHORT = re.compile(r"^clos(\d+):(\d[\d_]*)x(\d+(?:\.\d+)?)G((?:/[^/]+)+)$", re.IGNORECASE)
+_PLANES = re.compile(r"^(\d+)p$", re.IGNORECASE)
+_RAILS = re.compile(r"^(\d+)r$", re.IGNORECASE)
+_RATIO = re.compile(r"^(\d+(?:\.\d+)?):1$")
+_NOT_TO_1 = re.compile(r"^(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)$")
+_DIGITS = 15  # beyond these a number is a slip, and int() of thousands of digits is refused by Python itself
+# Ethernet and InfiniBand as sold; 25 and 50 are single lanes, 3,200 is announced.
+PORT_SPEEDS_GBPS = (10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
+EXAMPLE = "clos2:131072x800G/8p/512"
+
+
+def parse_fabric(text: str) -> Fabric:
+    """The fabric a text names.
+
+    >>> fabric = parse_fabric("clos2:131072x800G/8p/512")
+    >>> fabric.switches, fabric.t0, fabric.t1, fabric.paths, fabric.hops
+    (6144, 512, 256, 2048, 3)
+    """
+    text = text.strip()
+    named = named_fabrics().get(text.lower())
+    if named is not None:
+        return _short(named[0], name=text.lower())
+    if text.lower().endswith(".toml"):
+        return _from_file(Path(text))
+    if text.lower().startswith("clos"):
+        return _short(text)
+    raise _unknown(text)
+
+
+def _short(text: str, *, name: str = "") -> Fabric:
+    match = _SHORT.match(text)
+    if match is None or any(len(part) > _DIGITS for part in re.findall(r"\d+", text)):
+        raise mistake(
+            "fabric",
+            f'"{text[:80]}" is not a fabric',
+            why="a short form is closTIERS:HOSTSxSPEEDG/PLANESp/PORTS[/RATIO:1][/RAILSr]",
+            fix=f"write it as {EXAMPLE}",
+        )
+    tiers, hosts, nic_gbps, rest = int(match[1]), int(match[2].replace("_", "")), float(match[3]), match[4]
+    planes, rails, ratio, wide, box, where = 1, 1, 1.0, False, "", f"fabric {text[:80]}"
+    for part in rest.strip("/").split("/"):
+        if found := _PLANES.match(part):
+            planes = int(found[1])
+        elif found := _RAILS.match(part):
+            rails = int(found[1])
+        elif found := _RATIO.match(part):
+            ratio = float(found[1])
+        elif _NOT_TO_1.match(part):
+            raise _not_to_1(part, where)
+        elif part.lower() == "wide":
+            wide = True
+        elif box:
+            raise mistake(where, f'two switches: "{box}" and "{part[:40]}"', fix="name one")
+        else:
+            box = part
+    if not box:
+        raise mistake(where, "it names no switch", fix=f"end with its ports, as {EXAMPLE}")
+    shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails, wide=wide)
+    return _build(hosts, nic_gbps, shape, box, name=name, where=where)
+
+
+def _not_to_1(part: str, where: str) -> UserError:
+    """A ratio the other way round, or of two numbers."""
+    down, up = (float(number) for number in part.split(":"))
+    near = max(down, up) / min(down, up) if min(down, up) else 0.0
+    why = "an oversubscription is R:1, capacity down over capacity up"
+    return mistake(where, f'"{part[:40]}" is not a ratio to 1', why=why, fix=f"write {near or 2:g}:1")
+
+
+def _build(hosts: int, nic_gbps: float, shape: ClosShape, box: str, *, name: str, where: str) -> Fabric:
+    check_fabric(hosts, nic_gbps, shape, where=where)
+    return size_fabric(hosts, nic_gbps, _switch(box, nic_gbps, shape, where), shape, name=name, where=where)
+
+
+def _switch(box: str, nic_gbps: float, shape: ClosShape, where: str) -> Switch:
+    port_gbps = nic_gbps / shape.planes
+    if box.isdecimal():
+        _check_split(nic_gbps, shape.planes, where)
+        return unnamed(int(box), port_gbps)
+    choices = find_switches(box, where=where)
+    for one in choices:
+        if abs(one.port_gbps - port_gbps) < 1e-6:
+            return one
+    speeds = sorted({nic_gbps / one.port_gbps for one in choices if nic_gbps % one.port_gbps == 0})
+    raise mistake(
+        where,
+        f"{choices[0].box} has no ports of {port_gbps:g} Gb/s, which {shape.planes} planes of {nic_gbps:g} Gb/s need",
+        why=f"its port speeds are {', '.join(f'{one.port_gbps:g}' for one in choices)} Gb/s",
+        fix=f"use {' or '.join(f'{one:g}' for one in speeds)} planes" if speeds else "use another NIC or switch",
+    )
+
+
+def _check_split(nic_gbps: float, planes: int, where: str) -> None:
+    """Ports must have a speed that is sold; of a NIC that is not sold either, whole Gb/s."""
+    known = nic_gbps in PORT_SPEEDS_GBPS
+
+    def fits(count: int) -> bool:
+        port_gbps = nic_gbps / count
+        sold = port_gbps in PORT_SPEEDS_GBPS if known else port_gbps.is_integer()
+        return count == 1 or (count <= MOST_PLANES and sold)
+
+    if fits(planes):
+        return
+    choices = [count for count in range(1, MOST_PLANES + 1) if fits(count)]
+    near = [one for one in choices if one < planes][-1:] + [one for one in choices if one > planes][:1]
+    raise mistake(
+        where,
+        f"{planes:,} planes make ports of {nic_gbps / planes:g} Gb/s of a {nic_gbps:g} Gb/s NIC",
+        why="a NIC is split into equal ports of a speed that switches have",
+        fix=f"use {' or '.join(map(str, near))} plane{'s' if near != [1] else ''}",
+    )
+
+
+def _from_file(path: Path) -> Fabric:
+    asked = read_fabric_file(path)
+    built = _build(asked.hosts, asked.nic_gbps, asked.shape, asked.switch, name=asked.name, where=str(path))
+    return replace(built, switch=_own_switch(asked, built.switch)) if asked.switch.isdecimal() else built
+
+
+def _own_switch(asked: FabricFile, ports: Switch) -> Switch:
+    """The switch of a file that says what its box is called, draws and costs."""
+    name, box = (f"{asked.box} {ports.name}", asked.box) if asked.box else (ports.name, ports.box)
+    return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd, kind=asked.kind)
+
+
+def _unknown(text: str) -> UserError:
+    near = nearest(text, named_fabrics())
+    names = ", ".join(named_fabrics())
+    fix = f"did you mean {near}?" if near else f"use {EXAMPLE}, a .toml file, or one of {names}"
+    return mistake("fabric", f'"{text[:80]}" is not a fabric', fix=fix)

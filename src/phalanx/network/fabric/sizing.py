@@ -6,12 +6,13 @@ Partly full, see filling.py.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
-from phalanx.network.fabric.filling import fill, whole
-from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.units import plural
 
 MOST_TIERS = 4
@@ -26,7 +27,7 @@ WHERE = "fabric"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ClosShape:
     """What a person chooses about a fabric beside its hosts and its switch."""
 
     planes: int
@@ -48,7 +49,7 @@ def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]
     return radix - up, up
 
 
-def most_hosts(radix: int, shape: Shape) -> int:
+def most_hosts(radix: int, shape: ClosShape) -> int:
     """Hosts that fit at most.
 
     >>> [most_hosts(k, Shape(planes=1, tiers=t)) for k, t in ((512, 2), (256, 2), (144, 2), (64, 3), (64, 4))]
@@ -63,9 +64,11 @@ def most_hosts(radix: int, shape: Shape) -> int:
     return down * whole(radix // 2, shape.rails) * radix * above
 
 
-def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str = "", where: str = WHERE) -> Fabric:
+def size_fabric(
+    hosts: int, nic_gbps: float, switch: Switch, shape: ClosShape, *, name: str = "", where: str = WHERE
+) -> Fabric:
     """The smallest fabric of this shape for `hosts` NICs; raises UserError where the box cannot do it."""
-    check(hosts, nic_gbps, shape, where=where)
+    check_fabric(hosts, nic_gbps, shape, where=where)
     if abs(nic_gbps / shape.planes - switch.port_gbps) > 1e-6:
         raise _wrong_speed(nic_gbps, shape, switch, where)
     if shape.planes > MOST_PLANES:
@@ -78,7 +81,7 @@ def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str
         raise too_many(hosts, switch, shape, where=where)
     down, up = split_t0(switch.radix, shape.tiers, shape.oversubscription)
     t0 = shape.rails * math.ceil(hosts / (shape.rails * down))  # server i has NIC r on T0 r of its group
-    counts = fill(t0, up, switch.radix, tiers=shape.tiers, rails=shape.rails, wide=shape.wide)
+    counts = fill_plane(t0, up, switch.radix, tiers=shape.tiers, rails=shape.rails, wide=shape.wide)
     return Fabric(
         name=name or _name(hosts, nic_gbps, switch, shape),
         hosts=hosts,
@@ -100,7 +103,7 @@ def size(hosts: int, nic_gbps: float, switch: Switch, shape: Shape, *, name: str
     )
 
 
-def check(hosts: int, nic_gbps: float, shape: Shape, *, where: str = WHERE) -> None:
+def check_fabric(hosts: int, nic_gbps: float, shape: ClosShape, *, where: str = WHERE) -> None:
     """Refuse what no switch can make right."""
     if not 2 <= hosts <= MOST_HOSTS:
         fix = "use 2 or more" if hosts < 2 else f"use at most {MOST_HOSTS:,}; the largest fabric reported has 131,072"
@@ -120,7 +123,7 @@ def check(hosts: int, nic_gbps: float, shape: Shape, *, where: str = WHERE) -> N
     _check_rails(hosts, shape, where)
 
 
-def _check_ratio(shape: Shape, where: str) -> None:
+def _check_ratio(shape: ClosShape, where: str) -> None:
     ratio = shape.oversubscription
     if not (math.isfinite(ratio) and 1 <= ratio <= 64):
         why = "below 1 a T0 has more uplinks than hosts can fill" if ratio < 1 else "beyond 64 hardly anything goes up"
@@ -129,7 +132,7 @@ def _check_ratio(shape: Shape, where: str) -> None:
         raise mistake(where, "one tier has no uplinks to oversubscribe", fix="use 2 tiers, or an oversubscription of 1")
 
 
-def _check_rails(hosts: int, shape: Shape, where: str) -> None:
+def _check_rails(hosts: int, shape: ClosShape, where: str) -> None:
     rails = shape.rails
     if rails < 1:
         raise mistake(where, plural(rails, "rail"), fix="use 1 for none, or the GPUs of a server, as 8")
@@ -147,7 +150,7 @@ def _check_rails(hosts: int, shape: Shape, where: str) -> None:
         raise mistake(where, f"{hosts:,} GPUs are not whole servers of {rails}", why=why, fix=f"use {near} GPUs")
 
 
-def _wrong_speed(nic_gbps: float, shape: Shape, switch: Switch, where: str) -> UserError:
+def _wrong_speed(nic_gbps: float, shape: ClosShape, switch: Switch, where: str) -> UserError:
     planes = nic_gbps / switch.port_gbps
     fits = planes >= 1 and planes == int(planes)
     fix = f"use {plural(int(planes), 'plane')}" if fits else f"use a NIC of a multiple of {switch.port_gbps:g} Gb/s"
@@ -159,7 +162,7 @@ def _wrong_speed(nic_gbps: float, shape: Shape, switch: Switch, where: str) -> U
     )
 
 
-def too_many(hosts: int, switch: Switch, shape: Shape, *, where: str = WHERE, fix: str = "") -> UserError:
+def too_many(hosts: int, switch: Switch, shape: ClosShape, *, where: str = WHERE, fix: str = "") -> UserError:
     """The message for hosts beyond what the radix reaches."""
     most = most_hosts(switch.radix, shape)
     return mistake(
@@ -170,7 +173,7 @@ def too_many(hosts: int, switch: Switch, shape: Shape, *, where: str = WHERE, fi
     )
 
 
-def _reach(switch: Switch, shape: Shape, most: int) -> str:
+def _reach(switch: Switch, shape: ClosShape, most: int) -> str:
     radix = switch.radix
     limit = ""
     if switch.lanes > radix:
@@ -183,7 +186,7 @@ def _reach(switch: Switch, shape: Shape, most: int) -> str:
     return f"{most // down:,} T0s with {down} ports down{limit}"
 
 
-def _deeper(hosts: int, switch: Switch, shape: Shape) -> str:
+def _deeper(hosts: int, switch: Switch, shape: ClosShape) -> str:
     for tiers in range(shape.tiers + 1, MOST_TIERS + 1):
         most = most_hosts(switch.radix, replace(shape, tiers=tiers))
         if most >= hosts:
@@ -191,8 +194,99 @@ def _deeper(hosts: int, switch: Switch, shape: Shape) -> str:
     return ""
 
 
-def _name(hosts: int, nic_gbps: float, switch: Switch, shape: Shape) -> str:
+def _name(hosts: int, nic_gbps: float, switch: Switch, shape: ClosShape) -> str:
     ratio = "" if shape.oversubscription == 1 else f"/{shape.oversubscription:g}:1"
     rails = "" if shape.rails == 1 else f"/{shape.rails}r"
     wide = "/wide" if shape.wide else ""
     return f"clos{shape.tiers}:{hosts}x{nic_gbps:g}G/{shape.planes}p/{switch.radix}{ratio}{rails}{wide}"
+
+
+# How many switches of each tier a partly filled plane needs.
+#
+# The rule: whole T0s, equal pods, and above them as few switches as have the ports, such that a switch of the top
+# tier has equally many links to every switch below (so what goes up by any link can come down), and a switch of a
+# middle tier equally many from every switch below as every other of its tier (so pods stay equal). ECMP, spraying and
+# static routes all assume that; the price is ports that stay empty. Pods are as few as can be, since a large pod has
+# many T1s to lose one of; where a few T0s more per pod make the numbers divide better, the filling with the fewest
+# switches is taken.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwitchCounts:
+    """Switches of one plane by tier, uplinks of one switch by tier, and pods."""
+
+    switches: tuple[int, ...]
+    up: tuple[int, ...]
+    pods: int
+
+    def of_tier(self, tier: int) -> int:
+        """Switches of a tier; 0 where there is none."""
+        return self.switches[tier] if tier < len(self.switches) else 0
+
+    def up_of_tier(self, tier: int) -> int:
+        """Uplinks of a switch of that tier; 0 at the top."""
+        return self.up[tier] if tier < len(self.up) else 0
+
+
+def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide: bool = False) -> SwitchCounts:
+    """The filling with the fewest switches for at least `t0` T0s with `up` uplinks each.
+
+    >>> fill(512, 256, 512, tiers=2).switches, fill(256, 256, 512, tiers=2).switches  # full, and half full
+    ((512, 256), (256, 128))
+    """
+    if tiers == 1:
+        return SwitchCounts(switches=(1,), up=(0,), pods=1)
+    choices = (_count(joined, up, radix, wide=wide) for joined in _splits(t0, radix, tiers, rails))
+    return min(choices, key=lambda one: (sum(one.switches), one.switches[0]))
+
+
+def whole(number: int, rails: int) -> int:
+    """What is left of a number in whole groups of rails: a group lies in one pod."""
+    return number - number % rails
+
+
+def _splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tuple[int, ...]]:
+    """Ways to nest the T0s: T0s per pod, pods per block of the next level, and what the top tier joins."""
+    if tiers == 2:
+        yield (t0,)
+        return
+    for per_pod in _even(t0, whole(radix // 2, rails), rails):
+        pods = math.ceil(t0 / per_pod)
+        if tiers == 3:
+            nested: list[tuple[int, ...]] = [(per_pod, pods)]
+        else:
+            nested = [
+                (per_pod, size_fabric, math.ceil(pods / size_fabric)) for size_fabric in _even(pods, radix // 2, 1)
+            ]
+        yield from (one for one in nested if one[-1] <= radix)
+
+
+def _even(number: int, limit: int, step: int) -> list[int]:
+    """Sizes of the fewest equal blocks: the smallest that does, rounded to ever more factors of two."""
+    least = math.ceil(number / math.ceil(number / limit))
+    factors = [step << power for power in range(limit.bit_length())]
+    sizes = {factor * math.ceil(least / factor) for factor in factors} | {limit}
+    return sorted(size_fabric for size_fabric in sizes if size_fabric <= limit)
+
+
+def _count(joined: Sequence[int], up: int, radix: int, *, wide: bool) -> SwitchCounts:
+    """Switches from the bottom up. joined[j]: switches of tier j that meet in the tier above, in each group."""
+    switches, ups, group = [math.prod(joined)], [up], 1
+    for level, below in enumerate(joined):
+        top = level == len(joined) - 1
+        if wide:
+            above = ups[-1]
+        elif top:
+            above = math.ceil(ups[-1] / (radix // below))  # as many links to each one below as the ports allow
+        else:
+            above = _divisor_from(ups[-1], math.ceil(below * ups[-1] / (radix // 2)))
+        group *= above
+        switches.append(math.prod(joined[level + 1 :]) * group)
+        ups.append(0 if top else below * ups[-1] // above)
+    return SwitchCounts(switches=tuple(switches), up=tuple(ups), pods=math.prod(joined[1:]))
+
+
+@functools.cache
+def _divisor_from(number: int, least: int) -> int:
+    """The smallest divisor of a number that is not below `least`."""
+    return next(one for one in range(max(1, least), number + 1) if number % one == 0)

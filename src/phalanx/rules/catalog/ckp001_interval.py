@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import daly, overhead
+from phalanx.plan.reliability import daly_interval, overhead
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
 from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured, unmeasured_rate, unsaid
 from phalanx.rules.evidence import Evidence
@@ -34,7 +34,7 @@ class Numbers:
     @property
     def best_s(self) -> float:
         """Daly's optimum."""
-        return max(daly(self.blocking_s, self.mtbf_s), self.lag_s)
+        return max(daly_interval(self.blocking_s, self.mtbf_s), self.lag_s)
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -171,7 +171,7 @@ def _small(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
     if own or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
         return ()
     factor = limits.number("small_factor")
-    best_s = max(daly(n.blocking_s, n.mtbf_s / factor), n.lag_s)
+    best_s = max(daly_interval(n.blocking_s, n.mtbf_s / factor), n.lag_s)
     return (
         f"the rate is of large jobs; up to {limits.number('small_devices'):,.0f} devices Meta saw {factor:g} times as "
         f"many failures, with which τ* = {_told(best_s)}: measure yours (fault.failures_per_host_day)",

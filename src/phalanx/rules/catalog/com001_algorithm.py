@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.network.nccl_choice import Expected, expect, rival_doubt
+from phalanx.network.nccl_choice import ExpectedTime, expect_collective, rival_doubt
 from phalanx.network.nccl_cluster import two_levels_s
 from phalanx.network.nccl_tables import ALGORITHMS
 from phalanx.plan.plan import Plan
@@ -29,7 +29,7 @@ class _Race:
     rivals: tuple[str, ...]  # that the one taken is held against
     taken: str
     forced: bool  # by the job, so that the setting is the cure
-    picked: Expected  # by NCCL of its own accord
+    picked: ExpectedTime  # by NCCL of its own accord
     doubt: float  # factor by which the model may exaggerate
 
     @property
@@ -119,7 +119,10 @@ def _asked(evidence: Evidence, message: Message) -> str:
 
 def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
     group, cluster = message_system(message, plan.cluster), plan.cluster
-    found = {name: expect(group, message.nbytes, operation=message.operation, algorithm=name) for name in ALGORITHMS}
+    found = {
+        name: expect_collective(group, message.nbytes, operation=message.operation, algorithm=name)
+        for name in ALGORITHMS
+    }
     seconds: dict[str, float] = {name: one.seconds for name, one in found.items() if one is not None}
     picked = message_time(message, cluster)
     taken = picked.algorithm if wanted == AUTO else FORCED.get(wanted, wanted)

@@ -10,6 +10,8 @@ import numpy as np
 from phalanx.errors import UserError
 from phalanx.plan.ask import from_job
 from phalanx.plan.score import price
+from phalanx.plan.request import request_from_job
+from phalanx.plan.score import price_layouts
 from phalanx.rules.catalog.shared import unmeasured
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -91,9 +93,9 @@ def _step_seconds(evidence: Evidence) -> tuple[float, float] | None:
     plan = evidence.the_plan
     rows = [plan.layout, replace(plan.layout, compression="none")]
     try:
-        ask, _ = from_job(evidence.the_job, plan.cluster)
+        ask, _ = request_from_job(evidence.the_job, plan.cluster)
         with np.errstate(all="ignore"):
-            _, times, _ = price(ask, rows)
+            _, times, _ = price_layouts(ask, rows)
     except (UserError, ValueError, ArithmeticError):  # a plan of a job or a machine that does not match it any more
         return None
     with_s, without_s = (float(one) for one in times.step_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.network.nccl_cluster import sane_rate as sane
-from phalanx.plan.messages import (
+from phalanx.plan.mapping import (
     BUCKET_MIB,
     MIB,
     REDUCING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import Reliability, spares
+from phalanx.plan.reliability import Reliability, spare_hosts
 from phalanx.rules.catalog.flt_shared import per_failure
 from phalanx.rules.catalog.shared import failure_chance, job_s, site_interval, unmeasured_rate
 from phalanx.rules.evidence import Evidence
@@ -82,7 +82,7 @@ def _stops(evidence: Evidence, limits: Limits) -> Outcome:
 def _need(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
     r, repair_s = plan.reliability, limits.number("repair_h") * 3600
     down = -math.expm1(-r.failures_per_host_day * repair_s / DAY_S)
-    need = spares(r.hosts, min(1.0, max(0.0, down)))
+    need = spare_hosts(r.hosts, min(1.0, max(0.0, down)))
     return need, (
         f"p = 1 - exp(-{r.failures_per_host_day:.3g} per host and day × {repair_s / 3600:g} h) = {down:.3g}",
         f"P99 Binomial({r.hosts:,} hosts, p) = {need}",
@@ -95,7 +95,7 @@ def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
     rates = site_interval(r.failures_per_host_day_interval)
     if rates is None:
         return ()
-    low, high = (spares(r.hosts, -math.expm1(-rate * repair_s / DAY_S)) for rate in rates)
+    low, high = (spare_hosts(r.hosts, -math.expm1(-rate * repair_s / DAY_S)) for rate in rates)
     return (f"at 80 % of published sites {low} to {high}: your own rate is fault.failures_per_host_day",)
 
 

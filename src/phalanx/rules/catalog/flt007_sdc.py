@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.digests import digest_every
+from phalanx.plan.auto_settings import digest_every
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import LogFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from phalanx.plan.reliability import daly, reliability
+from phalanx.plan.reliability import daly_interval, predict_reliability
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit
 
@@ -30,7 +30,7 @@ class SaveCost:
     @property
     def best_s(self) -> float:
         """Daly's optimum."""
-        return max(daly(self.blocked_s, self.mtbf_s), self.lag_s)
+        return max(daly_interval(self.blocked_s, self.mtbf_s), self.lag_s)
 
 
 def planned_cost(evidence: Evidence, *, asynchronous: bool | None = None) -> SaveCost:
@@ -39,7 +39,7 @@ def planned_cost(evidence: Evidence, *, asynchronous: bool | None = None) -> Sav
     r, aside = plan.reliability, job.checkpoint.asynchronous
     if asynchronous is not None and asynchronous != aside:
         aside = asynchronous
-        r = reliability(
+        r = predict_reliability(
             plan.cluster,
             checkpoint=replace(job.checkpoint, asynchronous=asynchronous),
             fault=job.fault,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from phalanx.hardware.failures import SiteSpread, known, middle, repair_spread, sample_sites
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.causes import Cause
-from phalanx.sim.months.ledger import PHASES, Outcome
-from phalanx.sim.months.levers import Lever
-from phalanx.sim.months.policy import Policy, failures_per_day, units
-from phalanx.sim.months.sites import SiteRange
-from phalanx.sim.months.spread import Spread, spread
-from phalanx.units import DAY_S, HOUR_S
+from phalanx.plan.reliability import REPAIR_S, site_rates, site_recoveries
+from phalanx.sim.months.causes import Cause, job_causes
+from phalanx.sim.months.policy import MonthsPolicy, expected_failures, failures_per_day, units
+from phalanx.sim.months.simulate_run import PHASES, RunOutcome, simulate_run, simulate_runs
+from phalanx.units import DAY_S, HOUR_S, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +73,10 @@ class Forecast:
     levers: tuple[Lever, ...] = ()
 
 
-def forecast(
+def forecast_months(
     plan: Plan,
-    policy: Policy,
-    outcomes: Sequence[Outcome],
+    policy: MonthsPolicy,
+    outcomes: Sequence[RunOutcome],
     *,
     seed: int,
     sites: SiteRange | None = None,
@@ -117,15 +119,15 @@ def forecast(
     )
 
 
-def _mean(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> float:
+def _mean(outcomes: Sequence[RunOutcome], of: Callable[[RunOutcome], float]) -> float:
     return sum(of(one) for one in outcomes) / len(outcomes)
 
 
-def _count_of(cause: str) -> Callable[[Outcome], float]:
+def _count_of(cause: str) -> Callable[[RunOutcome], float]:
     return lambda one: one.interruptions.get(cause, 0)
 
 
-def _lost(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+def _lost(outcomes: Sequence[RunOutcome]) -> dict[str, dict[str, float]]:
     wall_s = sum(one.wall_s for one in outcomes)
     shares: dict[str, dict[str, float]] = {}
     for one in outcomes:
@@ -135,7 +137,7 @@ def _lost(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
     return dict(sorted(shares.items(), key=lambda item: -sum(item[1].values())))
 
 
-def _phases(plan: Plan, policy: Policy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
+def _phases(plan: Plan, policy: MonthsPolicy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
     formula = formula_shares(plan.reliability.effective_time, policy, plan.reliability.mtbf_s)
     simulated = {phase: sum(row.get(phase, 0.0) for row in lost.values()) for phase in PHASES}
     return tuple(
@@ -145,7 +147,7 @@ def _phases(plan: Plan, policy: Policy, lost: Mapping[str, Mapping[str, float]])
     )
 
 
-def formula_shares(effective: float, policy: Policy, mtbf_s: float) -> dict[str, float]:
+def formula_shares(effective: float, policy: MonthsPolicy, mtbf_s: float) -> dict[str, float]:
     """What E[ETTR] of plan.reliability counts, taken apart; with `effective` the shares add up to 1."""
     s = policy.saving
     redone_s = s.lag_s + s.interval_s / 2 if math.isfinite(mtbf_s) else 0.0
@@ -157,7 +159,7 @@ def formula_shares(effective: float, policy: Policy, mtbf_s: float) -> dict[str,
     }
 
 
-def _rate(plan: Plan, policy: Policy, cause: Cause) -> Rate:
+def _rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
     per_day, count = failures_per_day(policy, cause), units(plan, cause)
     own = bool(cause.units)  # of a named fabric
     return Rate(
@@ -176,3 +178,186 @@ def _usd(plan: Plan, device_days: float) -> tuple[float, float, float] | None:
         return None
     hours = device_days * DAY_S / HOUR_S
     return price[0] * hours, price[1] * hours, price[2] * hours
+
+
+# A number over many runs: how sure its mean is, and how far runs lie apart.
+
+
+CONFIDENCE = 0.90  # of a mean
+RUNS = 0.80  # that the range of runs holds: the same share as of sites (hardware.failures.COVERAGE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A number over all runs: its mean with a 90 % confidence interval, and the range that 80 % of runs fall in."""
+
+    mean: float
+    low: float
+    high: float
+    run_low: float
+    run_high: float
+
+
+def spread(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> Spread:
+    """Student's interval of the mean, within `least` and `most`, and the middle 80 % of the values.
+
+    One value says nothing about how sure it is: its interval is NaN.
+
+    >>> one = spread([1.0, 2.0, 3.0])
+    >>> one.mean, round(one.high - one.mean, 2), round(one.run_low, 2)
+    (2.0, 1.69, 1.2)
+    """
+    numbers = np.asarray(values, dtype=float)
+    mean, low, high = float(numbers.mean()), math.nan, math.nan
+    if len(numbers) > 1:
+        from scipy.special import stdtrit  # Student's quantile; scipy.stats would take a second to import
+
+        half = float(stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) / math.sqrt(len(numbers)))
+        low, high = max(least, mean - half), min(most, mean + half)
+    run_low, run_high = np.quantile(numbers, [(1 - RUNS) / 2, (1 + RUNS) / 2])
+    return Spread(mean=mean, low=low, high=high, run_low=float(run_low), run_high=float(run_high))
+
+
+# What would help: the same failures met with one thing changed at a time.
+
+
+# Seconds from a failure noticed to the next step that others reached: ByteRobust's warm spares on 16k GPUs
+# (arXiv 2509.16293, table 7: in place 65 s).
+QUICK_RESTART_S = 65.0
+QUICK_DETECT_S = 10.0  # GPU lost or driver hung, by inspection (ByteRobust, table 3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lever:
+    """One change, and what it adds to the effective training time, as a share with its confidence."""
+
+    name: str
+    gain: Spread
+
+
+def changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolicy]]:
+    """Changes that are not made yet, by name."""
+    saving = policy.saving
+    if policy.restart_s > QUICK_RESTART_S:
+        yield f"restart in {QUICK_RESTART_S:g} s", dataclasses.replace(policy, restart_s=QUICK_RESTART_S)
+    if policy.detect_s > QUICK_DETECT_S:
+        yield f"notice in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
+    if not policy.network.edge and plan.reliability.hosts > 1:
+        yield _edge(plan, policy)
+    if not math.isfinite(saving.copy_every_s):
+        copied = dataclasses.replace(saving, copy_every_s=plan.prediction.step_s)
+        yield "a copy in memory every step, if it cost nothing", dataclasses.replace(policy, saving=copied)
+    yield "twice the spare hosts (rent not counted)", dataclasses.replace(policy, spares=2 * policy.spares or 1)
+    if policy.planned_per_day:
+        yield "no planned restarts", dataclasses.replace(policy, planned_per_day=0.0)
+    yield "half the failures", dataclasses.replace(policy, mtbf_s=2 * policy.mtbf_s)
+
+
+def _edge(plan: Plan, policy: MonthsPolicy) -> tuple[str, MonthsPolicy]:
+    network = dataclasses.replace(policy.network, edge=True)
+    mix, mtbf_s = job_causes(plan, network)
+    name = f"edge recovery, {plural(network.planes, 'plane')}"
+    return name, dataclasses.replace(policy, mix=mix, mtbf_s=mtbf_s, network=network)
+
+
+def try_levers(
+    plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], *, days: float, seed: int
+) -> tuple[Lever, ...]:
+    """Every change on its own against the runs there are, the largest gain first."""
+    found = []
+    for name, changed in changes(plan, policy):
+        again = simulate_runs(changed, days=days, count=len(outcomes), seed=seed)
+        gains = [new.effective - old.effective for new, old in zip(again, outcomes, strict=True)]
+        found.append(Lever(name=name, gain=spread(gains, least=-1.0)))
+    return tuple(sorted(found, key=lambda one: -one.gain.mean))
+
+
+# The same plan at other sites: how far published failure rates, recovery and repair times lie apart, simulated.
+
+
+# A site's run need not be as long as the job: with so many failures luck is some per cent, where sites differ by
+# factors, and in five days hosts are repaired and come back.
+ENOUGH_FAILURES, ENOUGH_DAYS = 150.0, 5.0
+FEWEST_SITES, MOST_SITES = 32, 256
+ALL_FAILURES = 8_000  # of all sites together at the usual rate: a fifth of a second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteRange:
+    """What 80 % of sites would see, luck included. None stands for a figure that is the user's own."""
+
+    count: int  # sites that were simulated
+    effective: tuple[float, float]
+    interruptions: tuple[float, float]  # of all days
+    failures_per_host_day: tuple[float, float] | None
+    recovery_s: tuple[float, float] | None
+    repair_s: tuple[float, float] | None
+
+
+Spreads = tuple[SiteSpread, SiteSpread, SiteSpread]
+
+
+def site_spreads(plan: Plan, policy: MonthsPolicy) -> Spreads:
+    """Of failures per host and day, recovery and repair; what the user gave has none."""
+    fault = plan.job.fault
+    recovery_s = policy.detect_s + policy.restart_s
+    asked = recovery_s == fault.detect_s + fault.restart_s  # --compare sets its own recoveries
+    return (
+        site_rates(plan.cluster, fault),
+        site_recoveries(fault) if asked else known(recovery_s),
+        repair_spread(policy.repair_s) if policy.repair_s == REPAIR_S else known(policy.repair_s),
+    )
+
+
+def site_range(
+    plan: Plan, policy: MonthsPolicy, *, days: float, seed: int, among: Spreads | None = None
+) -> SiteRange | None:
+    """The plan simulated once at each of many sites; None where there is nothing to spread.
+
+    `among` are other spreads than the usual, as without one of the published sites. A repair time alone is no reason:
+    it moves little, and a user who gave rates and recovery has given what counts.
+    """
+    rate, recovery, repair = among or site_spreads(plan, policy)
+    if not math.isfinite(policy.mtbf_s) or not (rate.log_spread or recovery.log_spread):
+        return None
+    sites = list(_policies(plan, policy, (rate, recovery, repair), days=days))
+    window_days = _window(policy, days)
+    outcomes = [
+        simulate_run(site, days=window_days, random=np.random.Generator(np.random.PCG64([seed, index, 1])))
+        for index, site in enumerate(sites)
+    ]
+    return _summary(outcomes, (rate, recovery, repair), longer=days / window_days)
+
+
+def _policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) -> Iterator[MonthsPolicy]:
+    usual = plan.reliability.failures_per_host_day
+    total_s = policy.detect_s + policy.restart_s
+    each = expected_failures(policy, _window(policy, days))
+    count = round(min(MOST_SITES, max(FEWEST_SITES, ALL_FAILURES / max(each, 1.0))))
+    for rate, recovery_s, repair_s in sample_sites(*among, count=count):
+        longer = recovery_s / total_s if total_s > 0 else 1.0
+        yield replace(
+            policy,
+            mtbf_s=policy.mtbf_s * usual / rate,
+            detect_s=policy.detect_s * longer,
+            restart_s=policy.restart_s * longer,
+            repair_s=repair_s,
+        )
+
+
+def _window(policy: MonthsPolicy, days: float) -> float:
+    """Days of a site's run."""
+    per_day = expected_failures(policy, 1.0)
+    return min(days, max(ENOUGH_DAYS, ENOUGH_FAILURES / per_day)) if per_day > 0 else days
+
+
+def _summary(outcomes: Sequence[RunOutcome], among: Spreads, *, longer: float) -> SiteRange:
+    rate, recovery, repair = (one.interval if one.log_spread else None for one in among)
+    return SiteRange(
+        count=len(outcomes),
+        effective=middle([one.effective for one in outcomes]),
+        interruptions=middle([one.unexpected * longer for one in outcomes]),
+        failures_per_host_day=rate,
+        recovery_s=recovery,
+        repair_s=repair,
+    )

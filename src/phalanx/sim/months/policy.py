@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from phalanx.plan.build import HOST_LINK_BYTES_PER_S
-from phalanx.plan.digests import digest_every
+from phalanx.plan.auto_settings import digest_every
+from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import HOST_COPY_BYTES_PER_S, REPAIR_S
-from phalanx.plan.shrink import shrink
-from phalanx.sim.months.causes import Cause, per_day
-from phalanx.sim.months.network import Network, job_causes
-from phalanx.sim.months.progress import Saving
+from phalanx.plan.shrink_layout import shrink_layout
+from phalanx.sim.months.causes import Cause, NetworkCauses, job_causes, per_day
 from phalanx.units import DAY_S
 
 # Corruption that no digest looks for shows as NaN or a bad loss: ByteRobust took 4,289 s from NaN to the restart
@@ -25,7 +24,7 @@ PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class MonthsPolicy:
     """A job as its months see it. `paces` are the pace at so many missing hosts; 0 and a count left out cannot run."""
 
     mix: tuple[Cause, ...]
@@ -40,7 +39,7 @@ class Policy:
     planned_per_day: float = 0.0
     recovery: str = "auto"
     restarts: int = 3  # failures in a row before the supervisor gives up
-    network: Network = field(default_factory=Network)  # that made the mix
+    network: NetworkCauses = field(default_factory=NetworkCauses)  # that made the mix
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))
 
     def pace(self, missing: int) -> float:
@@ -48,21 +47,21 @@ class Policy:
         return self.paces.get(missing, 0.0)
 
 
-def policy(
+def months_policy(
     plan: Plan,
     *,
-    network: Network | None = None,
+    network: NetworkCauses | None = None,
     shape: float = 1.0,
     planned_per_day: float | None = None,
     repair_s: float = REPAIR_S,
-) -> Policy:
+) -> MonthsPolicy:
     """What a plan says, with the rest as given or usual."""
     r, fault = plan.reliability, plan.job.fault
     planned = usual_planned_per_day(r.hosts) if planned_per_day is None else planned_per_day
     every = digest_every(fault, r, plan.prediction)
-    network = network or Network()
+    network = network or NetworkCauses()
     mix, mtbf_s = job_causes(plan, network)
-    return Policy(
+    return MonthsPolicy(
         mix=mix,
         mtbf_s=mtbf_s,
         shape=shape,
@@ -113,7 +112,7 @@ def _paces(plan: Plan) -> Mapping[int, float]:
     for missing in range(1, plan.reliability.hosts):
         ranks = full.devices - missing * host_devices
         if ranks // each not in by_data:
-            fewer = shrink(full, ranks=ranks, sequences=sequences)
+            fewer = shrink_layout(full, ranks=ranks, sequences=sequences)
             by_data[ranks // each] = full.accumulation / fewer.accumulation if fewer else 0.0
         found[missing] = by_data[ranks // each]
     return MappingProxyType(found)
@@ -124,11 +123,103 @@ def units(plan: Plan, cause: Cause) -> float:
     return cause.units or (plan.reliability.hosts if cause.unit == "host" else plan.layout.devices)
 
 
-def failures_per_day(made: Policy, cause: Cause) -> float:
+def failures_per_day(made: MonthsPolicy, cause: Cause) -> float:
     """Of all of them."""
     return cause.share * per_day(made.mtbf_s)
 
 
-def expected_failures(made: Policy, days: float) -> float:
+def expected_failures(made: MonthsPolicy, days: float) -> float:
     """How many failures a run of so many days should see."""
     return days * DAY_S / made.mtbf_s
+
+
+# Training time that counts, and how much of it survives: checkpoints on disk and copies in memory.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """How state is kept. Seconds; `copy_every_s` is training time between copies in memory, infinite for none."""
+
+    interval_s: float  # training time between checkpoints
+    blocking_s: float  # training stands still for one
+    lag_s: float  # from then until it is safe on disk
+    copy_every_s: float = math.inf
+    copy_share: float = 0.0  # time of a copy over the training time between two
+
+    @property
+    def cycle_s(self) -> float:
+        """From one checkpoint to the next."""
+        return self.interval_s + self.blocking_s
+
+
+class RunProgress:
+    """Seconds of training done at the planned pace. Checkpoints are computed, not simulated one by one.
+
+    >>> progress = Progress(Saving(interval_s=100.0, blocking_s=10.0, lag_s=5.0))
+    >>> progress.advance(0.0, 224.0, speed=1.0)  # two checkpoints, done at 110 s and at 220 s
+    204.0
+    >>> progress.restore(224.0), progress.done_s  # the second was not on disk yet
+    (104.0, 100.0)
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        self.done_s = 0.0
+        self._saving = saving
+        self._cycle_s = 0.0  # since the last checkpoint, or since the start
+        self._base_s = 0.0  # what was done when the job started last
+        # (when, what was done then); the first is the state before training. One more than may be under way at once.
+        writing = math.ceil(saving.lag_s / saving.cycle_s) if math.isfinite(saving.cycle_s) else 0
+        self._taken = deque([(-math.inf, 0.0)], maxlen=writing + 2)
+
+    @property
+    def newest_s(self) -> float:
+        """What was done when the newest checkpoint was taken."""
+        return self._taken[-1][1]
+
+    def advance(self, start_s: float, seconds: float, *, speed: float) -> float:
+        """Run for `seconds` of wall-clock time from `start_s`; returns those not spent on checkpoints.
+
+        `speed` is the training time done in a second of that.
+        """
+        s = self._saving
+        if not math.isfinite(s.interval_s):
+            self.done_s += seconds * speed
+            return seconds
+        before_s = min(self._cycle_s, s.interval_s)
+        count, left_s = divmod(self._cycle_s + seconds, s.cycle_s)
+        first_s, first_done_s = start_s + s.cycle_s - self._cycle_s, self.done_s + (s.interval_s - before_s) * speed
+        for index in range(max(0, int(count) - (self._taken.maxlen or 1)), int(count)):
+            self._taken.append((first_s + index * s.cycle_s, first_done_s + index * s.interval_s * speed))
+        worked_s = max(0.0, count * s.interval_s + min(left_s, s.interval_s) - before_s)
+        self._cycle_s = left_s
+        self.done_s += worked_s * speed
+        return worked_s
+
+    def restore(self, now_s: float) -> float:
+        """Go back to the newest state that is left after a failure; returns the training time lost."""
+        s = self._saving
+        while self._taken[-1][0] + s.lag_s > now_s:
+            self._taken.pop()
+        copied_s = -math.inf
+        if math.isfinite(s.copy_every_s):
+            copied_s = self.done_s - math.fmod(self.done_s - self._base_s, s.copy_every_s)
+        return self._back_to(max(copied_s, self.newest_s))
+
+    def roll_back(self, done_s: float) -> float:
+        """Go back to a checkpoint of that time and forget the later ones; returns the training time lost."""
+        while self._taken and self._taken[-1][1] > done_s:
+            self._taken.pop()
+        if not self._taken or self.newest_s < done_s:
+            self._taken.append((-math.inf, done_s))
+        return self._back_to(min(done_s, self.done_s))
+
+    def save(self) -> None:
+        """A checkpoint that was waited for, until it was on disk."""
+        self._taken.append((-math.inf, self.done_s))
+        self._back_to(self.done_s)
+
+    def _back_to(self, done_s: float) -> float:
+        lost_s = self.done_s - done_s
+        self.done_s = self._base_s = done_s
+        self._cycle_s = 0.0
+        return lost_s

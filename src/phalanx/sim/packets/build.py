@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.links import Links, links_of
-from phalanx.sim.matrices import Flows
-from phalanx.sim.packets.budget import Cost, cost
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Links, links_of
 from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.state import (
     ACTIVE,
@@ -20,6 +18,7 @@ from phalanx.sim.packets.state import (
     LAST_CUT,
     MOST,
     MOST_FLOWS,
+    MOST_SLOTS,
     PLANE,
     RANDOM,
     WINDOW,
@@ -32,6 +31,7 @@ from phalanx.sim.packets.state import (
     Traffic,
 )
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
+from phalanx.sim.traffic_matrix import Flows
 
 TOTALS = 10
 SMOOTHING, FRESH_PACKETS = 0.0125, 8  # uet-htsim, public forks
@@ -44,7 +44,7 @@ BYTES_PER_EVENT = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class PacketWorld:
     """Everything the loop runs on."""
 
     fabric: Fabric  # of the simulated planes
@@ -71,7 +71,7 @@ class Sketch:
     paths: int
     copies: int
     pool: int  # events that may wait at once
-    cost: Cost
+    cost: PacketCost
 
 
 def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
@@ -102,7 +102,7 @@ def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, l
 
 def _cost(
     links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32, paths: int, pool: int, *, last: int
-) -> Cost:
+) -> PacketCost:
     per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
     into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
     busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
@@ -116,7 +116,7 @@ def _cost(
     )
 
 
-def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> World:
+def build_world(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> PacketWorld:
     """The arrays."""
     links, slots = plan.links, plan.slots
     shape = _shape(links, slots)
@@ -124,7 +124,7 @@ def build(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, 
     # The generator must not start at 0; the odd constant spreads neighbouring seeds.
     totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
     totals[ACTIVE] = len(flows)
-    return World(
+    return PacketWorld(
         fabric=plan.fabric,
         links=links,
         slots=slots,
@@ -289,3 +289,64 @@ def _hosts(fabric: Fabric, flows: Flows) -> None:
         )
     if len(flows) > MOST_FLOWS:
         raise mistake(f"traffic on {fabric.name}", f"{len(flows):,} connections", fix=f"use at most {MOST_FLOWS:,}")
+
+
+# What a simulation will cost, before it starts.
+
+
+# One core of the machine of benchmarks/2026-11-15-packet-speed.md: packet hops per CPU-second, and the cost of looking
+# at a link in a slot in which it does nothing.
+HOPS_PER_S = 8e6
+LOOK_S = 1.5e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PacketBudget:
+    """What a simulation may take."""
+
+    cpu_s: float = 600.0
+    memory_bytes: float = 4e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PacketCost:
+    """What a simulation is expected to take: the time of traffic that nothing holds up."""
+
+    packets: int
+    hops: int
+    slots: int
+    cpu_s: float
+    memory_bytes: float
+
+
+def cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float) -> PacketCost:
+    """Expected cost of moving packets over hops while looking at every link in every slot."""
+    cpu_s = hops / HOPS_PER_S + slots * links * LOOK_S
+    return PacketCost(packets=packets, hops=hops, slots=slots, cpu_s=cpu_s, memory_bytes=memory_bytes)
+
+
+def afford(name: str, expected: PacketCost, budget: PacketBudget) -> None:
+    """Raise UserError when a simulation would exceed its budget."""
+    if expected.slots > MOST_SLOTS:
+        raise mistake(
+            f"packets on {name}",
+            f"the busiest NIC sends or receives {expected.slots:,} packets, one per slot",
+            why=f"the engine counts to {MOST_SLOTS:,} slots",
+            fix="send fewer bytes, or use the fluid engine",
+        )
+    if expected.cpu_s <= budget.cpu_s and expected.memory_bytes <= budget.memory_bytes:
+        return
+    raise mistake(
+        f"packets on {name}",
+        f"{expected.packets:,} packets over {expected.hops:,} hops need about {expected.cpu_s:,.0f} s of CPU and "
+        f"{expected.memory_bytes / 1e9:,.2f} GB; the budget is {budget.cpu_s:,.0f} s and "
+        f"{budget.memory_bytes / 1e9:,.2f} GB",
+        fix=_fix(expected, budget),
+    )
+
+
+def _fix(expected: PacketCost, budget: PacketBudget) -> str:
+    if expected.memory_bytes > budget.memory_bytes:
+        return "simulate fewer hosts or connections, or the fluid engine, which keeps no packets"
+    share = budget.cpu_s / expected.cpu_s
+    return f"send {share:.1%} of the bytes (completion grows in proportion), or use the fluid engine"

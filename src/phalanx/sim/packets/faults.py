@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.sim.broken import Broken, shares
-from phalanx.sim.links import Ints, Links
+from phalanx.sim.fabric_links import BrokenParts, Ints, Links, shares
+from phalanx.sim.packets.build import PacketWorld
+from phalanx.sim.packets.state import DENIED
 
 # "t1_link" is an uplink of a T1 both ways, "t1_fall" only from its T2 downwards: what uet-htsim's `-failed` slows.
 Part = Literal["link", "t1_link", "t1_fall", "t0", "t1", "nic", "transceiver", "traffic"]
@@ -92,11 +93,11 @@ def fault_links(links: Links, fault: Fault) -> Ints:
     if fault.part in ("t1_link", "t1_fall"):
         return _t1_link(links, fault)
     broken = {
-        "link": Broken(uplinks=((fault.plane, fault.number, fault.port),)),
-        "t0": Broken(t0=(at,)),
-        "t1": Broken(t1=(at,)),
-        "nic": Broken(nics=(at,)),
-        "transceiver": Broken(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
+        "link": BrokenParts(uplinks=((fault.plane, fault.number, fault.port),)),
+        "t0": BrokenParts(t0=(at,)),
+        "t1": BrokenParts(t1=(at,)),
+        "nic": BrokenParts(nics=(at,)),
+        "transceiver": BrokenParts(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
     }[fault.part]
     return np.flatnonzero(shares(links, broken) < 1)
 
@@ -122,3 +123,25 @@ def _check(fault: Fault) -> None:
         raise mistake(where, f"from {fault.at_s:g} s until {fault.until_s:g} s", fix="let it end after it begins")
     if not (0 <= fault.left < 1 and 0 <= fault.loss <= 1):
         raise mistake(where, f"left = {fault.left:g}, loss = {fault.loss:g}", fix="both are shares: 0 to 1")
+
+
+# A controller's denylist: paths that senders never use, whatever probes say.
+
+
+def deny_paths(world: PacketWorld, denied: tuple[Fault, ...]) -> None:
+    """Deny every path over the links of the parts; raises UserError where a connection has no other."""
+    from phalanx.sim.packets import kernel
+
+    share = np.ones(world.links.count)
+    share[denied_links(world.links, denied)] = 0.0
+    net = world.net._replace(share=share, loss=np.zeros(world.links.count))
+    kernel.deny(world.shape, world.knobs, net, world.traffic, world.totals)
+    none = np.flatnonzero((world.traffic.path == DENIED).all(axis=1))
+    if len(none):
+        source, target = (int(column[none[0]]) for column in (world.traffic.source, world.traffic.target))
+        raise mistake(
+            "denied parts",
+            f"connections without a path: {len(none):,}, the first from host {source:,} to host {target:,}",
+            why="a denied path is never used, and all of theirs are",
+            fix="deny fewer parts, or give connections more paths",
+        )

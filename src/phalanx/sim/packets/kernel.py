@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.sim.compiled import compiled
+from phalanx.sim.fair_rates import compile_loop
 from phalanx.sim.packets import parts, state
 from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
 from phalanx.sim.packets.state import (
@@ -826,7 +826,7 @@ def alive(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, 
 def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
     """What Python calls. `stamp` stands in each, because numba keys its cache on the variables around a function."""
 
-    @compiled
+    @compile_loop
     def advance(
         shape: Shape,
         knobs: Knobs,
@@ -861,7 +861,7 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
         totals[NOW] = slot
         return slot
 
-    @compiled
+    @compile_loop
     def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
         """Every `phases`-th connection tries its retired paths; one whose links all carry the probe is good again."""
         _ = stamp
@@ -873,7 +873,7 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
                     traffic.path[flow, path] = GOOD
                     traffic.tally[flow, RETIRED] -= 1
 
-    @compiled
+    @compile_loop
     def deny(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints) -> None:
         """Take the paths over links without a share out of use, for good."""
         _ = stamp

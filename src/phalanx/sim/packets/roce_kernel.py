@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.sim.compiled import compiled
+from phalanx.sim.fair_rates import compile_loop
 from phalanx.sim.packets import parts, roce_state, state
 from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
 from phalanx.sim.packets.roce_state import (
@@ -485,7 +485,7 @@ def wake(form: Form, pairs: Pairs, slot: int) -> int:
 def loop(stamp: int) -> Callable[..., Any]:
     """What Python calls; `stamp` is in the key of its cache, as in `kernel.loops`."""
 
-    @compiled
+    @compile_loop
     def advance(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pairs, calendar: Calendar,
                 totals: Ints, begin: int, end: int) -> int:  # fmt: skip
         """Run the slots from `begin` up to `end`; stops early when every connection has finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,40 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.errors import Problem, SystemFailure
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.links import Floats
-from phalanx.sim.matrices import Flows
-from phalanx.sim.packets.budget import Budget, afford
-from phalanx.sim.packets.course import Course
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Floats, Links, links_of
+from phalanx.sim.packets.build import PacketBudget, PacketCost, afford, calendar_of, cost
 from phalanx.sim.packets.faults import Change, Fault, changes
-from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.roce import Roce, check_roce
-from phalanx.sim.packets.roce_build import RoceWorld, roce_build, roce_routes, roce_sketch
-from phalanx.sim.packets.roce_state import ACTIVE, DELIVERED, DROPPED, LOST, MARKS, NOW, OVERFLOW, PAUSED, SENT
+from phalanx.sim.packets.result import PacketCourse, PacketResult
+from phalanx.sim.packets.roce_state import (
+    ACTIVE,
+    ALPHA,
+    ALPHA_AT,
+    CNP_AT,
+    DELIVERED,
+    DROPPED,
+    FREE,
+    LOST,
+    MARKS,
+    NOW,
+    OVERFLOW,
+    PAUSED,
+    RANDOM,
+    RATE,
+    SENT,
+    TARGET,
+    TIMER_AT,
+    TOTAL,
+    Form,
+    Packets,
+    Pairs,
+    Ports,
+    Rules,
+)
+from phalanx.sim.packets.state import Calendar, Ints, Ints32
+from phalanx.sim.packets.transport import Dcqcn, Roce, RoceSlots, check_roce, roce_slots
+from phalanx.sim.routes import Routing, route_flows
+from phalanx.sim.traffic_matrix import Flows
 
 
 def run_roce(
@@ -29,7 +54,7 @@ def run_roce(
     faults: tuple[Fault, ...],
     denied: tuple[Fault, ...],
     seed: int,
-    budget: Budget,
+    budget: PacketBudget,
     limit: Callable[
         [list[Change], float, int], int
     ],  # slots; from changes, a slot's length, slots of unhindered traffic
@@ -51,7 +76,7 @@ def run_roce(
         known=np.ones(world.links.count),
         todo=todo,
         watch=watch,
-        course=Course(watched=len(watch)),
+        course=PacketCourse(watched=len(watch)),
         sample=max(1, round(sample_s / slot_s)),
     )
     started = time.process_time()
@@ -71,7 +96,7 @@ class _Clock:
     todo: list[Change]
     watch: tuple[int, ...]
     sample: int
-    course: Course
+    course: PacketCourse
     slot: int = 1
 
     def run(self, limit: int, deadline: float) -> str:
@@ -144,3 +169,214 @@ def _result(clock: _Clock, stopped: str, cpu_s: float) -> PacketResult:
         dropped=int(w.totals[DROPPED]),
         paused_share=int(w.totals[PAUSED]) / busy,
     )
+
+
+# Arrays of a simulation of the conventional transport.
+
+
+TOTALS, COUNTS, RATES = 14, 9, 8
+MOST_LINKS_OF_PATH = 6
+TICK_S = 1e-6  # between looks at the timers, whose times are tens of microseconds
+BYTES_PER_PACKET, BYTES_PER_PAIR, BYTES_PER_EVENT = 4 * 4 + 2, 4 * (COUNTS + 8) + 8 * RATES + 20, 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoceSketch:
+    """What will be simulated, before any large array exists."""
+
+    links: Links
+    slots: RoceSlots
+    packets: Ints  # of each queue pair
+    room: int  # packets that can be in the fabric at once
+    events: int  # that can be under way at once
+    cost: PacketCost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoceWorld:
+    """Everything the loop runs on."""
+
+    links: Links
+    slots: RoceSlots
+    form: Form
+    rules: Rules
+    ports: Ports
+    packets: Packets
+    pairs: Pairs
+    calendar: Calendar
+    totals: Ints
+
+
+def roce_sketch(fabric: Fabric, flows: Flows, roce: Roce) -> RoceSketch:
+    """Sizes and expected cost; all planes are simulated, because queue pairs lie on single ones."""
+    links, slots = links_of(fabric), roce_slots(fabric, roce)
+    each = np.ceil(np.minimum(flows.nbytes / roce.payload_bytes / roce.qps, 2.0**30)).astype(np.int64)
+    packets = np.repeat(each, roce.qps)
+    into = np.bincount(flows.target, weights=each * roce.qps, minlength=fabric.hosts)
+    out = np.bincount(flows.source, weights=each * roce.qps, minlength=fabric.hosts)
+    # Every switch full, and on every link what is sent before a pause arrives.
+    room = int(min(fabric.switches * slots.buffer + links.count * (3 * slots.wire + 4), packets.sum() * 2.0 + 1024))
+    events = fabric.hosts * fabric.planes * (_longest(fabric, slots) + 2) + len(packets) + 1024
+    memory = room * BYTES_PER_PACKET + events * BYTES_PER_EVENT + len(packets) * BYTES_PER_PAIR
+    expected = cost(
+        packets=int(packets.sum(dtype=np.float64)),
+        hops=int(packets.sum(dtype=np.float64) * (fabric.hops + 1)),
+        slots=int(max(into.max(), out.max()) / min(fabric.planes, roce.qps) + _longest(fabric, slots)),
+        links=links.count,
+        memory_bytes=memory + links.count * (4.0 * slots.wire + 8.0 * (slots.back + 2) + 60),
+    )
+    return RoceSketch(links=links, slots=slots, packets=packets, room=room, events=int(events), cost=expected)
+
+
+def _longest(fabric: Fabric, slots: RoceSlots) -> int:
+    return (fabric.hops + 1) * slots.back + slots.host
+
+
+def roce_build(plan: RoceSketch, fabric: Fabric, flows: Flows, roce: Roce, *, seed: int) -> RoceWorld:
+    """The arrays."""
+    totals = np.zeros(TOTALS, dtype=np.int64)
+    # The generator must not start at 0; the odd constant spreads neighbouring seeds.
+    totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
+    totals[ACTIVE], totals[FREE] = len(flows), 0
+    slots = plan.slots
+    form = Form(
+        hosts=fabric.hosts,
+        planes=fabric.planes,
+        per_plane=plan.links.per_plane,
+        wire=slots.wire,
+        back=slots.back,
+        host_slots=slots.host,
+        ring=_longest(fabric, slots) + 2,
+        timeout=slots.timeout,
+        tick=max(1, round(TICK_S / slots.slot_s)),
+    )
+    return RoceWorld(
+        links=plan.links,
+        slots=slots,
+        form=form,
+        rules=_rules(slots, roce),
+        ports=_ports(plan.links, form),
+        packets=_packets(plan.room),
+        pairs=_pairs(plan, flows, roce, seed),
+        calendar=calendar_of(form.ring, plan.events),
+        totals=totals,
+    )
+
+
+def _rules(slots: RoceSlots, roce: Roce) -> Rules:
+    d = roce.dcqcn or Dcqcn()
+    return Rules(
+        pfc=int(roce.pfc),
+        dcqcn=int(roce.dcqcn is not None),
+        ack_every=roce.ack_every,
+        buffer=slots.buffer,
+        pause_share=roce.pause_share,
+        mark_low=slots.mark_low,
+        mark_high=slots.mark_high,
+        mark_most=roce.mark_most,
+        gain=d.gain,
+        cnp=slots.slots(d.cnp_s),
+        alpha=slots.slots(d.alpha_s),
+        timer=slots.slots(d.timer_s),
+        counter=d.counter_bytes / roce.packet_bytes,
+        fast_rounds=d.fast_rounds,
+        add=d.add_share,
+        hyper=d.hyper_share,
+        least=d.least_share,
+    )
+
+
+def _ports(links: Links, form: Form) -> Ports:
+    count = links.count
+    node = switch_at_end(links)
+    # A link pauses and goes on at most once per slot of the flight of that message.
+    signals = count * (form.back + 2)
+    return Ports(
+        first=np.full(count, -1, dtype=np.int32),
+        last=np.full(count, -1, dtype=np.int32),
+        waiting=np.zeros(count, dtype=np.int32),
+        wire=np.zeros((form.wire, count), dtype=np.int32),
+        node=node,
+        held=np.zeros(count, dtype=np.int32),
+        used=np.zeros(links.fabric.switches + 1, dtype=np.int32),
+        asked=np.zeros(count, dtype=np.uint8),
+        paused=np.zeros(count, dtype=np.uint8),
+        share=np.ones(count),
+        loss=np.zeros(count),
+        signal_slot=np.zeros(signals, dtype=np.int32),
+        signal_link=np.zeros(signals, dtype=np.int32),
+    )
+
+
+def switch_at_end(links: Links) -> Ints32:
+    """Number of the switch that each link ends at; -1 is a host."""
+    f = links.fabric
+    node = np.full(links.count, -1, dtype=np.int32)
+    for plane in range(f.planes):
+        base, at = plane * f.switches_per_plane, np.array(plane)
+        hosts = np.arange(f.hosts)
+        node[links.nic_up(at, hosts)] = base + links.host_t0(hosts)
+        if f.tiers > 1:
+            t0, port = (grid.ravel() for grid in np.meshgrid(np.arange(f.t0), np.arange(f.t0_up), indexing="ij"))
+            node[links.t0_up(at, t0, port)] = base + f.t0 + links.t1_of(t0, port)
+            node[links.t0_down(at, t0, port)] = base + t0
+        if f.tiers > 2:
+            t1, port = (grid.ravel() for grid in np.meshgrid(np.arange(f.t1), np.arange(links.t1_up), indexing="ij"))
+            node[links.t1_up_link(at, t1, port)] = base + f.t0 + f.t1 + links.t2_of(t1, port)
+            node[links.t1_down_link(at, t1, port)] = base + f.t0 + t1
+    return node
+
+
+def _packets(room: int) -> Packets:
+    following = np.arange(1, room + 1, dtype=np.int32)
+    following[-1] = -1
+    return Packets(
+        pair=np.zeros(room, dtype=np.int32),
+        number=np.zeros(room, dtype=np.int32),
+        hop=np.zeros(room, dtype=np.uint8),
+        marked=np.zeros(room, dtype=np.uint8),
+        came=np.zeros(room, dtype=np.int32),
+        next=following,
+    )
+
+
+def _pairs(plan: RoceSketch, flows: Flows, roce: Roce, seed: int) -> Pairs:
+    number, f = len(plan.packets), plan.links.fabric
+    owner = np.repeat(np.arange(len(flows), dtype=np.int32), roce.qps)
+    routes, hops = roce_routes(plan.links, flows, roce, seed, None)
+    count, rate = np.zeros((number, COUNTS), dtype=np.int32), np.zeros((number, RATES))
+    count[:, TOTAL] = plan.packets
+    rate[:, RATE] = rate[:, TARGET] = rate[:, ALPHA] = 1.0
+    rate[:, ALPHA_AT] = rate[:, TIMER_AT] = math.inf
+    rate[:, CNP_AT] = -math.inf
+    first = routes[:, 0].astype(np.int64)
+    port = first // plan.links.per_plane * f.hosts + first % plan.links.per_plane
+    mine = np.argsort(port, kind="stable")
+    return Pairs(
+        owner=owner,
+        route=routes,
+        hops=hops,
+        counts=count,
+        rate=rate,
+        mine=mine.astype(np.int32),
+        begin=np.searchsorted(port[mine], np.arange(f.hosts * f.planes + 1)).astype(np.int32),
+        turn=np.zeros(f.hosts * f.planes, dtype=np.int32),
+        left=np.full(len(flows), roce.qps, dtype=np.int32),
+        done=np.full(len(flows), -1, dtype=np.int32),
+        arrived=np.zeros(len(flows), dtype=np.int64),
+        touched=np.zeros(len(flows), dtype=np.uint8),
+    )
+
+
+def roce_routes(
+    links: Links, flows: Flows, roce: Roce, seed: int, left: Floats | None
+) -> tuple[Ints32, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    """Links of every queue pair's path and their number; `left` is what routing knows to be left of each link."""
+    # Queue pairs of a connection take planes in turn, and ports by hash.
+    routing = Routing(spread="qp", paths=roce.qps, planes="equal", seed=seed, recovery="conventional")
+    taken = route_flows(links, flows, routing, left).links
+    there = taken >= 0
+    order = np.argsort(~there, axis=1, kind="stable")  # short paths to the front
+    routes = np.full((len(taken), MOST_LINKS_OF_PATH), -1, dtype=np.int32)
+    routes[:, : taken.shape[1]] = np.take_along_axis(taken, order, axis=1)
+    return routes, there.sum(axis=1).astype(np.uint8)

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.network.fabric.types import Fabric
-from phalanx.sim.links import Ints
-from phalanx.sim.matrices import Flows
-from phalanx.sim.packets.budget import Budget, afford
-from phalanx.sim.packets.build import World, build, sketch
-from phalanx.sim.packets.course import Course
-from phalanx.sim.packets.denied import deny_paths
-from phalanx.sim.packets.faults import Change, Fault, changes
-from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.roce import Roce
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Ints
+from phalanx.sim.packets.build import PacketBudget, PacketWorld, afford, build_world, sketch
+from phalanx.sim.packets.faults import Change, Fault, changes, deny_paths
+from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_run import run_roce
 from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
 from phalanx.sim.packets.state import (
@@ -36,16 +31,17 @@ from phalanx.sim.packets.state import (
     TRIMS,
     UNSENT,
 )
-from phalanx.sim.packets.transport import Transport, check
+from phalanx.sim.packets.transport import Roce, Transport, check
+from phalanx.sim.traffic_matrix import Flows
 
 SAMPLE_S = 10e-6
-BUDGET = Budget()
+BUDGET = PacketBudget()
 PROBE_PHASES = 16  # connections do not probe all at once
 REST_S = 0.1  # simulated after the last change, unless a limit is given,
 PATIENCE = 20  # and this many times what the traffic takes unhindered
 
 
-def run(
+def run_connections(
     fabric: Fabric,
     traffic: Flows,
     *,
@@ -53,7 +49,7 @@ def run(
     faults: tuple[Fault, ...] = (),
     denied: tuple[Fault, ...] = (),
     seed: int = 0,
-    budget: Budget = BUDGET,
+    budget: PacketBudget = BUDGET,
     limit_s: float | None = None,
     sample_s: float = SAMPLE_S,
     watch: tuple[int, ...] = (),
@@ -92,7 +88,7 @@ def run(
     last_start_s = float(starts.start_s.max())
     plan = sketch(fabric, sorted_, transport, alike=not (faults or denied or each_plane), last_start_s=last_start_s)
     afford(fabric.name, plan.cost, budget)
-    world = build(plan, sorted_, transport, starts, seed=seed)
+    world = build_world(plan, sorted_, transport, starts, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
     if denied and converge_s is None:
         deny_paths(world, denied)
@@ -103,7 +99,7 @@ def run(
         todo=todo,
         starts=_starts(starts, world.slots.slot_s),
         watch=places,
-        course=Course(watched=len(places)),
+        course=PacketCourse(watched=len(places)),
         sample=max(1, round(sample_s / world.slots.slot_s)),
     )
     started = time.process_time()
@@ -139,12 +135,12 @@ def _limit(limit_s: float | None, todo: list[Change], slot_s: float, last_start_
 class _Clock:
     """Advances the loop from one thing that happens outside of it to the next."""
 
-    world: World
+    world: PacketWorld
     todo: list[Change]
     starts: list[tuple[int, Ints]]  # the next one last
     watch: tuple[int, ...]
     sample: int
-    course: Course
+    course: PacketCourse
     slot: int = 1  # a packet word of 0 is no packet, so nothing is sent in slot 0
     routed: int = 0
     probes: int = 0

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake
-from phalanx.sim.links import Floats, Ints
+from phalanx.sim.fabric_links import Floats, Ints
 
 NONE = -1
 

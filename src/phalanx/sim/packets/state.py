@@ -60,7 +60,7 @@ UNSENT, IN_FLIGHT, ACKED, ARRIVED, UNACKED, LOSSES, TOUCHED, KEPT, KEPT_AT, RETI
 
 
 class Shape(NamedTuple):
-    """Sizes of the fabric and of the queues; links are numbered as `phalanx.sim.links` numbers them."""
+    """Sizes of the fabric and of the queues; links are numbered as `phalanx.sim.fabric_links` numbers them."""
 
     hosts: int
     block: int  # hosts that share T0s

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.recovery import (
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
     EDGE_RECOVERY_S,
     FLAP_S,
@@ -17,10 +18,9 @@ from phalanx.network.fabric.recovery import (
     sprays,
     stall_s,
 )
-from phalanx.network.fabric.types import Fabric
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.sim.broken import Broken
+from phalanx.sim.fabric_links import BrokenParts
 from phalanx.sim.step.paths import Transport
 from phalanx.sim.step.report import StepReport, step_report
 
@@ -126,7 +126,7 @@ def minute(still_s: float, slow_s: float, *, pace: float) -> float:
     return (left_s - slow_s * (1.0 - pace)) / MINUTE_S
 
 
-def broken(fabric: Fabric, kind: str, *, edge: bool = True) -> Broken:
+def broken(fabric: Fabric, kind: str, *, edge: bool = True) -> BrokenParts:
     """The first part of a kind, in the first plane; raises UserError where the fabric has none."""
     if kind in ("link", "t1", "grey") and fabric.tiers < 2:
         raise mistake(
@@ -136,13 +136,13 @@ def broken(fabric: Fabric, kind: str, *, edge: bool = True) -> Broken:
         )
     uplink = ((0, 0, 0),)
     return {
-        "link": Broken(uplinks=uplink),
-        "t1": Broken(t1=((0, 0),)),
-        "t0": Broken(t0=((0, 0),)),
-        "nic": Broken(nics=((0, 0),)),
-        "transceiver": Broken(nics=((0, 0),)),
+        "link": BrokenParts(uplinks=uplink),
+        "t1": BrokenParts(t1=((0, 0),)),
+        "t0": BrokenParts(t0=((0, 0),)),
+        "nic": BrokenParts(nics=((0, 0),)),
+        "transceiver": BrokenParts(nics=((0, 0),)),
         # A sender at the edge leaves a path at its first loss. A switch sees a link that is up, and nobody leaves it.
-        "grey": Broken(uplinks=uplink, left=0.0 if edge else go_back_n(GREY_LOSS, fabric.port_gbps)),
+        "grey": BrokenParts(uplinks=uplink, left=0.0 if edge else go_back_n(GREY_LOSS, fabric.port_gbps)),
     }[kind]
 
 

@@ -12,17 +12,16 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.network.collectives import Group
-from phalanx.network.fabric.recovery import sprays
-from phalanx.network.fabric.types import Fabric, Switch
+from phalanx.network.fabric.fabric_types import Fabric, Switch
+from phalanx.network.fabric.failure_budget import sprays
 from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
-from phalanx.sim.broken import NOTHING, Broken
-from phalanx.sim.broken import shares as working
-from phalanx.sim.collect import phase
-from phalanx.sim.fluid import solve
-from phalanx.sim.links import Floats, Ints, Links, links_of
-from phalanx.sim.matrices import flows
-from phalanx.sim.routes import Routing, route
+from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of
+from phalanx.sim.fabric_links import shares as working
+from phalanx.sim.fluid import solve_rates
+from phalanx.sim.plan_flows import phase
+from phalanx.sim.routes import Routing, route_flows
+from phalanx.sim.traffic_matrix import flows
 
 AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
 SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)
@@ -41,7 +40,7 @@ class Transport:
     """Who chooses paths: senders that spray packets and leave dead paths, or a hash per QP that switches redo."""
 
     edge: bool = True
-    broken: Broken = NOTHING
+    broken: BrokenParts = NOTHING
     every_plane: bool = False  # what is broken is so in all planes, not in one
 
 
@@ -164,9 +163,9 @@ def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: T
     parts, routing = _routing(len(source), planes, edge=transport.edge)
     traffic = flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
 
-    def solved(broken: Broken) -> Floats:
+    def solved(broken: BrokenParts) -> Floats:
         # A message in equal parts on hashed paths is there when its slowest part is.
-        rates = solve(plane, traffic, routing=routing, broken=broken).share
+        rates = solve_rates(plane, traffic, routing=routing, broken=broken).share
         return np.asarray(parts * rates.reshape(-1, parts).min(axis=1))
 
     whole = solved(NOTHING)
@@ -175,7 +174,7 @@ def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: T
     left = solved(transport.broken)
     links = links_of(plane)
     lost = replace(transport.broken, left=0.0)  # a part that only loses packets touches as many
-    before = route(links, traffic, replace(routing, recovery="none"), working(links, lost))
+    before = route_flows(links, traffic, replace(routing, recovery="none"), working(links, lost))
     touched = len(np.unique(before.flow[before.cut] // parts))
     # Senders at the edge leave a plane as far as they must; a QP stays on its port, and the message waits for it, as on
     # InfiniBand, where switches spray inside a plane.

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
-from phalanx.sim.step.lanes import BUBBLE
 from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
-from phalanx.sim.step.question import Question, one, question
-from phalanx.sim.step.timeline import Timeline, check_spans, simulate
-from phalanx.sim.step.work import COMPUTE_PARTS, Work, work
+from phalanx.sim.step.step_work import COMPUTE_PARTS, StepQuestion, Work, ask_plan, one, work
+from phalanx.sim.step.timeline import BUBBLE, Timeline, check_spans, simulate_timeline
 from phalanx.units import plural
 
 COMPUTE = "compute_s"
@@ -76,10 +74,10 @@ class StepReport:
 
 def step_report(plan: Plan, fabric: Fabric | None, transport: Transport | None = None) -> StepReport:
     """The plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
-    return _report(question(plan), fabric, transport or Transport())
+    return _report(ask_plan(plan), fabric, transport or Transport())
 
 
-def _report(q: Question, named: Fabric | None, transport: Transport) -> StepReport:
+def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> StepReport:
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
@@ -88,7 +86,7 @@ def _report(q: Question, named: Fabric | None, transport: Transport) -> StepRepo
     paths = axis_paths(fabric, q.groups, axes, devices, transport)
     groups = on_fabric(q.groups, paths, fabric, nic=one(q.ask.physics.nic))
     planned, here = work(q, q.groups), work(q, groups)
-    ordered, timeline = simulate(planned), simulate(here)
+    ordered, timeline = simulate_timeline(planned), simulate_timeline(here)
     return StepReport(
         job=plan.job.name,
         layout=plan.layout.name,
@@ -109,7 +107,7 @@ def _report(q: Question, named: Fabric | None, transport: Transport) -> StepRepo
 
 
 def _lines(
-    q: Question, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
+    q: StepQuestion, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
     stage = timeline.busiest
     planned = _planned(q.plan)
@@ -141,7 +139,7 @@ def _planned(plan: Plan) -> dict[str, float]:
     return {part: compute if part == COMPUTE else parts[part] for part in LINES}
 
 
-def _why(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+def _why(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     """What the simulation does otherwise than the plan on this line."""
     if part in (COMPUTE, "optimizer_s", "overhead_s"):
         return "the plan's own seconds"
@@ -169,7 +167,7 @@ def _waiting(here: Work) -> str:
     )
 
 
-def _network(q: Question, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+def _network(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     axis = next((axis for axis in AXES_OF[part] if axis in paths), None)
     if axis is None:
         return "inside a fast domain: no network"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from phalanx.errors import mistake
 from phalanx.plan.layout import Layout
-from phalanx.sim.step.lanes import BACKGROUND, BUBBLE, SENDS, Handover, Lanes, Span
-from phalanx.sim.step.schedule import Task, order
-from phalanx.sim.step.work import Work
+from phalanx.sim.step.step_work import Inner, Work
 
 GRADIENT, SHARD, SEND = "gradient_s", "shard_s", "pipeline_send_s"
 # Passes of a step, each about five spans: 500,000 took 9 s of CPU and 0.7 GB (2026-11-15), and --break runs ten steps.
@@ -48,7 +47,7 @@ def check_spans(layout: Layout, layers: int) -> None:
     )
 
 
-def simulate(work: Work) -> Timeline:
+def simulate_timeline(work: Work) -> Timeline:
     """Run one step."""
     stages = [Lanes(number) for number in range(work.stages)]
     for lanes in stages:
@@ -236,3 +235,138 @@ class _Sharded:
 
     def _fetch(self, name: str) -> float:
         return self.lanes.queue(BACKGROUND, self.lanes.now_s, self.gather_s, f"gather {name}", SHARD)
+
+
+# The order in which a pipeline stage works: forward and backward passes of micro-batches and model chunks.
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A pass of one micro-batch through one chunk of a stage."""
+
+    kind: Literal["F", "B"]
+    micro: int
+    chunk: int = 0
+
+
+def order(schedule: str, stage: int, *, stages: int, chunks: int, micros: int) -> list[Task]:
+    """What a stage does, first to last. Zero-bubble has the order of 1F1B; weight gradients fill its gaps.
+
+    >>> [f"{task.kind}{task.micro}" for task in order("1f1b", 1, stages=3, chunks=1, micros=4)]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'F3', 'B2', 'B3']
+    """
+    forward = _units("F", stages=stages, chunks=chunks, micros=micros)
+    backward = _units("B", stages=stages, chunks=chunks, micros=micros)
+    if schedule == "gpipe":
+        return forward + backward
+    return _one_forward_one_backward(forward, backward, _warm_up(stage, stages, chunks, len(forward)))
+
+
+def _units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros: int) -> list[Task]:
+    """Micro-batches in groups of the pipeline's depth, each group through one chunk after the other."""
+    made = []
+    for first in range(0, micros, stages):
+        group = range(first, min(first + stages, micros))
+        for chunk in range(chunks) if kind == "F" else reversed(range(chunks)):
+            made += [Task(kind, micro, chunk) for micro in group]
+    return made
+
+
+def _warm_up(stage: int, stages: int, chunks: int, total: int) -> int:
+    """Forward passes before the first backward (Narayanan et al., arXiv:2104.04473, section 2.2)."""
+    behind = stages - stage - 1
+    return min(total, behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
+
+
+def _one_forward_one_backward(forward: list[Task], backward: list[Task], warm: int) -> list[Task]:
+    made = forward[:warm]
+    for one, other in zip(forward[warm:], backward, strict=False):
+        made += [one, other]
+    return made + backward[len(forward) - warm :]
+
+
+# One stage of the pipeline while a step runs: its device, its wires, and where the device's time went.
+
+
+DEVICE = "device"
+SENDS = "sends"
+BACKGROUND = "background"  # traffic of weights and gradients that runs beside compute
+BUBBLE = "bubble_s"
+WAITS = {BUBBLE: "bubble"}  # names of waiting; of traffic it is "wait for" it
+
+
+class Span(NamedTuple):
+    """Something that lasts: on the device of a stage, or on one of its wires. A step has up to a few 100,000."""
+
+    stage: int
+    track: str  # DEVICE, "link", "nic", SENDS or BACKGROUND
+    name: str
+    part: str  # a part of the plan's step, or "compute_s"
+    start_s: float
+    end_s: float
+
+
+class Handover(NamedTuple):
+    """An activation or its gradient on the way: the send that carries it, and the pass that takes it up."""
+
+    source: int  # stage
+    sent_s: float  # within the send
+    target: int
+    used_s: float  # the pass begins
+
+
+class Lanes:
+    """A stage's clock. The device does one thing at a time; sends and background traffic queue, each for itself."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.now_s = 0.0  # the device is free
+        self.free_s = {SENDS: 0.0, BACKGROUND: 0.0}
+        self.spans: list[Span] = []
+        self.device_s: dict[str, float] = defaultdict(float)  # seconds of the step by part: work and waiting
+        self.wire_s: dict[str, float] = defaultdict(float)
+
+    def wait(self, until_s: float, part: str) -> None:
+        """The device idles, on account of `part`."""
+        if until_s > self.now_s:
+            self._add(DEVICE, WAITS.get(part) or f"wait for {part.removesuffix('_s')}", part, self.now_s, until_s)
+            self.device_s[part] += until_s - self.now_s
+            self.now_s = until_s
+
+    def busy(self, seconds: float, name: str, part: str) -> None:
+        """The device works, or waits visibly for traffic of its own."""
+        if seconds > 0:
+            self._add(DEVICE, name, part, self.now_s, self.now_s + seconds)
+            self.device_s[part] += seconds
+            self.now_s += seconds
+
+    def run(self, compute_s: float, inner: tuple[Inner, ...], layers: float, name: str) -> None:
+        """Compute with the traffic inside it: what may hide does so at its end, the rest follows."""
+        start = self.now_s
+        self.busy(compute_s, name, "compute_s")
+        most_hidden = sum((one.wire_s - one.exposed_s) * layers for one in inner)
+        # No more hides than there is compute to hide behind.
+        fits = min(1.0, compute_s / most_hidden) if most_hidden > 0 else 0.0
+        at = max(start, self.now_s - fits * most_hidden)
+        for one in inner:
+            wire = one.wire_s * layers
+            shown = wire - fits * (one.wire_s - one.exposed_s) * layers
+            self._wire(one.tier, name, one.part, at, wire)
+            at += wire
+            self.busy(shown, f"{name} {one.part.removesuffix('_s')}", one.part)
+
+    def queue(self, lane: str, ready_s: float, seconds: float, name: str, part: str) -> float:
+        """Traffic that starts when its lane is free; returns when it has arrived."""
+        start = max(ready_s, self.free_s[lane])
+        if seconds > 0:
+            self._wire(lane, name, part, start, seconds)
+        self.free_s[lane] = start + seconds
+        return start + seconds
+
+    def _wire(self, track: str, name: str, part: str, start_s: float, seconds: float) -> None:
+        if seconds > 0:
+            self.wire_s[part] += seconds
+            self._add(track, name, part, start_s, start_s + seconds)
+
+    def _add(self, track: str, name: str, part: str, start_s: float, end_s: float) -> None:
+        self.spans.append(Span(self.stage, track, name, part, start_s, end_s))

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from phalanx.job.schema import Batch, RampStage
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import Sampler
 
@@ -98,7 +98,7 @@ def steady_ramp(*, start: int, increment: int, over_sequences: int, full: int, s
 class Batches:
     """This data rank's part of every global batch, read ahead by a thread.
 
-    The batch is dealt in order and in whole micro-batches (`Dealing`), so the whole is the same for every number of
+    The batch is dealt in order and in whole micro-batches (`BatchDeal`), so the whole is the same for every number of
     ranks. Rows beyond the last sequence fill micro-batches up: they repeat a sequence and none of their targets counts.
     """
 
@@ -117,7 +117,7 @@ class Batches:
     ) -> None:
         self._dataset, self._sampler, self._plan, self._sequence = dataset, sampler, plan, sequence
         self._rank = data_rank
-        self._dealing = Dealing(data_ranks=data_ranks, micro=micro, rounds=rounds, powers=powers)
+        self._dealing = BatchDeal(data_ranks=data_ranks, micro=micro, rounds=rounds, powers=powers)
         self._ahead: _Ahead | None = None
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 
 from phalanx.job.schema import Checkpoint
-from phalanx.plan.reliability import Reliability, daly
+from phalanx.plan.reliability import Reliability, daly_interval
 
 RECENT = 5  # saves whose median counts: one held up by a busy disk changes nothing
 
@@ -48,5 +48,5 @@ class Interval:
 
     def _update(self) -> None:
         if self._measured and self._blocked_s:
-            best_s = daly(median(self._blocked_s), self._mtbf_s)
+            best_s = daly_interval(median(self._blocked_s), self._mtbf_s)
             self.interval_s = max(best_s, median(self._persist_s) if self._persist_s else 0.0)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
-from phalanx.plan.mapping import mapping
+from phalanx.plan.mapping import map_axes
 from phalanx.plan.memory import MEMORY_ERROR
-from phalanx.plan.prediction import MemoryReport, executed_flops, predict
+from phalanx.plan.prediction import MemoryReport, executed_flops, predict_layout
+from phalanx.plan.request import PlanRequest
 from phalanx.train.tracing.log import RankTrace
 
 LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": MEMORY_ERROR}
@@ -64,16 +64,16 @@ def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
     )
 
 
-def against_plan(ask: Ask, layout: Layout, traces: Sequence[RankTrace]) -> list[Line]:
+def against_plan(ask: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[Line]:
     """Every line of the comparison; `traces` holds one rank of every pipeline place."""
     stages = list({trace.stages: trace for trace in reversed(traces)}.values())
-    _, memory = predict(ask, layout)
+    _, memory = predict_layout(ask, layout)
     return [*_traffic(ask, layout, stages), *_flops(ask, layout, stages), *_memory(memory, stages)]
 
 
-def _traffic(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[Line]:
+def _traffic(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[Line]:
     lines = []
-    for use in mapping(ask, layout):
+    for use in map_axes(ask, layout):
         sent = [trace.sent_bytes(use.axis) for trace in stages]
         traced = sum(sent) / len(sent) if use.axis in AVERAGE else max(sent)
         lines.append(Line(kind="communication", name=use.axis, planned=use.bytes_per_step, traced=traced))
@@ -87,7 +87,7 @@ def _traffic(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[Line
     return [*lines, total] if lines else []
 
 
-def _flops(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[Line]:
+def _flops(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[Line]:
     inside = layout.devices // layout.pipeline
     planned = executed_flops(ask, layout)
 

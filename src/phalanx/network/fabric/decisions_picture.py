@@ -1,0 +1,280 @@
+"""Marks of the decisions' picture: axes, frames, curves, words. SVG text without a plotting library."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from phalanx.network.fabric.decisions import PACKETS, Decisions, PlaneRow, max_to_mean, recovery_row
+from phalanx.network.fabric.fabric_text import against, decision_findings, formula, show_hours
+from phalanx.network.fabric.failure_budget import GIVE_UP_S
+from phalanx.units import format_count, format_seconds, plural
+
+PANEL_W, PANEL_H, TOP = 320, 270, 160
+LINE_CHARS = 48  # of a finding, 13 px wide words over a panel and its scale
+REMARK_CHARS = 54  # of 12 px under a panel
+LETTER_PX = 7.2  # a letter of 13 px, rather too wide
+
+# Blue and orange keep apart for the colour-blind, on white and on near-black (contrast over 3:1 with both). Words have
+# a rim in the colour of the page, so that no line runs through them.
+STYLE = """
+.page{fill:#ffffff}.ink{fill:#1b1f24}.soft{fill:#57606a}.line{stroke:#8c959f;stroke-width:1;fill:none}
+.grid{stroke:#d0d7de;stroke-width:1}.a{fill:#0969da}.b{fill:#bc4c00}.al{stroke:#0969da;stroke-width:2.5;fill:none}
+.bl{stroke:#bc4c00;stroke-width:2.5;fill:none}.want{stroke:#1b1f24;stroke-width:1.5;stroke-dasharray:5 4}
+.pale{opacity:.4}.band{fill:#bc4c00;opacity:.1}
+text{font-family:system-ui,sans-serif;font-size:13px;paint-order:stroke;stroke:#ffffff;stroke-width:3px;stroke-linejoin:round}
+text.small{font-size:12px}.head{font-size:16px;font-weight:600}.title{font-size:20px;font-weight:600}
+@media (prefers-color-scheme:dark){.page{fill:#0d1117}.ink{fill:#e6edf3}.soft{fill:#9da7b3}.line{stroke:#6e7681}
+.grid{stroke:#30363d}.a{fill:#58a6ff}.b{fill:#f0883e}.al{stroke:#58a6ff}.bl{stroke:#f0883e}.want{stroke:#e6edf3}
+.band{fill:#f0883e}text{stroke:#0d1117}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """Values to pixels, on a logarithmic scale."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """The pixel of a value; beyond the ends, of the end."""
+        inside = min(max(value, self.low), self.high)
+        share = math.log(inside / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+    def decades(self, step: int = 1) -> list[float]:
+        """Powers of ten between the ends."""
+        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        return [10.0**power for power in range(first, last + 1, step)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heading:
+    """Over a panel: the decision, what comes of it, and what the scale counts."""
+
+    name: str
+    finding: str
+    scale: str
+
+
+def frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: bool = False) -> list[str]:
+    """Heading, horizontal grid with its numbers, and the base line."""
+    parts = [words(x0 - 40, TOP - 70, head.name, "ink head"), words(x0 - 40, TOP - 10, head.scale, "soft small")]
+    lines = textwrap.wrap(head.finding, LINE_CHARS)[:2]
+    parts += [words(x0 - 40, TOP - 50 + 17 * number, line, "ink") for number, line in enumerate(lines)]
+    for tick in ticks:
+        y = up.at(tick)
+        shown = format_count(tick) if count and tick >= 1000 else f"{tick:g}"
+        parts.append(f'<line class="grid" x1="{x0}" x2="{x0 + PANEL_W}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(words(x0 - 6, y + 4, _short(shown), "soft small", "end"))
+    base = TOP + PANEL_H
+    return [*parts, f'<line class="line" x1="{x0}" x2="{x0 + PANEL_W}" y1="{base}" y2="{base}"/>']
+
+
+def ticks_below(across: Axis, ticks: Sequence[float], write: Callable[[float], str]) -> list[str]:
+    """Numbers under the base line."""
+    shown = [_short(write(tick)) for tick in ticks]
+    pairs = zip(ticks, shown, strict=True)
+    return [words(across.at(tick), TOP + PANEL_H + 18, label, "soft small", "middle") for tick, label in pairs]
+
+
+def scale_below(x0: float, text: str) -> str:
+    """What the base line counts."""
+    return words(x0 + PANEL_W / 2, TOP + PANEL_H + 38, text, "soft", "middle")
+
+
+def curve(kind: str, points: Sequence[tuple[float, float]]) -> str:
+    """A line through points."""
+    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+
+
+def key(x0: float, names: tuple[str, str], remark: str) -> list[str]:
+    """Two colours and their names under a panel, and a remark."""
+    y = TOP + PANEL_H + 62
+    parts = [
+        f'<rect class="a" x="{x0}" y="{y - 10}" width="11" height="11"/>',
+        words(x0 + 16, y, names[0], "ink"),
+        f'<rect class="b" x="{x0 + 160}" y="{y - 10}" width="11" height="11"/>',
+        words(x0 + 176, y, names[1], "ink"),
+    ]
+    lines = textwrap.wrap(remark, REMARK_CHARS)[:2]
+    return [*parts, *(words(x0, y + 21 + 16 * number, line, "soft small") for number, line in enumerate(lines))]
+
+
+def labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str]:
+    """A label beside each point, moved up where another is in the way, to the left of it near the right end."""
+    parts: list[str] = []
+    taken: list[tuple[float, float, float]] = []
+    for x, y, text in sorted(points, reverse=True):
+        width = LETTER_PX * len(text)
+        left = x - width if x + 9 + width > right else x + 9
+        height = y - 20 if left < x else y - 5
+        while any(abs(height - other) < 16 and left < end and left + width > start for start, end, other in taken):
+            height -= 4
+        taken.append((left, left + width, height))
+        parts.append(words(left, height, text, "ink"))
+    return parts
+
+
+def _short(number: str) -> str:
+    """10.0 as 10, and 0.01 as it is."""
+    return re.sub(r"\.0+(?!\d)", "", number)
+
+
+def words(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    """A line of text."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+# The three decisions as one SVG with three panels, legible on light and dark pages, without a plotting library.
+
+
+WIDTH, HEIGHT, LEFT = 1260, 580, 70
+GAP = 415  # from one panel to the next
+CONVERGES_S = (1.0, 60.0)  # "seconds or tens of seconds" of a conventional fabric (the post on the MRC network)
+SOURCES = (
+    "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins without sampling; failures of "
+    "cables, Alibaba HPN, SIGCOMM'24, of switches, Singh et al., SIGCOMM CCR 51(2) 2021."
+)
+
+
+def decisions_svg(one: Decisions) -> str:
+    """The SVG text."""
+    fabric = one.fabric
+    planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
+    title = f"{one.gpus:,} GPUs at {one.nic_gbps:g} Gb/s: {planes} of {fabric.tiers} tiers, {fabric.switch.name}"
+    summary = (
+        f"{fabric.switches:,} switches, {plural(fabric.hops, 'hop')}, {plural(fabric.paths, 'path')}; "
+        f"{one.paths} paths per connection; recovery after {format_seconds(one.recovery_s)}"
+    )
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',
+        f'<title id="t">{escape(title)}</title><desc id="d">{escape(_described(one, summary))}</desc>',
+        f'<style>{STYLE}</style><rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
+        words(LEFT - 40, 34, title, "ink title"),
+        words(LEFT - 40, 57, summary, "soft"),
+        *_hosts(one),
+        *_load(one),
+        *_lost(one),
+        words(LEFT - 40, HEIGHT - 16, SOURCES, "soft small"),
+        "</svg>",
+    ]
+    return "\n".join(body) + "\n"
+
+
+def _described(one: Decisions, summary: str) -> str:
+    """For a reader who hears the picture."""
+    return ". ".join([summary, *decision_findings(one)]) + "."
+
+
+def _hosts(one: Decisions) -> list[str]:
+    """Panel 1: bars of the hosts that two and three tiers join, by planes; pale where they are too few."""
+    x0 = LEFT
+    most = max(one.gpus, *(row.most_hosts[1] for row in one.planes))
+    least = min(one.gpus, *(row.most_hosts[0] for row in one.planes))
+    low = min(100.0, 10.0 ** math.floor(math.log10(least)))
+    axis = Axis(low=low, high=10 ** math.ceil(math.log10(most)), start=TOP + PANEL_H, end=TOP)
+    slot = PANEL_W / len(one.planes)
+    head = Heading(name="1. Planes and radix", finding=decision_findings(one)[0], scale="hosts at full bisection")
+    parts = frame(x0, head, axis, axis.decades(), count=True)
+    bars = [_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
+    height = axis.at(one.gpus)
+    parts += [mark for marks, _ in bars for mark in marks]
+    parts.append(f'<line class="want" x1="{x0}" x2="{x0 + PANEL_W}" y1="{height:.1f}" y2="{height:.1f}"/>')
+    parts += [number for _, numbers in bars for number in numbers]
+    for index, row in enumerate(one.planes):
+        label = f"{row.planes}×{row.radix}"
+        parts.append(words(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
+    parts.append(scale_below(x0, "planes × ports of the same box"))
+    ratios = f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host of {against(one)}"
+    note = f"dashed: {one.gpus:,} GPUs" + (f"; full, {ratios}" if formula(one) else "")
+    return [*parts, *key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
+
+
+def _bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> tuple[list[str], list[str]]:
+    """Two bars and their numbers."""
+    marks, numbers = [], []
+    width = min(0.36 * slot, 40.0)
+    middle = left + slot / 2
+    for x, hosts, kind in ((middle - width, row.most_hosts[0], "a"), (middle + 2, row.most_hosts[1], "b")):
+        top, base = axis.at(hosts), TOP + PANEL_H
+        pale = " pale" if hosts < wanted else ""
+        size = f'width="{width:.1f}" height="{base - top:.1f}"'
+        marks.append(f'<rect class="{kind}{pale}" x="{x:.1f}" y="{top:.1f}" {size}/>')
+        edge, anchor = (x + width, "end") if kind == "a" else (x, "start")
+        numbers.append(words(edge, top - 4, format_count(hosts), "soft small", anchor))
+    return marks, numbers
+
+
+def _load(one: Decisions) -> list[str]:
+    """Panel 2: busiest link over mean against units per link, for one T0 and for the fabric."""
+    x0, fabric = LEFT + GAP, one.fabric
+    across = Axis(low=1, high=PACKETS, start=x0, end=x0 + PANEL_W)
+    units = [2.0**power for power in range(13)]
+    groups = fabric.planes * fabric.t0
+    alone = [max_to_mean(unit, fabric.t0_up) for unit in units]
+    whole = [max_to_mean(unit, fabric.t0_up, groups=groups) for unit in units]
+    worst = max(row.worst_of_fabric for row in one.loads)
+    up = Axis(low=1, high=max(2.0, worst, *whole) * 1.2, start=TOP + PANEL_H, end=TOP)
+    ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 8, 12, 20) if tick <= up.high]
+    head = Heading(
+        name="2. Packets instead of flows",
+        finding=decision_findings(one)[1],
+        scale="busiest link over the mean (1 is even)",
+    )
+    parts = frame(x0, head, up, ticks)
+    parts += ticks_below(across, [4.0**power for power in range(7)], lambda tick: f"{tick:g}")
+    parts.append(curve("al", [(across.at(x), up.at(y)) for x, y in zip(units, alone, strict=True)]))
+    parts.append(curve("bl", [(across.at(x), up.at(y)) for x, y in zip(units, whole, strict=True)]))
+    points = []
+    for row, short in zip(one.loads, ("1 flow", "16 QPs", f"{one.paths} paths", "packets"), strict=True):
+        x, y = across.at(row.units_per_link), up.at(row.worst_of_fabric)
+        parts.append(f'<circle class="b" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
+        points.append((x, y, f"{short} {row.worst_of_fabric:.2f}"))
+    parts += labels(points, right=x0 + PANEL_W)
+    parts.append(scale_below(x0, "random units per uplink"))
+    note = "skipping marked paths removes what is above 1"
+    return [*parts, *key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
+
+
+def _lost(one: Decisions) -> list[str]:
+    """Panel 3: GPU-hours lost per day against the time to recover."""
+    x0, fabric = LEFT + 2 * GAP, one.fabric
+    restart_s = one.budget.restart[0].seconds_per_event
+    edge = (GIVE_UP_S, GIVE_UP_S * 1.001)  # a step, not a slope
+    times = sorted([*(10.0 ** (power / 4) for power in range(-20, 9)), *edge])
+    rows = [recovery_row(fabric, time_s, restart_s) for time_s in times]
+    hours = [max(row.lost_gpu_hours_per_day, 1e-9) for row in rows]
+    across = Axis(low=times[0], high=times[-1], start=x0, end=x0 + PANEL_W)
+    restarts = one.recoveries[-1].lost_gpu_hours_per_day
+    low = 10 ** math.floor(math.log10(min(hours)))
+    high = max(10 * low, *hours, 2 * restarts)
+    up = Axis(low=low, high=10 ** math.ceil(math.log10(high)), start=TOP + PANEL_H, end=TOP)
+    head = Heading(name="3. Recovery at the edge", finding=decision_findings(one)[2], scale="GPU-hours lost per day")
+    first, last = (across.at(bound) for bound in CONVERGES_S)
+    band = f'<rect class="band" x="{first:.1f}" y="{TOP}" width="{last - first:.1f}" height="{PANEL_H}"/>'
+    parts = [band, *frame(x0, head, up, up.decades(), count=True)]
+    parts += ticks_below(across, across.decades(2), format_seconds)
+    parts.append(curve("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
+    parts.append(curve("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))
+    parts.append(words(last - 4, TOP + 16, "routing converges", "soft small", "end"))
+    parts += _chosen(one, across, up)
+    parts.append(scale_below(x0, "time from failure to bypass"))
+    note = f"a step is late in {one.late[1].step:.0%} of cases if 1 transfer in 10⁶ is"
+    return [*parts, *key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
+
+
+def _chosen(one: Decisions, across: Axis, up: Axis) -> list[str]:
+    """The point of the chosen recovery time."""
+    hours = recovery_row(one.fabric, one.recovery_s, one.budget.restart[0].seconds_per_event).lost_gpu_hours_per_day
+    x, y = across.at(one.recovery_s or across.low), up.at(max(hours, up.low))
+    anchor = "end" if x > across.start + 0.6 * PANEL_W else "start"
+    label = f"{format_seconds(one.recovery_s)}: {show_hours(hours)}"
+    return [f'<circle class="a" cx="{x:.1f}" cy="{y:.1f}" r="5"/>', words(x, y - 11, label, "ink", anchor)]

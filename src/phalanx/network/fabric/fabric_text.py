@@ -1,0 +1,390 @@
+"""Tables and paragraphs of plain text, as wide as they need or as narrow as a terminal."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from phalanx.network.fabric.bill import Loss, fabric_bill, failure_loss
+from phalanx.network.fabric.decisions import Decisions, PlaneRow
+from phalanx.network.fabric.design import Design, nominal_ratio
+from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, addresses, needs_routers
+from phalanx.network.fabric.failure_budget import (
+    CONVERGE_S,
+    SHIELD_S,
+    FailureBudget,
+    FailureCost,
+    failure_budget,
+    ports_move,
+    sprays,
+)
+from phalanx.units import format_money, format_seconds, plural
+
+PAGE = 119  # columns of prose where nobody says how wide the page is
+LEAST = 20  # narrower than any terminal: a slip
+
+Rows = Sequence[Sequence[str]]
+
+
+def table(rows: Rows, *, left: int = 1, width: int | None = None) -> str:
+    """Columns as wide as their widest cell; the first `left` to the left, the others to the right.
+
+    Where that is wider than `width`, the columns come in blocks below each other, each with the first column again.
+
+    >>> print(table([("a", "one", "two"), ("b", "1", "2")], width=6))
+    a  one
+    b    1
+    <BLANKLINE>
+    a  two
+    b    2
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n\n".join(_lines(rows, columns, widths, left) for columns in _blocks(widths, width))
+
+
+def _lines(rows: Rows, columns: Sequence[int], widths: Sequence[int], left: int) -> str:
+    lines = (
+        "  ".join(
+            row[column].ljust(widths[column]) if column < left else row[column].rjust(widths[column])
+            for column in columns
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _blocks(widths: Sequence[int], width: int | None) -> Iterator[list[int]]:
+    """The first column and as many others as fit, at least one, until all were."""
+    block, used = [0], widths[0]
+    for column in range(1, len(widths)):
+        if width is not None and len(block) > 1 and used + 2 + widths[column] > width:
+            yield block
+            block, used = [0], widths[0]
+        block.append(column)
+        used += 2 + widths[column]
+    yield block
+
+
+def wrapped(words: str, width: int | None = None) -> list[str]:
+    """A paragraph."""
+    narrow = PAGE if width is None else max(LEAST, min(PAGE, width))
+    return textwrap.wrap(words, narrow, break_long_words=False, break_on_hyphens=False)
+
+
+def folded(text: str, width: int | None) -> str:
+    """Lines that are still too long, broken: under the second column where there is one, else a little further in."""
+    if width is None:
+        return text
+    return "\n".join(line for whole in text.split("\n") for line in _fold(whole, max(LEAST, width)))
+
+
+def _fold(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    begun = re.match(r" *(?:\S+(?: \S+)*  +)?", line)
+    start = begun.end() if begun is not None else 0
+    inner = len(line) - len(line.lstrip())
+    hang = start if inner < start <= width // 2 else inner if inner > width // 4 else inner + 2
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+
+
+# What the three decisions come to, one sentence each: the picture's headings and the first lines of the page.
+
+
+def decision_findings(one: Decisions) -> tuple[str, str, str]:
+    """In the order of the decisions."""
+    return _scale(one), _balance(one), _recovery(one)
+
+
+def against(one: Decisions) -> str:
+    """What the formula's ratios are measured against: the same box with its widest ports, in three tiers."""
+    return f"{_planes(one.planes[0])} in 3 tiers"
+
+
+def formula(one: Decisions) -> str:
+    """Switches and optics per host of full fabrics, as arXiv:2605.04333 section 2 counts them."""
+    mine = f"{_planes(one.own)} in {plural(one.own.tiers, 'tier')}"
+    if mine == against(one):
+        return ""
+    have = "has" if one.own.planes == 1 else "have"
+    if one.switch_ratio == one.optics_ratio == "1":
+        return f"{mine} {have} as many switches and optics per host as {against(one)}"
+    return f"{mine} {have} {one.switch_ratio} of the switches and {one.optics_ratio} of the optics of {against(one)}"
+
+
+def counted(one: Decisions) -> str:
+    """The same of the fabrics that join these hosts: tiers as many as they need, ports as they are filled."""
+    flat = one.planes[0]
+    if one.own == flat or one.counted_switch_ratio is None:
+        return ""
+    return (
+        f"{one.own.switches:,} switches are {one.counted_switch_ratio:.3g} of the {flat.switches:,} of {_planes(flat)} "
+        f"in {plural(flat.tiers, 'tier')} at full bisection, and the optics {one.counted_optics_ratio:.3g}"
+    )
+
+
+def _scale(one: Decisions) -> str:
+    flat, own = one.planes[0], one.own
+    most = own.most_hosts[own.tiers - 2]
+    reach = "reaches" if own.planes == 1 else "reach"
+    ratio = "" if own.oversubscription == 1 else f" at {own.oversubscription:.3g}:1"
+    said = (
+        f"{_planes(own)} of {own.radix} ports {reach} {most:,} hosts in {plural(own.tiers, 'tier')}{ratio}".capitalize()
+    )
+    if flat.planes == own.planes:
+        return said
+    full = " at full bisection" if ratio else ""
+    if not flat.tiers:
+        return f"{said}; {_planes(flat)} of {flat.radix} cannot reach {one.gpus:,}{full}"
+    if flat.tiers == own.tiers:
+        return f"{said}, {_planes(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}{full}"
+    needs = "needs" if flat.planes == 1 else "need"
+    return f"{said}; {_planes(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}{full}"
+
+
+def _balance(one: Decisions) -> str:
+    flow, _, paths, packets = one.loads
+    return (
+        f"A flow per port puts {flow.worst_of_fabric:.1f} times the mean on the worst link, {one.paths} random paths "
+        f"{paths.worst_of_fabric:.1f}, packets {packets.worst_of_fabric:.2f}"
+    )
+
+
+def _recovery(one: Decisions) -> str:
+    chosen = next(row for row in one.recoveries if row.recovery_s == one.recovery_s)
+    restart = one.recoveries[-1]  # the same failures, none of them bypassed in time
+    if chosen.restarts:
+        return f"So late a bypass restarts the job: {chosen.lost_gpu_hours_per_day:,.0f} GPU-hours lost a day"
+    return (
+        f"{show_hours(chosen.lost_gpu_hours_per_day).capitalize()} GPU-hours lost a day, "
+        f"{show_hours(restart.lost_gpu_hours_per_day)} if each failure restarts the job"
+    )
+
+
+def show_hours(value: float) -> str:
+    """Whole hours where there are some."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "under 0.1"
+
+
+def _planes(row: PlaneRow) -> str:
+    return "one plane" if row.planes == 1 else plural(row.planes, "plane")
+
+
+# Fabrics as a person reads them: tables of plain text.
+
+
+_HEAD = (
+    "   switch", "planes", "tiers", "rails", "T0", "T1", "T2+T3", "switches", "cables", "800G optics", "hops", "paths",
+    "near", "NIC link", "T0-T1", "T1", "MW", "cost", "fail/day",
+)  # fmt: skip
+
+
+def show_designs(found: Sequence[Design], *, top: int, width: int | None = None) -> str:
+    """The `top` designs of each oversubscription, those that nothing beats marked with a star."""
+    first = found[0].fabric
+    said = (
+        f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {len(found)} fabrics fit. "
+        f"Network interruptions at Llama 3's rate per GPU: {found[0].interruptions_per_day:.2g} a day"
+    )
+    parts = [folded(said, width)]
+    for ratio, group in groupby(found, key=lambda one: nominal_ratio(one.fabric)):
+        lines = _merged(list(group))
+        name = "full bisection" if ratio == 1 else f"{ratio:g}:1 oversubscribed at T0"
+        more = f", {len(lines) - top} more with --top {len(lines)}" if len(lines) > top else ""
+        parts.append(f"\n{name}{more}\n" + table([_HEAD, *lines[:top]], width=width))
+    parts.append("\n".join(["", *wrapped(STAR, width), *wrapped(LEGEND, width)]))
+    return "\n".join(parts)
+
+
+STAR = "* nothing is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one of them"
+LEGEND = (
+    "T0 to T3: switches of all planes. cables: as wide as a NIC. near: hosts one switch away. NIC link, T0-T1, T1: "
+    "bandwidth that one failure takes from the NIC, from its T0's uplinks in that plane, from what the hosts of its "
+    "pod send beyond their T0; a lost T0 takes the NIC-link share from all hosts near. Quantum boxes are InfiniBand. "
+    "cost: switches, optics and trunks, low to high list prices. fail/day: cables at Alibaba HPN's 0.057 % a month, "
+    "and switches at 2 % in three months. All links count as optical. Sources: fabric show --json"
+)
+
+
+def _merged(group: Sequence[Design]) -> list[tuple[str, ...]]:
+    """One line for designs that differ only in their rails."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for one in group:
+        cells = _cells(one)
+        lines.setdefault(cells, []).append("none" if one.fabric.rails == 1 else str(one.fabric.rails))
+    return [(*cells[:3], "/".join(rails), *cells[3:]) for cells, rails in lines.items()]
+
+
+def _cells(one: Design) -> tuple[str, ...]:
+    fabric, parts, lost = one.fabric, one.bill, one.loss
+    return (
+        f"{'* ' if one.pareto else '  '} {fabric.switch.name}",
+        str(fabric.planes),
+        str(fabric.tiers),
+        *(count(fabric.planes * number) for number in (fabric.t0, fabric.t1, fabric.t2 + fabric.t3)),
+        count(fabric.switches),
+        count(parts.cables),
+        f"{parts.optics_800g:,.0f}",
+        str(fabric.hops),
+        count(fabric.paths),
+        count(lost.t0_hosts),
+        percent(lost.nic_link),
+        percent(lost.t0_t1_link),
+        percent(lost.t1),
+        "?" if parts.watts is None else f"{parts.watts / 1e6:.3g}",
+        money(parts.usd),
+        f"{one.cable_failures_per_day:.2g}+{one.switch_failures_per_day:.2g}",
+    )
+
+
+def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
+    """One fabric on a page."""
+    parts, lost = fabric_bill(fabric), failure_loss(fabric)
+    tiers = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
+    deep = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
+    boxes = [f"{fabric.planes * n:,} T{i}" for i, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3)) if n]
+    rows = [
+        ("hosts", f"{fabric.hosts:,} NICs of {fabric.nic_gbps:g} Gb/s"),
+        ("planes", f"{fabric.planes} of {fabric.port_gbps:g} Gb/s, each {deep} of {fabric.switch.name}"),
+        *_subnets(fabric),
+        ("switches", f"{fabric.switches:,}: {' + '.join(boxes)}"),
+        ("T0 ports", _ports(fabric)),
+        ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(parts.links))),
+        (
+            "optics",
+            f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {plural(parts.cables, 'cable')}",
+        ),
+        ("paths", _paths(fabric)),
+        ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{_by_rail(fabric)}"),
+        *_failures(fabric, lost),
+        ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
+        ("cost", money(parts.usd)),
+        ("spare ports", f"{parts.spare_ports:,}"),
+    ]
+    page = table([(f"  {name}", value) for name, value in rows], left=2)
+    return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
+
+
+def _subnets(fabric: Fabric) -> list[tuple[str, str]]:
+    if sprays(fabric):
+        return []
+    taken = f"{addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
+    more = ": it needs routers between subnets, which are not counted" if needs_routers(fabric) else ""
+    return [("InfiniBand", f"{taken}{more}")]
+
+
+def _ports(fabric: Fabric) -> str:
+    if fabric.tiers == 1:
+        return f"{fabric.t0_down} down, none up"
+    return f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {_rails(fabric)}"
+
+
+def _paths(fabric: Fabric) -> str:
+    if fabric.tiers == 1:
+        return "one switch between any two hosts" + (", in each plane" if fabric.planes > 1 else "")
+    return f"{fabric.paths:,} between hosts of different T0s, {plural(fabric.hops, 'switch')} at most"
+
+
+def _failures(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
+    nic, t0 = (
+        f"NIC link {percent(lost.nic_link)} of the NIC",
+        f"T0 {percent(lost.t0)} of {plural(lost.t0_hosts, 'host')}",
+    )
+    if fabric.tiers == 1:
+        return [("one failure takes", f"{nic}, {t0}")]
+    return [
+        ("one failure takes", f"{nic}, T0-T1 link {percent(lost.t0_t1_link)} of"),
+        ("", f"its T0's uplinks in a plane, {t0},"),
+        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2(lost)}"),
+    ]
+
+
+def show_budget(fabric: Fabric, one: FailureBudget) -> str:
+    """Failures by part and what they cost."""
+    head = ("failures per day", "parts", "per day")
+    rows = [(f"  {part.part}", f"{part.count:,}", f"{part.failures_per_day:.3g}") for part in one.parts]
+    low, high = one.interruptions_interval
+    quick, slow = one.restart
+    times = f"{format_seconds(quick.seconds_per_event)} to {format_seconds(slow.seconds_per_event)}"
+    hours = f"{show_hours(quick.lost_gpu_hours_per_day)} to {show_hours(slow.lost_gpu_hours_per_day)} GPU-hours a day"
+    usual = one.conventional
+    return "\n".join(
+        [
+            table([head, *rows]),
+            f"  lost at these rates ({one.failures_per_day:.3g} a day), of the cluster:",
+            f"    conventional: {_lost(usual)} (routes are new after {format_seconds(CONVERGE_S)}; a lost NIC link "
+            "or T0 restarts the job)",
+            *(f"    {line}" for line in _edge(fabric, one)),
+            f"  beside it, network interruptions at Llama 3's rate per GPU, whatever the fabric: "
+            f"{one.interruptions_per_day:.3g} a day",
+            f"    (95 %: {low:.2g} to {high:.2g}; most days {one.day_spread[0]} to {one.day_spread[1]}); "
+            f"each restarts the job in {times}:",
+            f"    {percent(quick.lost_share)} to {percent(slow.lost_share)} of the cluster, {hours}",
+        ]
+    )
+
+
+def _edge(fabric: Fabric, one: FailureBudget) -> list[str]:
+    """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
+    if not sprays(fabric):
+        return [
+            f"InfiniBand: {_lost(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, "
+            "SHIELD;",
+            "  a lost NIC link or T0 restarts the job; recovery at the edge, MRC, is Ethernet's)",
+        ]
+    said = f"with recovery at the edge: {_lost(one.edge)}"
+    if not ports_move(fabric):
+        return [f"{said} (a NIC of one plane is cut off by its link, and the job restarts)"]
+    if one.edge == one.edge_whole:
+        return [said]  # so late that each failure restarts the job anyway
+    return [
+        f"{said} (a failed cable takes one plane of its NIC,",
+        f"  and steps wait for the network {percent(one.waits)} of their time). What a cable takes, nobody has "
+        "published:",
+        f"  {percent(one.edge_lanes.lost_share)} if every lane fails as often as a cable, "
+        f"{percent(one.edge_whole.lost_share)} if a cable takes all planes and so the job",
+    ]
+
+
+def _lost(cost: FailureCost) -> str:
+    return f"{percent(cost.lost_share)}, {show_hours(cost.lost_gpu_hours_per_day)} GPU-hours a day"
+
+
+def percent(share: float) -> str:
+    """Two significant digits below 10 %.
+
+    >>> percent(0.125), percent(1 / 256), percent(1.0), percent(0.0)
+    ('12.5%', '0.39%', '100%', '0%')
+    """
+    if share == 0 or share == 1:
+        return f"{share:.0%}"
+    if share > 0.995:
+        return ">99%"
+    return f"{100 * share:.1f}%" if share >= 0.01 else f"{100 * share:.2g}%" if share >= 1e-6 else "~0%"
+
+
+def money(usd: tuple[float, float] | None) -> str:
+    """A range of dollars, or a question mark."""
+    return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
+
+
+def _t2(lost: Loss) -> str:
+    return "" if lost.t2 is None else f", T2 {percent(lost.t2)} of what a pod sends beyond it"
+
+
+def _by_rail(fabric: Fabric) -> str:
+    """With rails a GPU reaches the other rails of these servers by NVLink and one switch."""
+    reached = min(fabric.hosts, fabric.rails * fabric.hosts_per_t0)
+    return "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
+
+
+def _rails(fabric: Fabric) -> str:
+    return "no rails" if fabric.rails == 1 else f"{fabric.rails} rails"
+
+
+def count(number: int) -> str:
+    return f"{number:,}" if number else "-"

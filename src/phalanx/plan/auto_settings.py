@@ -1,0 +1,100 @@
+"""How often replicas are compared: what `fault.digest_every = "auto"` means.
+
+Once in a checkpoint interval at least, so that a damaged state is found while a sound checkpoint is still kept, and
+once in 100 steps at least (house). It costs little: 1 GB of parameters takes 3.4 ms on an H200
+(benchmarks/2026-11-15-vault.md), and a core does 2.6 GB/s.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from phalanx.errors import Problem
+from phalanx.job.schema import Fault, Job
+from phalanx.plan.layout import Layout
+from phalanx.plan.prediction import Prediction
+from phalanx.plan.reliability import Reliability
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
+from phalanx.units import format_seconds
+
+MOST_STEPS = 100
+
+
+def digest_every(fault: Fault, reliability: Reliability, prediction: Prediction, *, wall_s: float = math.inf) -> int:
+    """Steps between two comparisons; 0 is never, and only where the job says so. `wall_s` is of the whole job."""
+    if not isinstance(fault.digest_every, str):
+        return fault.digest_every
+    return within(min(reliability.interval_s, wall_s), prediction.step_s_high)
+
+
+def within(interval_s: float, step_s: float) -> int:
+    """As many steps as an interval has, from 1 to 100.
+
+    >>> within(1800.0, 10.0), within(60.0, 7.0), within(1.0, 5.0), within(float("inf"), 1.0)
+    (100, 8, 1, 100)
+    """
+    if not (math.isfinite(interval_s) and math.isfinite(step_s)) or step_s <= 0:
+        return MOST_STEPS
+    return max(1, min(MOST_STEPS, math.floor(interval_s / step_s)))
+
+
+# How long a rank waits for another once steps are steady: what `train.timeout_s = "auto"` means.
+#
+# Five steps, from 30 to 120 s. Five is the factor of NVIDIA's resiliency extension over what it observed
+# (NVIDIA/nvidia-resiliency-ext); a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627),
+# so below 30 s a healthy job would be ended; 120 s is near torchtitan's 100 s, where PyTorch's default for NCCL is
+# 600 s. The last clause of `bounded_timeout_s`, at least one step, is a house choice: pipeline ranks wait for a part
+# of a step.
+
+
+STEPS = 5.0
+LEAST_S = 30.0
+MOST_S = 120.0
+
+
+def steady_timeout_s(job: Job, prediction: Prediction) -> float:
+    """Seconds until a collective gives up: the job's own number, or five steps at the slow end of the prediction."""
+    if not isinstance(job.train.timeout_s, str):
+        return job.train.timeout_s
+    return bounded_timeout_s(prediction.step_s_high)
+
+
+def bounded_timeout_s(
+    step_s: float, *, steps: float = STEPS, least_s: float = LEAST_S, most_s: float = MOST_S
+) -> float:
+    """So many steps, between two bounds, and never less than one step.
+
+    >>> bounded(1.0), bounded(10.0), bounded(60.0), bounded(200.0), bounded(float("nan"))
+    (30.0, 50.0, 120.0, 200.0, 120.0)
+    """
+    if not math.isfinite(step_s):
+        return most_s
+    return max(min(max(steps * step_s, least_s), most_s), step_s)
+
+
+# Whether the plan says that compressing gradients is worth its rounding.
+
+
+# Least share of the step that compression must save: below it the plan cannot tell, as it does not count the packing.
+WORTH = 0.02
+
+
+def compression_pays(ask: PlanRequest, layout: Layout, *, where: str = "parallel.compression") -> Problem | None:
+    """A warning where the step is predicted to gain less than 2 % from its compression; None where it pays."""
+    if layout.compression == "none":
+        return None
+    rows = [replace(layout, compression=kind) for kind in (layout.compression, "none")]
+    _, times, _ = price_layouts(ask, rows)
+    with_s, without_s = (float(one) for one in times.step_s)
+    saved = 1.0 - with_s / without_s
+    if saved >= WORTH:
+        return None
+    return Problem(
+        where=where,
+        what=f"{layout.compression} gradients save {max(saved, 0.0):.1%} of the predicted step: "
+        f"{format_seconds(with_s)} instead of {format_seconds(without_s)}",
+        why="gradients travel behind the backward pass already, and rounding them is not free",
+        fix='use compression = "none"',
+    )

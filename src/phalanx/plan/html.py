@@ -1,0 +1,79 @@
+"""A Plan for notebooks: its figures, step and memory as bars, and the Pareto front. HTML and SVG without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+
+from phalanx.plan.plan import Plan
+from phalanx.plan.reasons import part_name
+from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
+
+# Okabe and Ito's palette: told apart by colour-blind readers, on light and dark pages.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+WIDTH, HEIGHT = 640, 26  # of a bar, px
+SMALLEST_SHARE = 0.005  # parts below are joined as "other"
+MOST_POINTS = 8
+
+
+def plan_html(plan: Plan) -> str:
+    """What matters first: figures, where the step's time and the memory go, what else lies on the Pareto front."""
+    p, memory = plan.prediction, plan.memory
+    cost = format_money(plan.bill.usd[1]) if plan.bill.usd else "price unknown"
+    figures = {
+        "layout": plan.layout.name,
+        "step": f"{format_seconds(p.step_s)} (80 %: {format_seconds(p.step_s_low)} to {format_seconds(p.step_s_high)})",
+        "tokens/s": f"{format_count(p.tokens_per_s)} ({format_count(p.tokens_per_s_per_device)} per device)",
+        "MFU": f"{p.mfu:.1%}",
+        "time": f"{format_seconds(plan.duration.wall_s)} for {format_count(plan.duration.tokens)} tokens",
+        "cost": cost,
+        "memory": f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.usable_bytes)} usable",
+    }
+    step = {part_name(name, plan.layout): seconds for name, seconds in p.breakdown_s.items()}
+    room = {**memory.parts_bytes, "headroom": max(0.0, memory.usable_bytes - memory.total_bytes)}
+    devices = plural(plan.layout.devices, "device")
+    title = f"{plan.job.name}: {plan.job.model.name} on {plan.cluster.name} ({devices})"
+    front = [
+        (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s),
+         format_money(one.usd) if one.usd is not None else "-", format_bytes(one.memory_bytes), one.layout.short)
+        for one in plan.pareto[:MOST_POINTS]
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            f"<div><h4>{escape(title)}</h4>",
+            _table(list(figures.items())),
+            f"<h5>Step time</h5>{_bar(step, format_seconds)}",
+            f"<h5>Memory per device</h5>{_bar(room, format_bytes)}",
+            "<h5>Pareto front: time, cost and memory</h5>",
+            _table(front, head=("devices", "step", "training", "cost", "memory", "layout")),
+            *(f"<p><b>warning</b> {escape(one)}</p>" for one in plan.warnings),
+            "</div>",
+        ]
+    )
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    top = "<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
+    body = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{top}{''.join(body)}</table>"
+
+
+def _bar(parts: Mapping[str, float], written: Callable[[float], str]) -> str:
+    """One bar with its parts in order, and a key below."""
+    total = sum(parts.values()) or 1.0
+    shown = {name: value for name, value in parts.items() if value >= SMALLEST_SHARE * total}
+    rest = total - sum(shown.values())
+    if rest > 1e-9 * total:
+        shown["other"] = rest
+    pieces, keys, left = [], [], 0.0
+    for index, (name, value) in enumerate(shown.items()):
+        width, colour = WIDTH * value / total, COLOURS[index % len(COLOURS)]
+        words = escape(f"{name}: {written(value)} ({value / total:.1%})")
+        pieces.append(
+            f'<rect x="{left:.1f}" y="0" width="{width:.1f}" height="{HEIGHT}" fill="{colour}">'
+            f"<title>{words}</title></rect>"
+        )
+        keys.append(f'<span style="white-space:nowrap"><span style="color:{colour}">■</span> {words}</span>')
+        left += width
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(pieces)}</svg>'
+    return f"{svg}<div>{' &nbsp; '.join(keys)}</div>"

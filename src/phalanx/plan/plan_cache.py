@@ -1,0 +1,94 @@
+"""Plans that took long to find are kept, so that checking a job again does not search a million layouts again.
+
+A plan depends on its job, its cluster, and the code and tables of the planner; the name of the kept file is a digest of
+all of them. What cannot be read is found again; what cannot be written is not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+from phalanx.hardware.types import Cluster
+from phalanx.io.files import replace_text
+from phalanx.job.load import ResolvedJob
+from phalanx.plan.codec import encode
+from phalanx.plan.make import plan as make_plan
+from phalanx.plan.plan import Plan
+
+LEAST_S = 0.15  # of planning: a plan made sooner is not worth a file
+MOST_KEPT = 64
+MOST_BYTES = 8 * 2**20  # the largest plans have 0.1 MB
+PARTS = ("job", "hardware", "network", "plan")  # of the package: what a plan depends on
+
+
+def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, str]) -> Plan:
+    """The plan of a job on a cluster, from an earlier search where there was one. Raises what `plan` raises.
+
+    But a run that would never finish is planned too: what is wrong with it can then be told.
+    """
+    folder = plan_cache_folder(environ)
+    if folder is None:
+        return make_plan(resolved, cluster, hopeless=True)
+    path = folder / f"{_digest(resolved, cluster)}.json"
+    known = _read(path)
+    if known is not None and known.job == resolved.job and known.cluster == cluster:
+        return known
+    began_s = time.perf_counter()
+    found = make_plan(resolved, cluster, hopeless=True)
+    if time.perf_counter() - began_s >= LEAST_S:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            replace_text(path, found.to_json())
+            _forget(folder)
+    return found
+
+
+def plan_cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where plans are kept; None for a user without a home: the current folder may be a stranger's."""
+    home = environ.get("HOME", "")
+    cache = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
+    return Path(cache) / "phalanx" / "plans" if os.path.isabs(cache) else None
+
+
+def _read(path: Path) -> Plan | None:
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES or found.st_uid != os.getuid():
+            return None
+        return Plan.from_json(path.read_text(encoding="utf-8"), where=str(path))
+    except (OSError, ValueError, PhalanxError):
+        return None
+
+
+def _digest(resolved: ResolvedJob, cluster: Cluster) -> str:
+    """Of everything a plan depends on; origins too, since warnings name the lines of the file."""
+    origins = {key: [one.kind, one.where] for key, one in resolved.origins.items()}
+    warned = [problem.render() for problem in resolved.warnings]
+    told = json.dumps([encode(resolved.job), encode(cluster), origins, warned, _code()], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:40]
+
+
+def _code() -> list[tuple[str, int, int]]:
+    """Every file of the planner with its size and time, so that a changed planner plans again."""
+    root = Path(str(resources.files("phalanx")))
+    files = sorted(path for part in PARTS for path in (root / part).rglob("*") if path.suffix in _COUNTED)
+    return [(str(path.relative_to(root)), (one := path.stat()).st_size, one.st_mtime_ns) for path in files]
+
+
+_COUNTED = (".py", ".csv", ".json", ".toml")
+
+
+def _forget(folder: Path) -> None:
+    """Drop the oldest beyond MOST_KEPT."""
+    known = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path in known[:-MOST_KEPT]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,274 @@
+"""What the planner is asked: the few values of a job and a cluster that a layout depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.hardware.catalog import matmul_flops
+from phalanx.hardware.types import Cluster
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Job
+from phalanx.plan.memory import MemoryProfile, memory_profiles
+from phalanx.plan.optimizer import MOMENTS, STATE_BYTES, packed_bytes, state_format, update_profile
+from phalanx.plan.physics import Physics, Profile, physics, profiles
+from phalanx.plan.physics import profile_name as physics_profile
+
+if TYPE_CHECKING:
+    from phalanx.plan.calibrate import Calibration
+
+
+# What each framework can run, so that the search proposes nothing its user would have to write first.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Framework:
+    """Limits of a framework; what the job fixes by hand is taken at its word and not held against them."""
+
+    schedules: tuple[str, ...]
+    zero: tuple[int, ...]
+    zero_with_pipeline: tuple[int, ...]
+    context: bool = True  # can split one sequence over devices
+    copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
+    bare_ends: bool = True  # can give the embedding and the head a pipeline chunk of their own
+    selective_zero_bubble: bool = True  # can recompute selectively under a zero-bubble schedule
+
+
+EVERYTHING = Framework(
+    schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),  # torch.distributed.pipelining.schedules
+    zero=(0, 1, 2, 3),
+    zero_with_pipeline=(0, 1, 2, 3),
+)
+MEGATRON = Framework(
+    schedules=("1f1b", "interleaved"),  # megatron/core/pipeline_parallel/schedules.py
+    zero=(0, 1, 2, 3),  # distributed optimizer, Megatron-FSDP
+    zero_with_pipeline=(0, 1),
+)
+# deepspeed/runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"
+DEEPSPEED = Framework(schedules=("1f1b",), zero=(0, 1, 2, 3), zero_with_pipeline=(0, 1), context=False)
+# Our own trainer, as phalanx.train.check refuses: key/value heads are split, never copied; under a pipeline torch's
+# schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
+PHALANX = Framework(
+    schedules=EVERYTHING.schedules,
+    zero=(0, 1, 2, 3),
+    zero_with_pipeline=(0, 1, 2),
+    copies_kv_heads=False,
+    bare_ends=False,
+    selective_zero_bubble=False,
+)
+FRAMEWORKS = {
+    "phalanx": PHALANX,
+    "megatron-core": MEGATRON,
+    "megatron-bridge": MEGATRON,
+    "megatron-lm": Framework(schedules=("1f1b", "interleaved"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False),
+    "megatron-deepspeed": DEEPSPEED,
+    "deepspeed": DEEPSPEED,
+    # nanotron 0.5: all-forward-all-backward and 1F1B, ZeRO-1
+    "nanotron": Framework(schedules=("gpipe", "1f1b"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False),
+}
+
+
+def find_framework(name: str) -> Framework:
+    """The limits of a profile's framework; the unknown one can do everything."""
+    return FRAMEWORKS.get(name, EVERYTHING)
+
+
+Fixed = Mapping[str, int | str | bool]
+
+# Frameworks whose published runs materialise attention scores (column `attention` of throughput_public.csv).
+UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
+# What people write -> the profile that was fitted on such runs.
+PROFILE_ALIASES = {
+    "default": "default",
+    "megatron": "megatron-core",
+    "nemo": "megatron-core",
+    "nemo-megatron": "megatron-core",
+    "composer": "composer-fsdp",
+    "deepspeed-zero3": "deepspeed",
+}
+# `launch_s` of a profile covers all the host does per operation; `phalanx probe` times one bare kernel. On the H200 the
+# "pytorch" and "phalanx" profiles were measured on, the probe showed this (benchmarks/data, 2026-11-15).
+PROBED_LAUNCH_S = 6.86e-6
+ADAMW_BYTES = 12.0  # fp32 master weights and two fp32 moments: what the memory profiles were fitted with
+
+
+# What a CPU rank keeps besides tensors: gloo has no communicator buffers to speak of, and libraries are shared pages.
+CPU_BASE_BYTES = 3e7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """A planning question. `fixed` holds what the job fixes by hand, under the names of `[parallel]` plus `micro`."""
+
+    model: ModelShape
+    cluster: Cluster
+    sequence: int
+    global_sequences: int
+    precision: str
+    fixed: Fixed
+    physics: Physics
+    profile: Profile
+    memory: MemoryProfile
+    profile_name: str = "default"
+    fused_attention: bool = True
+    limits: Framework = EVERYTHING
+    packed_bytes: float = 0.0  # per parameter, what moments in memory lack of those in a checkpoint (8-bit: fp32 there)
+    recompute_layers: int | None = None  # of each stage, layers that recompute; None is all of them
+    calibration: Calibration | None = None  # measured over modelled seconds of the user's own system
+    origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
+
+    def place(self, key: str) -> str:
+        """Where a setting was written, for the head of a message."""
+        return self.origins.get(key, "job")
+
+    def pace(self, scalar: str) -> float:
+        """The calibration's factor on one group of parts of the step; 1 without a calibration."""
+        return float(getattr(self.calibration, scalar)) if self.calibration else 1.0
+
+
+def request_from_job(
+    job: Job, cluster: Cluster, *, origins: Mapping[str, str] | None = None
+) -> tuple[PlanRequest, tuple[Problem, ...]]:
+    """The question a job asks of a cluster, and what the person should be told about how it was read."""
+    known = dict(origins or {})
+    _check_precision(job, cluster, known)
+    _check_zero(job, known)
+    profile_name, warnings = framework_profile(job.parallel.framework, known.get("parallel.framework", "job"))
+    profile = update_profile(profiles()[profile_name], job.optim.name, job.precision.optimizer_state)
+    if job.precision.grad_reduce == "bf16":
+        profile = replace(profile, gradient_bytes=2.0)
+    if cluster.launch_s > 0:
+        profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
+    kept = memory_profiles()
+    ask = PlanRequest(
+        model=job.model,
+        cluster=cluster,
+        sequence=job.data.sequence,
+        global_sequences=job.batch.global_sequences,
+        precision=job.precision.compute,
+        fixed=fixed_by_hand(job),
+        recompute_layers=None if job.parallel.recompute_layers == "auto" else int(job.parallel.recompute_layers),
+        physics=physics(),
+        profile=profile,
+        profile_name=profile_name,
+        memory=memory_profile(
+            job,
+            kept.get(_keeps(job.parallel.framework, profile_name), kept["default"]),
+            on_cpu=cluster.accelerator.family == "cpu",
+        ),
+        packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
+        fused_attention=profile_name not in UNFUSED,
+        limits=find_framework(_keeps(job.parallel.framework, profile_name)),
+        origins=known,
+    )
+    return ask, warnings
+
+
+def _keeps(framework_name: str, profile_name: str) -> str:
+    """The memory profile: our trainer has one of its own beside the speed of plain PyTorch."""
+    return "phalanx" if framework_name.strip().lower() == "phalanx" else profile_name
+
+
+def trains_with_phalanx(job: Job) -> bool:
+    """Whether the plan is for our own trainer."""
+    return job.parallel.framework.strip().lower() == "phalanx"
+
+
+def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
+    """The efficiency profile for a framework; an unknown one takes the default and says so."""
+    key = name.strip().lower()
+    key = PROFILE_ALIASES.get(key, key)
+    key = key if key in profiles() else physics_profile(key)
+    if key != "default" or name.strip().lower() in PROFILE_ALIASES:
+        return key, ()
+    key = name.strip().lower()
+    close = nearest(key, [*profiles(), *PROFILE_ALIASES])
+    return "default", (
+        Problem(
+            where=where,
+            what=f'no efficiency profile for framework "{name}": planned with the default one',
+            fix=f'did you mean "{close}"?' if close else f"the profiles are {', '.join(sorted(profiles()))}",
+        ),
+    )
+
+
+def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = False) -> MemoryProfile:
+    """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
+    if trains_with_phalanx(job):
+        compiled = not on_cpu if isinstance(job.train.compile, str) else job.train.compile
+        kind = job.parallel.context_kind
+        framework_memory = replace(
+            framework_memory,
+            compiled=1.0 if compiled else 0.0,
+            heads_copies=1.0 if kind == "ulysses" else 0.0,
+            sequence_copies=3.0 if kind == "allgather" else 0.0,
+        )
+    wide = job.precision.compute == "fp32"
+    state = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
+    master = 4.0 if job.precision.master_weights and not wide else 0.0  # fp32 weights are their own master copy
+    saved = ADAMW_BYTES - (MOMENTS[job.optim.name] * state + master)
+    changed = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved)
+    if job.optim.name == "muon":
+        changed = replace(changed, table_optimizer_bytes=(MOMENTS["adamw"] - MOMENTS["muon"]) * state)
+    if on_cpu:
+        changed = replace(changed, base_bytes=CPU_BASE_BYTES)
+    if job.precision.grad_reduce == "bf16":
+        changed = replace(changed, gradient_bytes=2.0, gradient_bytes_fp16=2.0)
+    return changed
+
+
+# The trainer splits only its own layers over tensor, context and expert ranks (train.models.own), and only its author
+# knows whether a network can be cut into pipeline stages.
+UNSPLIT_OWN = ("tensor", "context", "expert", "pipeline")
+
+
+def fixed_by_hand(job: Job) -> Fixed:
+    """Every key of `[parallel]`, and the micro-batch, that is not left to the planner."""
+    names = (
+        "data", "shard", "zero", "tensor", "sequence_parallel", "context", "pipeline",
+        "virtual_pipeline", "schedule", "expert", "recompute", "offload", "compression",
+    )  # fmt: skip
+    values: dict[str, int | str | bool] = {name: getattr(job.parallel, name) for name in names}
+    values["micro"] = job.batch.micro
+    if job.numerics.reproducible:  # only sums over data ranks have an order that no number of ranks changes
+        alone = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "zero": 0, "shard": 1}
+        values |= {name: size for name, size in alone.items() if values[name] == "auto"}
+    if job.model.module:
+        values |= {name: 1 for name in UNSPLIT_OWN if values[name] == "auto"}
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+def _check_precision(job: Job, cluster: Cluster, origins: Mapping[str, str]) -> None:
+    wanted = job.precision.compute
+    if cluster.accelerator.family == "cpu" or matmul_flops(cluster.accelerator, wanted) > 0:
+        return
+    able = [name for name in ("bf16", "fp16", "fp8", "fp32") if matmul_flops(cluster.accelerator, name) > 0]
+    raise mistake(
+        origins.get("precision.compute", "job"),
+        f'precision.compute = "{wanted}", but {cluster.accelerator.name} has no {wanted} matrix units',
+        why="the catalogue knows no rate for it",
+        fix=f"use one of {', '.join(able)}, or another accelerator",
+    )
+
+
+def _check_zero(job: Job, origins: Mapping[str, str]) -> None:
+    """Two choices need a ZeRO stage of their own: refuse a job that fixes another."""
+    needs = {
+        "offload": ("parameters", (3,), "only ZeRO-3 gives the parameters back after each layer"),
+        "compression": ("powersgd", (0,), "it factors whole gradient matrices, and ZeRO cuts them at any row"),
+    }
+    zero, problems = job.parallel.zero, []
+    for name, (value, stages, why) in needs.items():
+        if getattr(job.parallel, name) == value and zero != "auto" and zero not in stages:
+            problems.append(
+                Problem(
+                    where=origins.get(f"parallel.{name}", "job"),
+                    what=f'parallel.{name} = "{value}", but parallel.zero = {zero}',
+                    why=why,
+                    fix=f"use parallel.zero = {stages[0]}, or another {name}",
+                )
+            )
+    if problems:
+        raise UserError(problems)

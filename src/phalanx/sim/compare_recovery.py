@@ -1,0 +1,358 @@
+"""The same traffic and failure on a conventional fabric and with recovery at the edge, by either engine.
+
+Conventional is RoCE: one hashed path per plane, go-back-N, and switches that route around a dead part once routing has
+converged; without or with PFC. Edge is MRC: packets over many paths, and a sender that leaves a dead path by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.network.fabric.failure_budget import CONVERGE_S, EDGE_RECOVERY_S, REMAP_S
+from phalanx.sim.course import Course
+from phalanx.sim.episode import Manner, run_episode, timer_s
+from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, denied_of, faults_of, too_late
+from phalanx.sim.fabric_links import Floats, links_of
+from phalanx.sim.fluid import MRC, Wire, afford, expected
+from phalanx.sim.packets.build import PacketBudget
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.run import BUDGET
+from phalanx.sim.packets.transport import MRC as EDGE
+from phalanx.sim.packets.transport import ROCE, Roce, in_slots
+from phalanx.sim.routes import Routing, spray
+from phalanx.sim.simulate import (
+    MOST_CONVERGE_S,
+    ROWS,
+    AnyTransport,
+    asked_for,
+    check_deny,
+    compared,
+    counts,
+    course_of,
+    expected_cpu_s,
+    paths_of,
+    recovery_of,
+    routing_of,
+    run_packets,
+    spread_of,
+    usual_paths,
+)
+from phalanx.sim.traffic_matrix import Flows
+from phalanx.units import format_seconds
+
+# What a sender keeps and tries again, as in the packet engine.
+SENDER: dict[str, Any] = {"least_paths": EDGE.least_paths, "probe_s": EDGE.probe_s}
+# A queue pair of RoCE sends all again from a lost packet on, and waits for its timer where that is lost again.
+WAITS: dict[str, Any] = {"go_back": True, "timeout_s": ROCE.timeout_s}
+# Over the estimate of settled rates: 0.7 to 1.1 with 8,192 hosts; a T1 that stops under 131,072 took 0.6 of it.
+MARGIN = 1.2
+PATHS = 256  # of MRC: 128 to 256 (arXiv:2605.04333 section 2.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecoveryRun:
+    """One way of sending, in either engine."""
+
+    name: str
+    paths: int
+    recovery: str
+    left_after_s: float  # from a failure until paths over it are left, as the model has it; infinite is never
+    timeout_s: float  # after which a sender that lost all tries again; 0 where it needs no timer
+    times_s: Floats  # of each flow; infinite where it was never done
+    course: Course
+    lost: float  # packets
+    touched: int  # connections that lost one
+    stopped: str = ""
+    more: dict[str, object]  # what only one engine knows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryQuestion:
+    """What is compared."""
+
+    fabric: Fabric
+    flows: Flows
+    traffic: str = "permutation"
+    broken: FabricBreak = UNBROKEN
+    paths: int = 0  # of the edge; 0 is 256, or fewer where that is too much for the fluid engine
+    converge_s: float = CONVERGE_S
+    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
+    seed: int = 0
+    budget: PacketBudget = BUDGET
+    # Packets: simulate all planes also where they are alike, because this is held against a run that does.
+    each_plane: bool = False
+
+
+def compare_recoveries(
+    question: RecoveryQuestion,
+    runs: Callable[[RecoveryQuestion], Iterator[RecoveryRun]],
+    kept: list[RecoveryRun] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Each way of sending with and without the failure, one after the other, as plain values.
+
+    `kept` takes the runs without failure, and spares them where it has them already.
+    """
+    faults_of(question.broken)
+    known = kept if kept is not None else []
+    whole = iter(tuple(known)) if known else runs(whole_of(question))
+    hit = runs(question) if question.broken.failed else None
+    for healthy in whole:
+        if healthy.stopped == "interrupted":
+            raise KeyboardInterrupt  # those before it are finished
+        found = next(hit) if hit is not None else healthy
+        yield values(question, found, healthy)
+        if found.stopped:
+            return
+        if healthy not in known:
+            known.append(healthy)
+
+
+def whole_of(question: RecoveryQuestion) -> RecoveryQuestion:
+    """The same without the failure, simulated in the same way."""
+    return replace(question, broken=question.broken.healthy, each_plane=bool(question.broken.failed))
+
+
+def fluid_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
+    """PFC off, PFC on, and the edge, by fair rates in stages of time."""
+    links = links_of(question.fabric)
+    manners = fluid_manners(question)
+    for manner in manners:
+        afford(links, len(question.flows), manner.routing, question.budget)
+    for manner in manners:
+        yield fluid_run(question, manner, MRC)
+
+
+def fluid_cpu_s(question: RecoveryQuestion) -> float:
+    """Expected of all runs, with and without the failure."""
+    links, flows = links_of(question.fabric), len(question.flows)
+    once = MARGIN * sum(expected(links, flows, manner.routing)[0] for manner in fluid_manners(question))
+    return 2 * once if question.broken.failed else once
+
+
+def fluid_run(question: RecoveryQuestion, manner: Manner, wire: Wire) -> RecoveryRun:
+    """One way of sending by the fluid engine."""
+    faults, denied = faults_of(question.broken), denied_of(question.broken)
+    found = run_episode(question.fabric, question.flows, manner=manner, faults=faults, denied=denied, wire=wire)
+    over_s = float(found.end_s[-1]) if len(found.end_s) else 0.0
+    return RecoveryRun(
+        name=manner.name,
+        paths=manner.routing.paths,
+        recovery=manner.routing.recovery,
+        left_after_s=manner.react_s,
+        timeout_s=manner.timeout_s,
+        times_s=found.times_s,
+        course=Course(end_s=found.end_s, bits=found.bits),
+        lost=found.lost_packets,
+        touched=found.touched,
+        stopped=found.stopped,
+        more={
+            "engine": "fluid",
+            "spread": manner.routing.spread,
+            "failed_too_late": too_late(question.broken, faults, over_s) if np.isfinite(found.times_s).all() else [],
+        },
+    )
+
+
+def fluid_manners(question: RecoveryQuestion) -> tuple[Manner, Manner, Manner]:
+    """RoCE without and with PFC, and MRC."""
+    planes, seed = question.fabric.planes, question.seed
+    hashed = Routing(spread="qp", paths=planes, planes="equal", recovery="conventional", seed=seed)
+    roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, **WAITS)
+    affordable = max(1, 4 * ROWS // (len(question.flows) * planes)) * planes
+    paths = question.paths or max(planes, min(PATHS // planes * planes, affordable))
+    edge = Manner(name="MRC, edge", routing=spray(paths, seed=seed), react_s=EDGE_RECOVERY_S, **SENDER)
+    return roce, replace(roce, name="RoCE, PFC on", pauses=True), edge
+
+
+def one_fluid_run(
+    question: RecoveryQuestion, *, spread: str, recovery: str, converges: bool, pauses: bool, wire: Wire
+) -> dict[str, Any]:
+    """One way of sending in time, by its words, beside the same without the failure."""
+    if spread == "all":
+        what = "cables that act as one cannot fail one by one in time"
+        raise mistake("--routing all", what, fix="use --routing adaptive")
+    flows, fabric = question.flows, question.fabric
+    paths = question.paths or usual_paths(fabric, spread, len(flows))
+    routing = routing_of(fabric, spread, paths, recovery, question.seed)
+    if converges and routing.recovery != "conventional":
+        raise mistake("--converge", f"recovery {routing.recovery} waits for no routing", fix="--recovery conventional")
+    if pauses and spread not in ("flow", "qp"):
+        what = "pauses stop a whole queue, which spraying over many paths does not survive"
+        raise mistake("--pfc", what, fix="use --routing qp, or flow")
+    if question.broken.denied:
+        check_deny(routing.recovery)
+    react_s = {"none": math.inf, "conventional": question.converge_s, "edge": EDGE_RECOVERY_S}[routing.recovery]
+    by_qp = spread in ("flow", "qp")
+    manner = Manner(name=spread, routing=routing, react_s=react_s, pauses=pauses, **(WAITS if by_qp else SENDER))
+    afford(links_of(fabric), len(flows), routing, question.budget)
+    healthy = fluid_run(replace(question, broken=question.broken.healthy), manner, wire)
+    return values(question, fluid_run(question, manner, wire) if question.broken.failed else healthy, healthy)
+
+
+def values(question: RecoveryQuestion, run: RecoveryRun, healthy: RecoveryRun) -> dict[str, Any]:
+    """A run beside the same without the failure."""
+    late = run.more.get("failed_too_late") or ()
+    words = zip(question.broken.failed, faults_of(question.broken), strict=True)
+    faults = [fault for word, fault in words if word not in cast(Sequence[str], late)]
+    at_s = min((fault.at_s for fault in faults), default=math.inf)
+    back_s = at_s + _recovered_s(run, faults) if faults else math.inf
+    done = run.times_s[np.isfinite(run.times_s)]
+    return {
+        **asked_for(str(run.more["engine"]), question.fabric, question.traffic, question.flows, question.seed),
+        "transport": run.name,
+        "paths": run.paths,
+        "recovery": run.recovery,
+        "converge_s": question.converge_s if run.recovery == "conventional" else None,
+        "recovered_after_s": _recovered_s(run, faults) if faults else None,
+        "failed": list(question.broken.failed),
+        "denied": list(question.broken.denied),
+        "left": question.broken.left,
+        "loss": question.broken.loss,
+        "before_gbps": run.course.gbps(0.0, at_s),
+        # As long as there is something to send without the failure: waiting for the last would hide what it does.
+        "during_gbps": run.course.gbps(at_s, min(back_s, float(healthy.times_s.max()))) if faults else None,
+        "after_gbps": run.course.gbps(back_s, math.inf) if faults else None,
+        "mean_s": float(done.mean()) if len(done) else math.inf,
+        "p99_s": float(np.percentile(done, 99)) if len(done) else math.inf,
+        "tail_s": float(run.times_s.max()),
+        "healthy_tail_s": float(healthy.times_s.max()),
+        "healthy_lost": round(healthy.lost),
+        "healthy_touched_flows": healthy.touched,
+        "later_s": _later_s(run.times_s, healthy.times_s),
+        "finished_flows": len(done),
+        "lost": round(run.lost),
+        "touched_flows": run.touched,
+        **_watched(question, run),
+        "bars": run.course.bars(),
+        "throughput_over_time": run.course.series(),
+        "stopped": run.stopped,
+        **run.more,
+    }
+
+
+def _later_s(times_s: Floats, healthy_s: Floats) -> float:
+    """How much later the flow is that suffers most; infinite where one is never done."""
+    both = np.isfinite(healthy_s)
+    return float(np.max(times_s[both] - healthy_s[both])) if both.any() else math.nan
+
+
+def _watched(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, float]:
+    """The mean rate of the flow that is watched, and as a share of what it would get alone."""
+    if question.watched is None:
+        return {}
+    source, target = (int(side[question.watched]) for side in (question.flows.source, question.flows.target))
+    rate = 8.0 * float(question.flows.nbytes[question.watched]) / float(run.times_s[question.watched])
+    size, hops = question.flows.nbytes[question.watched : question.watched + 1], np.array([question.fabric.hops + 1])
+    late_s = MRC.latency_s(size, hops, question.fabric.port_gbps, np.array([False]))
+    alone_s = float((8.0 * MRC.wire_bytes(size) / (question.fabric.nic_gbps * 1e9) + late_s)[0])
+    share = alone_s / float(run.times_s[question.watched])
+    return {"victim_source": source, "victim_target": target, "victim_gbps": rate / 1e9, "victim_share": share}
+
+
+def _recovered_s(run: RecoveryRun, faults: Sequence[Fault]) -> float:
+    """Until paths over what failed are left, or it is back, and a sender tries; infinite where that never happens."""
+    # Routing does not go around a port that is up, and nobody around all of them.
+    stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults]
+    lasts = [fault.until_s - fault.at_s for fault in faults]
+    works = [one if stay else min(run.left_after_s, one) for one, stay in zip(lasts, stays, strict=True)]
+    return max(float(timer_s(0.0, one, run.timeout_s)) for one in works)
+
+
+def unsaid(broken: FabricBreak, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What a reader must know beside the numbers of runs: what they leave out that other commands count."""
+    faults = [fault for fault in faults_of(broken) if fault.loss == fault.left == 0]
+    converge_s = min((one["converge_s"] for one in found if one.get("converge_s") is not None), default=math.inf)
+    lines = []
+    if converge_s < CONVERGE_S and any(fault.until_s - fault.at_s > converge_s for fault in faults):
+        lines.append(
+            f"routing knows after {format_seconds(converge_s)} here; a conventional fabric takes seconds or tens of "
+            f"seconds ({format_seconds(CONVERGE_S)} in other commands), and what waits for it waits so much longer"
+        )
+    if any(fault.part in ("nic", "t0") for fault in faults) and any(one["recovery"] == "edge" for one in found):
+        lines.append(
+            "edge: packets leave a dead port at once; moving all queue pairs of a NIC off it takes a few seconds "
+            f"({format_seconds(REMAP_S)} in `phalanx sim`) and is not simulated here"
+        )
+    return tuple(lines)
+
+
+def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
+    """Seconds of convergence; raises UserError for what is no time."""
+    if converge_s is None:
+        return usual_s
+    if not 0 < converge_s <= MOST_CONVERGE_S:
+        raise mistake("--converge", f"{converge_s:g} seconds", fix="use 1, or 30")
+    return converge_s
+
+
+# The comparison of `compare.py`, packet by packet.
+
+
+def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
+    """Conventional transports and the edge."""
+    faults = faults_of(question.broken)
+    for transport in compared(question.fabric, paths=question.paths, converge_s=question.converge_s):
+        found = run_packets(
+            question.fabric,
+            question.flows,
+            transport,
+            faults,
+            denied_of(question.broken),
+            seed=question.seed,
+            budget=question.budget,
+            each_plane=question.each_plane,
+        )
+        late = too_late(question.broken, faults, found.simulated_s)
+        yield _run(question.fabric, transport, found, late)
+
+
+def packet_cpu_s(question: RecoveryQuestion) -> float:
+    """Expected of all runs, with and without the failure."""
+    faults = faults_of(question.broken)
+    transports = compared(question.fabric, paths=question.paths, converge_s=question.converge_s)
+    passes = ((), faults) if faults else ((),)
+    alike = not (faults or question.broken.denied or question.each_plane)
+    return sum(
+        expected_cpu_s(question.fabric, question.flows, transport, one, alike=alike)
+        for transport in transports
+        for one in passes
+    )
+
+
+def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> RecoveryRun:
+    return RecoveryRun(
+        name=transport.name,
+        paths=paths_of(transport),
+        recovery=recovery_of(transport),
+        left_after_s=_left_after_s(fabric, transport),
+        timeout_s=transport.timeout_s if isinstance(transport, Roce) else 0.0,
+        times_s=np.where(np.isfinite(found.fct_s), found.fct_s, math.inf),
+        course=course_of(found),
+        lost=float(found.lost),
+        touched=found.touched_by_loss,
+        stopped=found.stopped if found.stopped in ("interrupted", "CPU budget") else "",
+        more={
+            "engine": "packets",
+            "spread": spread_of(transport),
+            "failed_too_late": late,
+            "simulated_s": found.simulated_s,
+            "cpu_s": found.cpu_s,
+            **{key: value for key, value in counts(found).items() if key not in ("lost", "touched_flows")},
+        },
+    )
+
+
+def _left_after_s(fabric: Fabric, transport: AnyTransport) -> float:
+    """The clock of an MRC sender, or routing's."""
+    if not isinstance(transport, Roce):
+        slots = in_slots(fabric, transport, planes=fabric.planes)
+        return slots.timeout * slots.slot_s
+    return transport.converge_s

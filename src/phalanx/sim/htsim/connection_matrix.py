@@ -1,0 +1,406 @@
+"""A file of words, line by line, from somebody else: bounded, and every mistake with its file and line."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.errors import UserError, mistake, nearest
+from phalanx.sim.packets.schedule import NONE, Schedule
+from phalanx.sim.traffic_matrix import Flows
+
+DIGITS = 15  # beyond these a number is a slip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """The words of a line, and where it stands."""
+
+    path: Path
+    number: int
+    words: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """`file:line`."""
+        return f"{self.path}:{self.number}"
+
+    def wrong(self, what: str, *, why: str = "", fix: str = "") -> UserError:
+        """A mistake in this line."""
+        return mistake(self.where, what, why=why, fix=fix)
+
+    def whole(self, at: int, *, least: int = 0, most: int = 10**DIGITS) -> int:
+        """The word at a place as a whole number."""
+        name = self.words[at - 1]
+        if at >= len(self.words):
+            raise self.wrong(f'"{name[:40]}" has no number', fix=f"write {name[:40]} {max(least, 1)}")
+        text = self.words[at]
+        if not (text.isascii() and text.isdecimal() and len(text) <= DIGITS):
+            raise self.wrong(f'{name[:40]} "{text[:40]}" is not a whole number')
+        if not least <= int(text) <= most:
+            raise self.wrong(f"{name[:40]} {int(text):,} is out of range", fix=f"use {least:,} to {most:,}")
+        return int(text)
+
+    def unknown(self, word: str, known: Iterable[str]) -> UserError:
+        """A word that the format does not have."""
+        near, choices = nearest(word, known), ", ".join(known)
+        return self.wrong(f'there is no "{word[:40]}"', fix=f"did you mean {near}?" if near else f"use {choices}")
+
+
+def read_lines(path: Path, *, most_bytes: int) -> list[Line]:
+    """Lines with words, without comments; raises UserError for what is no such file."""
+    found: list[Line] = []
+    for number, text in enumerate(_text(path, most_bytes).splitlines(), start=1):
+        words = tuple(text.split("#", 1)[0].split())
+        if words:
+            found.append(Line(path=path, number=number, words=words))
+    if not found:
+        raise mistake(str(path), "is empty", fix="a .topo and a .cm begin with Nodes N")
+    return found
+
+
+def _text(path: Path, most_bytes: int) -> str:
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(most_bytes + 1)
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise mistake(str(path), f"cannot be read: {what[:120]}", fix="check the path and its permissions") from None
+    if len(raw) > most_bytes:
+        raise mistake(str(path), f"is larger than {most_bytes / 2**20:g} MiB", fix="check the path")
+    try:
+        return raw.decode("ascii")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise mistake(f"{path}:{line}", "is not plain text", fix="name a .topo or .cm file") from None
+
+
+# A `.cm` file of htsim (a connection matrix): who sends how much to whom, when, and after whom.
+#
+# Read as connection_matrix.cpp of Broadcom/csg-htsim reads it. Start times are picoseconds there.
+
+
+MOST_BYTES = 64 << 20  # 1.4 million connections
+MOST_SIZE = 2**31 - 1  # htsim reads sizes with stoi
+COUNTS = ("Nodes", "Connections", "Triggers", "Failures")
+KINDS = ("oneshot", "multishot", "barrier")
+SWITCHES = ("TOR", "AGG", "CORE")
+WORDS = ("id", "start", "size", "trigger", "send_done_trigger", "recv_done_trigger", "prio")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """One transfer; 0 is no number, and without a `start_ps` a trigger starts it."""
+
+    source: int
+    target: int
+    nbytes: int
+    ident: int = 0
+    start_ps: float | None = 0.0
+    trigger: int = 0
+    send_done: int = 0  # triggers that it pulls
+    recv_done: int = 0
+    priority: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trigger:
+    """Starts connections once or often, or when `count` others are done."""
+
+    ident: int
+    kind: str
+    count: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A dead link of a switch; of AGG it is an uplink."""
+
+    switch: str
+    number: int
+    link: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """A whole file."""
+
+    nodes: int
+    connections: tuple[Connection, ...]
+    triggers: tuple[Trigger, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    def flows(self) -> Flows:
+        """The connections as flows."""
+        return Flows(
+            source=np.array([one.source for one in self.connections], dtype=np.int64),
+            target=np.array([one.target for one in self.connections], dtype=np.int64),
+            nbytes=np.array([one.nbytes for one in self.connections], dtype=np.float64),
+        )
+
+    def failed(self) -> tuple[str, ...]:
+        """Failures of AGG uplinks in the words of `phalanx fabric simulate --fail`."""
+        return tuple(f"t1link:0/{one.number}/{one.link}" for one in self.failures if one.switch == "AGG")
+
+    def schedule(self) -> Schedule | None:
+        """When the connections start; None where they start together."""
+        some = self.connections
+        if not any(one.trigger or one.start_ps for one in some):
+            return None
+        place = {trigger.ident: at for at, trigger in enumerate(self.triggers)}
+        return Schedule(
+            start_s=np.array([(one.start_ps or 0.0) * 1e-12 for one in some]),
+            waits_for=np.array([place.get(one.trigger, NONE) for one in some], dtype=np.int64),
+            fires=np.array([place.get(one.recv_done or one.send_done, NONE) for one in some], dtype=np.int64),
+            needed=np.array([max(1, trigger.count) for trigger in self.triggers], dtype=np.int64),
+        )
+
+    def not_mapped(self, *, timed: bool) -> tuple[str, ...]:
+        """What a simulation does not hold; `timed` ones start connections when the file says."""
+        found, some = list(self._untimed() if not timed else self._inexact()), self.connections
+        if ranked := sum(one.priority is not None for one in some):
+            found.append(f"priorities of {ranked:,} connections")
+        if other := sum(one.switch != "AGG" for one in self.failures):
+            found.append(f"{other} failures of TOR or CORE links: htsim itself only fails uplinks of AGG switches")
+        return tuple(found)
+
+    def _untimed(self) -> Iterator[str]:
+        some = self.connections
+        if waits := sum(one.trigger > 0 for one in some):
+            yield f"triggers: {waits:,} of {len(some):,} connections wait for others there, and start at once here"
+        starts = {one.start_ps for one in some if one.start_ps is not None}
+        if len(starts) > 1:
+            yield f"start times up to {max(starts) / 1e6:g} µs: all connections start together here"
+
+    def _inexact(self) -> Iterator[str]:
+        waiting = Counter(one.trigger for one in self.connections)
+        often = sum(trigger.kind == "multishot" and waiting[trigger.ident] > 1 for trigger in self.triggers)
+        if often:
+            yield f"multishot: {often} triggers start one connection at a time there, and all with the first here"
+        if any(one.recv_done for one in self.connections):
+            yield "recv_done_trigger: it is pulled here when the sender knows, half a round trip later"
+        if both := sum(0 < one.send_done != one.recv_done > 0 for one in self.connections):
+            yield f"send_done_trigger of {both} connections that have a recv_done_trigger too: only that one is pulled"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reading:
+    """What was read so far."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    connections: list[Connection] = field(default_factory=list)
+    triggers: dict[int, Trigger] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    used: dict[int, Line] = field(default_factory=dict)  # triggers, where they are first named
+
+
+def read_cm(path: Path) -> Matrix:
+    """The matrix of a file; raises UserError with file and line."""
+    reading = _Reading()
+    for line in read_lines(path, most_bytes=MOST_BYTES):
+        first = line.words[0]
+        if "->" in first:
+            _connection(reading, line)
+        elif first in COUNTS:
+            _count(reading, line)
+        elif first in _READERS:
+            _READERS[first](reading, line)
+        else:
+            raise line.unknown(first, (*COUNTS, "SOURCE->TARGET", *_READERS))
+    _check(reading, path)
+    return Matrix(
+        nodes=reading.counts["Nodes"],
+        connections=tuple(reading.connections),
+        triggers=tuple(reading.triggers.values()),
+        failures=tuple(reading.failures),
+    )
+
+
+def _count(reading: _Reading, line: Line) -> None:
+    if line.words[0] in reading.counts:
+        raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
+    reading.counts[line.words[0]] = line.whole(1, least=2 if line.words[0] == "Nodes" else 0, most=10**9)
+
+
+def _connection(reading: _Reading, line: Line) -> None:
+    source, target = _ends(reading, line)
+    values: dict[str, int] = {}
+    start: float | None = None
+    for at in range(1, len(line.words), 2):
+        word = line.words[at]
+        if word not in WORDS:
+            raise line.unknown(word, WORDS)
+        if word in values or (word == "start" and start is not None):
+            raise line.wrong(f"{word} is given twice", fix="keep one of the two")
+        if word == "start":
+            start = _start(line, at + 1)
+        else:
+            values[word] = line.whole(at + 1, least=0 if word == "prio" else 1)
+    if (start is None) == ("trigger" not in values):
+        raise line.wrong("a connection has either a start or a trigger", fix="write start 0")
+    if "size" not in values:
+        raise line.wrong("no size: the connection would never end", fix="write size 2000000")
+    for word in ("trigger", "send_done_trigger", "recv_done_trigger"):
+        if word in values:
+            reading.used.setdefault(values[word], line)
+    reading.connections.append(
+        Connection(
+            source=source,
+            target=target,
+            nbytes=values["size"],
+            ident=values.get("id", 0),
+            start_ps=start,
+            trigger=values.get("trigger", 0),
+            send_done=values.get("send_done_trigger", 0),
+            recv_done=values.get("recv_done_trigger", 0),
+            priority=values.get("prio"),
+        )
+    )
+
+
+def _ends(reading: _Reading, line: Line) -> tuple[int, int]:
+    ends = line.words[0].split("->")
+    if len(ends) != 2 or not all(end.isdecimal() and len(end) <= 9 for end in ends):
+        raise line.wrong(f'"{line.words[0][:40]}" is no connection', fix="write 0->5")
+    nodes = reading.counts.get("Nodes")
+    if nodes is None:
+        raise line.wrong("a connection before Nodes", fix="begin the file with Nodes N")
+    source, target = int(ends[0]), int(ends[1])
+    if max(source, target) >= nodes:
+        raise line.wrong(f"there is no node {max(source, target):,}", fix=f"nodes are 0 to {nodes - 1:,}")
+    if source == target:
+        raise line.wrong(f"node {source} sends to itself", fix="leave it out: it does not touch the network")
+    return source, target
+
+
+def _start(line: Line, at: int) -> float:
+    try:
+        start = float(line.words[at][:40])
+    except (IndexError, ValueError):
+        start = math.nan
+    if not 0 <= start <= 1e18:  # 11 days
+        raise line.wrong("start is not a time in picoseconds", fix="write start 0")
+    return start
+
+
+def _trigger(reading: _Reading, line: Line) -> None:
+    ident, kind, count, at = 0, "", 0, 1
+    while at < len(line.words):
+        word = line.words[at]
+        if word in KINDS and not kind:
+            kind = word
+        elif word == "id":
+            at, ident = at + 1, line.whole(at + 1, least=1)
+        elif word == "count":
+            at, count = at + 1, line.whole(at + 1)
+        else:
+            raise line.unknown(word, ("id", "count", *KINDS))
+        at += 1
+    if not ident or not kind:
+        raise line.wrong("a trigger needs an id and a kind", fix="write trigger id 1 oneshot")
+    if ident in reading.triggers:
+        raise line.wrong(f"trigger {ident} is described twice", fix="keep one of the two")
+    reading.triggers[ident] = Trigger(ident=ident, kind=kind, count=count)
+
+
+def _failure(reading: _Reading, line: Line) -> None:
+    kind, numbers = "", {}
+    for at in range(1, len(line.words), 2):
+        word = line.words[at]
+        if word == "switch_type":
+            kind = line.words[at + 1] if at + 1 < len(line.words) else ""
+        elif word in ("switch_id", "link_id"):
+            numbers[word] = line.whole(at + 1, most=10**9)
+        else:
+            raise line.unknown(word, ("switch_type", "switch_id", "link_id"))
+    if kind not in SWITCHES or len(numbers) != 2:
+        raise line.wrong("no failure of a link", fix="write failure switch_type AGG switch_id 0 link_id 0")
+    reading.failures.append(Failure(switch=kind, number=numbers["switch_id"], link=numbers["link_id"]))
+
+
+_READERS: dict[str, Callable[[_Reading, Line], None]] = {"trigger": _trigger, "failure": _failure}
+
+
+def _check(reading: _Reading, path: Path) -> None:
+    real = {
+        "Connections": len(reading.connections),
+        "Triggers": len(reading.triggers),
+        "Failures": len(reading.failures),
+    }
+    if "Nodes" not in reading.counts:
+        raise mistake(str(path), "Nodes is missing", fix="begin the file with Nodes N")
+    for name, number in real.items():
+        if reading.counts.get(name, 0) != number:
+            what = f"{name} {reading.counts.get(name, 0):,}, but the file has {number:,}"
+            raise mistake(str(path), what, why="it may be cut short", fix=f"write {name} {number}")
+    if not reading.connections:
+        raise mistake(str(path), "it has no connection", fix="add 0->1 id 1 start 0 size 2000000")
+    for ident, line in reading.used.items():
+        if ident not in reading.triggers:
+            raise line.wrong(f"trigger {ident} is named but not described", fix=f"add trigger id {ident} oneshot")
+    _check_triggers(reading)
+
+
+def _check_triggers(reading: _Reading) -> None:
+    """Connections that would wait for ever."""
+    waited = {one.trigger for one in reading.connections} - {0}
+    pulls = Counter(one.recv_done or one.send_done for one in reading.connections)
+    for ident in waited:
+        trigger, needed = reading.triggers[ident], max(1, reading.triggers[ident].count)
+        if pulls[ident] < needed:
+            raise reading.used[ident].wrong(
+                f"a connection waits for trigger {ident}, which {pulls[ident]} of {needed} connections pull",
+                why="it would never start",
+                fix=f"add send_done_trigger {ident} to another"
+                if trigger.kind != "barrier"
+                else f"use count {pulls[ident]}",
+            )
+
+
+def matrix_of(flows: Flows, nodes: int, *, parts: int = 1) -> tuple[Matrix, tuple[str, ...]]:
+    """Flows as a matrix with 1/`parts` of their bytes (one of equal planes), and what was changed for it."""
+    exact = flows.nbytes / parts
+    nbytes = np.ceil(exact)
+    if nbytes.max() > MOST_SIZE:
+        raise mistake(
+            "flows as a .cm file",
+            f"a connection of {nbytes.max():,.0f} bytes",
+            why=f"htsim reads sizes up to {MOST_SIZE:,}",
+            fix="send fewer bytes",
+        )
+    said = [f"every connection has 1/{parts} of its bytes: the rest is on the other planes"] if parts > 1 else []
+    if (nbytes != exact).any():
+        said.append("sizes are rounded up to whole bytes")
+    rows = zip(flows.source.tolist(), flows.target.tolist(), nbytes.tolist(), strict=True)
+    some = (Connection(source=a, target=b, nbytes=int(c), ident=at) for at, (a, b, c) in enumerate(rows, start=1))
+    return Matrix(nodes=nodes, connections=tuple(some)), tuple(said)
+
+
+def write_cm(matrix: Matrix) -> str:
+    """The text of a file."""
+    lines = [f"Nodes {matrix.nodes}", f"Connections {len(matrix.connections)}"]
+    lines += [f"Triggers {len(matrix.triggers)}"] if matrix.triggers else []
+    lines += [f"Failures {len(matrix.failures)}"] if matrix.failures else []
+    lines += [_line(one) for one in matrix.connections]
+    for trigger in matrix.triggers:
+        count = f" count {trigger.count}" if trigger.count else ""
+        lines.append(f"trigger id {trigger.ident} {trigger.kind}{count}")
+    for one in matrix.failures:
+        lines.append(f"failure switch_type {one.switch} switch_id {one.number} link_id {one.link}")
+    return "\n".join(lines) + "\n"
+
+
+def _line(one: Connection) -> str:
+    words = [f"{one.source}->{one.target}"]
+    words += [f"id {one.ident}"] if one.ident else []
+    words.append(f"trigger {one.trigger}" if one.start_ps is None else f"start {one.start_ps:.0f}")
+    words.append(f"size {one.nbytes}")
+    words += [f"send_done_trigger {one.send_done}"] if one.send_done else []
+    words += [f"recv_done_trigger {one.recv_done}"] if one.recv_done else []
+    words += [f"prio {one.priority}"] if one.priority is not None else []
+    return " ".join(words)

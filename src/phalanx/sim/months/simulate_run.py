@@ -1,0 +1,338 @@
+"""The event kernel: a heap of (time, order, action), and a clock that jumps from one to the next."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from phalanx.network.fabric.failure_budget import CABLE_S, FLAP_S, FLAP_SHARE
+from phalanx.sim.months.causes import Cause, arrivals
+from phalanx.sim.months.policy import UNNOTICED_S, MonthsPolicy, RunProgress
+from phalanx.units import DAY_S
+
+
+class Clock:
+    """Simulated seconds. Actions of one instant run in the order they were asked for.
+
+    >>> clock, seen = Clock(), []
+    >>> clock.after(5.0, lambda: seen.append(clock.now_s))
+    >>> clock.after(2.0, lambda: clock.after(1.0, lambda: seen.append(clock.now_s)))
+    >>> clock.run(until_s=10.0)
+    >>> seen, clock.now_s, clock.events
+    ([3.0, 5.0], 10.0, 3)
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something that many seconds from now; never, when they are infinite."""
+        if math.isfinite(seconds):
+            heapq.heappush(self._heap, (self.now_s + seconds, next(self._order), action))
+
+    def run(self, *, until_s: float) -> None:
+        """Everything that happens before `until_s`."""
+        while self._heap and self._heap[0][0] < until_s:
+            self.now_s, _, action = heapq.heappop(self._heap)
+            self.events += 1
+            action()
+        self.now_s = until_s
+
+
+# Where the time of a run went: seconds by cause and phase, which with the training that counts are all there were.
+
+
+PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "stalled", "degraded", "stopped")
+SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are no failures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutcome:
+    """One simulated run. `lost_s` are seconds by (cause, phase); with `done_s` they add up to `wall_s`."""
+
+    wall_s: float
+    done_s: float  # training at the planned pace that was not lost again
+    lost_s: Mapping[tuple[str, str], float]
+    interruptions: Mapping[str, int]  # by cause, planned ones included
+    borne: int  # failures of the network that the job outlived
+    failures: int  # that struck, borne and silent ones included
+    spares_used: int
+    most_spares: int  # out at once
+    longest_gap_s: float  # without a step
+    gave_up: int  # incidents with more failures in a row than fault.restarts allows
+    events: int
+
+    @property
+    def effective(self) -> float:
+        """Share of the time that trained."""
+        return self.done_s / self.wall_s
+
+    @property
+    def unexpected(self) -> int:
+        """Interruptions that nobody planned."""
+        return sum(count for cause, count in self.interruptions.items() if cause != PLANNED)
+
+
+@dataclass(slots=True)
+class TimeLedger:
+    """Filled while a run goes."""
+
+    lost_s: Counter[tuple[str, str]] = field(default_factory=Counter)
+    interruptions: Counter[str] = field(default_factory=Counter)
+    borne: int = 0
+    failures: int = 0
+    spares_used: int = 0
+    most_spares: int = 0
+    longest_gap_s: float = 0.0
+    gave_up: int = 0
+
+    def lose(self, cause: str, phase: str, seconds: float) -> None:
+        """Book seconds that did not train."""
+        if seconds:
+            self.lost_s[cause, phase] += seconds  # type: ignore[assignment]  # a Counter of floats
+
+    def close(self, *, wall_s: float, done_s: float, events: int) -> RunOutcome:
+        """The run is over."""
+        return RunOutcome(
+            wall_s=wall_s,
+            done_s=done_s,
+            lost_s=dict(self.lost_s),
+            interruptions=dict(self.interruptions),
+            borne=self.borne,
+            failures=self.failures,
+            spares_used=self.spares_used,
+            most_spares=self.most_spares,
+            longest_gap_s=self.longest_gap_s,
+            gave_up=self.gave_up,
+            events=events,
+        )
+
+
+# One run over days, failure by failure: it falls, notices, waits for a place, starts again, and loses what it must.
+#
+# Every method that changes how time is spent first settles the time since the last change. A failure during a recovery
+# starts that recovery anew; while the job waits for hosts or is stopped its devices are idle, and nothing fails.
+
+
+NEVER = float("inf")
+
+
+def simulate_run(policy: MonthsPolicy, *, days: float, random: np.random.Generator) -> RunOutcome:
+    """One run of `days`. The same random source gives the same run."""
+    run = _Run(policy, random)
+    run.clock.run(until_s=days * DAY_S)
+    return run.close()
+
+
+def simulate_runs(policy: MonthsPolicy, *, days: float, count: int, seed: int) -> Iterator[RunOutcome]:
+    """Runs that differ by their random numbers only; run `i` is the same however many are asked for."""
+    for index in range(count):
+        random = np.random.Generator(np.random.PCG64([seed, index]))  # by name: numpy may change its default
+        yield simulate_run(policy, days=days, random=random)
+
+
+class _Run:
+    """What holds now: is the job up, since when, in which phase, with how many hosts."""
+
+    def __init__(self, policy: MonthsPolicy, random: np.random.Generator) -> None:
+        self.clock = Clock()
+        self._policy, self._ledger = policy, TimeLedger()
+        # A source for each, so that another policy meets the same failures: differences between policies are theirs.
+        failing, self._planning, self._random = random.spawn(3)
+        self._progress = RunProgress(policy.saving)
+        self._up, self._since_s, self._fell_s = True, 0.0, 0.0
+        self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
+        self._missing, self._idle = 0, policy.spares
+        self._outage_until_s = 0.0
+        self._narrow: list[Cause] = []  # borne, and not back yet
+        self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
+        self._arrivals = arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
+        self._next_failure()
+        self._next_planned()
+
+    def close(self) -> RunOutcome:
+        """Settle what is open."""
+        self._settle()
+        if not self._up:
+            self._end_gap()
+        return self._ledger.close(wall_s=self.clock.now_s, done_s=self._progress.done_s, events=self.clock.events)
+
+    # What happens to the job.
+
+    def _next_failure(self) -> None:
+        if self._policy.mtbf_s < NEVER:
+            gap_s, cause = next(self._arrivals)
+            self.clock.after(gap_s, partial(self._fail, cause))
+
+    def _fail(self, cause: Cause) -> None:
+        self._next_failure()
+        if not self._up and self._phase in ("waiting", "stopped"):
+            return
+        self._settle()
+        self._ledger.failures += 1
+        if cause.silent:
+            self._corrupt(cause)
+        elif cause.stall_s is not None:
+            self._bear(cause, cause.stall_s)
+        else:
+            self._outage_until_s = max(self._outage_until_s, self.clock.now_s + cause.outage_s)
+            self._fall(cause, noticed_s=self._policy.detect_s)
+
+    def _corrupt(self, cause: Cause) -> None:
+        """Weights go wrong and training goes on; idle devices harm nothing."""
+        if self._up and self._sound_s is None:
+            self._sound_s = self._progress.newest_s
+            digest_s = self._policy.digest_s
+            found_s = self._random.random() * digest_s if digest_s < NEVER else UNNOTICED_S
+            self.clock.after(found_s, partial(self._find, cause))
+
+    def _find(self, cause: Cause) -> None:
+        """Digests differ: back to the checkpoint from before, unless another failure went back there already."""
+        self._settle()
+        if self._sound_s is not None:
+            self._ledger.lose(cause.name, "redone", self._progress.roll_back(self._sound_s))
+            self._sound_s = None
+            self._fall(cause, noticed_s=0.0)
+
+    def _bear(self, cause: Cause, stall_s: float) -> None:
+        """Other paths take over after a stall; the network is narrower until the part is back."""
+        self._ledger.borne += 1
+        self._narrow.append(cause)
+        away_s = cause.outage_s or (FLAP_S if self._random.random() < FLAP_SHARE else CABLE_S)
+        self.clock.after(away_s, partial(self._widen, cause))
+        if self._up and stall_s > 0:
+            self._down(cause.name, "stalled", stall_s, then=self._rise)
+
+    def _widen(self, cause: Cause) -> None:
+        self._settle()
+        self._narrow.remove(cause)
+
+    def _next_planned(self) -> None:
+        if self._policy.planned_per_day > 0:
+            gap_s = -math.log1p(-self._planning.random()) * DAY_S / self._policy.planned_per_day
+            self.clock.after(gap_s, self._maintain)
+
+    def _maintain(self) -> None:
+        """Save, wait until it is safe, start again. A job that is down anyway is maintained meanwhile."""
+        self._next_planned()
+        self._settle()
+        if self._up:
+            self._ledger.interruptions[PLANNED] += 1
+            self._save(PLANNED)
+
+    def _save(self, cause: str) -> None:
+        """A checkpoint that is waited for, then a restart from it."""
+        saving = self._policy.saving
+        self._down(cause, "checkpoint", saving.blocking_s + saving.lag_s, then=self._saved)
+
+    def _saved(self) -> None:
+        self._progress.save()
+        self._restart()
+
+    # Down, and up again.
+
+    def _fall(self, cause: Cause, *, noticed_s: float) -> None:
+        self._ledger.interruptions[cause.name] += 1
+        self._in_a_row += 1
+        self._ledger.gave_up += self._in_a_row == self._policy.restarts
+        self._ledger.lose(cause.name, "redone", self._progress.restore(self.clock.now_s))
+        if self._sound_s is not None and self._progress.done_s <= self._sound_s:
+            self._sound_s = None
+        if cause.takes_host:
+            self._take_host()
+        if self._policy.recovery == "stop":
+            self._down(cause.name, "stopped", NEVER, then=self._rise)
+        else:
+            self._down(cause.name, "detect", noticed_s, then=self._noticed)
+
+    def _down(self, cause: str, phase: str, seconds: float, *, then: Callable[[], None]) -> None:
+        """Spend seconds of a phase; whatever was under way is given up."""
+        if self._up:
+            self._fell_s = self.clock.now_s
+        self._up, self._cause, self._phase = False, cause, phase
+        self._epoch += 1
+        self.clock.after(seconds, partial(self._then, self._epoch, then))
+
+    def _then(self, epoch: int, action: Callable[[], None]) -> None:
+        if epoch == self._epoch:
+            self._settle()
+            action()
+
+    def _noticed(self) -> None:
+        """Start again if there are places for it and the network is there, else wait."""
+        outage_s = self._outage_until_s - self.clock.now_s
+        if not self._policy.pace(self._missing):
+            self._down(self._cause, "waiting", NEVER, then=self._noticed)
+        elif outage_s > 0:
+            self._down(self._cause, "waiting", outage_s, then=self._noticed)
+        else:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._down(self._cause, "restart", self._policy.restart_s, then=self._rise)
+
+    def _rise(self) -> None:
+        self._end_gap()
+        self._up, self._in_a_row = True, 0  # the next step is done before the next failure, all but always
+
+    def _end_gap(self) -> None:
+        self._ledger.longest_gap_s = max(self._ledger.longest_gap_s, self.clock.now_s - self._fell_s)
+
+    # Hosts.
+
+    def _take_host(self) -> None:
+        """A host leaves; a spare takes its place where there is one. Under "shrink" it never comes back."""
+        if self._idle:
+            self._idle -= 1
+            self._ledger.spares_used += 1
+            self._ledger.most_spares = max(self._ledger.most_spares, self._policy.spares - self._idle)
+        else:
+            self._missing += 1
+        if self._policy.recovery != "shrink":
+            self.clock.after(self._policy.repair_s, self._return_host)
+
+    def _return_host(self) -> None:
+        """A repaired host fills a gap in the job, which saves and starts again with it if that makes it faster."""
+        self._settle()
+        if not self._missing:
+            self._idle += 1
+            return
+        before = self._policy.pace(self._missing)
+        self._missing -= 1
+        if self._up and self._policy.pace(self._missing) > before:
+            self._save(SHORT)
+        elif self._phase == "waiting":
+            self._noticed()
+
+    # Time.
+
+    def _settle(self) -> None:
+        """Book the time since the last change."""
+        start_s, self._since_s = self._since_s, self.clock.now_s
+        seconds = self.clock.now_s - start_s
+        if self._up:
+            self._train(start_s, seconds)
+        else:
+            self._ledger.lose(self._cause, self._phase, seconds)
+
+    def _train(self, start_s: float, seconds: float) -> None:
+        lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
+        slowest = min(self._narrow, key=lambda cause: cause.pace, default=None)
+        pace = shrunk * slowest.pace if slowest else shrunk
+        speed = pace / (1.0 + self._policy.saving.copy_share)
+        worked_s = self._progress.advance(start_s, seconds, speed=speed)
+        lose(SAVING, "checkpoint", seconds - worked_s)
+        lose(SAVING, "copies", worked_s * (pace - speed))
+        lose(SHORT, "degraded", worked_s * (1.0 - shrunk))
+        if slowest:
+            lose(slowest.name, "degraded", worked_s * (shrunk - pace))

@@ -1,0 +1,201 @@
+"""The collectives of a plan as flows: ranks in order on the NICs of a fabric, a fast domain's own traffic left inside.
+
+A group with m members in each fast domain uses their m NICs side by side (NCCL builds as many rings), so each NIC
+carries 1/m of what a ring sends, to the member with the same place in the next domain. A simulated step asks for who
+sends to whom at once (`phase`), `fabric simulate` for a step's bytes (`axis_flows`); both are `neighbours`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.plan.mapping import AxisUse
+from phalanx.plan.plan import Plan
+from phalanx.sim.fabric_links import Ints
+from phalanx.sim.fluid import MRC, Wire, complete_flows
+from phalanx.sim.routes import Routing
+from phalanx.sim.traffic_matrix import MOST_FLOWS, Flows, flows
+
+TREES = ("Tree", "NVLSTree")  # algorithms that send sums up and down double trees of domains
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisTraffic:
+    """What one axis of a plan sends over the network in a step; None where all of it stays inside fast domains."""
+
+    axis: str
+    operation: str
+    flows: Flows | None
+    wire_s: float  # the plan's own figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisTime:
+    """An axis alone on a fabric, beside the plan's figure."""
+
+    axis: str
+    operation: str
+    flows: int
+    plan_s: float
+    mean_s: float
+    tail_s: float
+
+
+def plan_collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
+    """Every axis of a plan with the flows of one step."""
+    ranks, domain = plan.layout.devices, plan.cluster.domain_devices
+    return tuple(
+        AxisTraffic(axis=use.axis, operation=use.operation, flows=axis_flows(use, ranks, domain), wire_s=use.wire_s)
+        for use in plan.mapping
+    )
+
+
+def time_on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire = MRC) -> tuple[AxisTime, ...]:
+    """Seconds per step of each axis that uses the network, each alone on the fabric: bandwidth, not start-up."""
+    if plan.layout.devices > fabric.hosts:
+        raise mistake(
+            fabric.name,
+            f"the plan runs on {plan.layout.devices:,} devices, the fabric joins {fabric.hosts:,}",
+            fix=f"use a fabric of at least {plan.layout.devices:,} NICs",
+        )
+    return tuple(
+        _timed(one, one.flows, fabric, routing, wire) for one in plan_collectives(plan) if one.flows is not None
+    )
+
+
+def _timed(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire: Wire) -> AxisTime:
+    done = complete_flows(fabric, sent, routing=routing, wire=wire)
+    return AxisTime(
+        axis=one.axis,
+        operation=one.operation,
+        flows=len(sent),
+        plan_s=one.wire_s,
+        mean_s=done.mean_s,
+        tail_s=done.tail_s,
+    )
+
+
+def neighbours(size: int, stride: int, step: int, ranks: int, *, wraps: bool = True) -> tuple[Ints, Ints]:
+    """(sources, targets): each member of groups of `size` to the one `step` places further in its group.
+
+    >>> [side.tolist() for side in neighbours(4, 1, 2, 4)]
+    [[0, 1, 2, 3], [2, 3, 0, 1]]
+    """
+    source = np.arange(ranks - ranks % (size * stride), dtype=np.int64)
+    place = source // stride % size
+    after = place + step
+    target = source + (after % size - place) * stride
+    keeps = (source != target) & (wraps | (after < size))
+    return source[keeps], target[keeps]
+
+
+def phase(axis: str, *, size: int, stride: int, inside: int, ranks: int) -> tuple[Ints, Ints]:
+    """Who sends to whom at once: to the next domain of a ring (`inside` members are in one), the next stage of a
+    pipeline, or half the group away, the farthest phase of an all-to-all."""
+    step = size // 2 if axis == "expert" else inside
+    return neighbours(size, stride, step, ranks, wraps=axis != "pipeline")
+
+
+def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
+    """The flows of an axis between fast domains; None when there are none."""
+    if "all-to-all" in use.operation:
+        return _everyone(use, ranks, domain)
+    if use.operation == "send":
+        return _stages(use, ranks, domain)
+    # Ring attention passes whole blocks from rank to rank; only collectives run several rings side by side.
+    together = 1 if use.operation == "ring send" else _together(use, domain)
+    if together >= use.size or ranks <= domain:
+        return None
+    if use.algorithm in TREES:
+        return _tree(use, np.arange(ranks) // use.stride % use.size, together)
+    return _between(*neighbours(use.size, use.stride, together, ranks), _ring_bytes(use, together), domain)
+
+
+def _together(use: AxisUse, domain: int) -> int:
+    """Members of a group in one fast domain."""
+    return max(1, min(use.size, domain // use.stride))
+
+
+def _ring_bytes(use: AxisUse, together: int) -> float:
+    """Bytes a NIC sends: its part of the ring."""
+    return use.bytes_per_step / together
+
+
+def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
+    """Both directions of two binary trees of domains, in heap order and mirrored, each with half of the sum.
+
+    As NCCL's double trees: a domain with two children in one is a leaf of the other, so a NIC sends two sums at most.
+    """
+    node, last = place // together, use.size // together - 1
+    child = np.flatnonzero(node > 0)
+    parent = child + (((node[child] - 1) // 2 - node[child]) * together) * use.stride
+    mirrored = np.arange(len(place)) + (last - 2 * node) * together * use.stride
+    up, down = np.concatenate([child, mirrored[child]]), np.concatenate([parent, mirrored[parent]])
+    # bytes_per_step counts 2 (n-1)/n sums; an edge carries half a sum up and half a sum down.
+    half = use.bytes_per_step / (2 * (use.size - 1) / use.size) / together / 2
+    return flows(np.concatenate([up, down]), np.concatenate([down, up]), half)
+
+
+def _stages(use: AxisUse, ranks: int, domain: int) -> Flows | None:
+    """Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour."""
+    first, second = neighbours(use.size, use.stride, 1, ranks, wraps=False)
+    source, target = np.concatenate([first, second]), np.concatenate([second, first])
+    return _between(source, target, use.bytes_per_step / 2, domain)
+
+
+def _everyone(use: AxisUse, ranks: int, domain: int) -> Flows | None:
+    """An all-to-all; of what goes to another domain `network_copies` cross the network.
+
+    Where a token crosses once for all that want it in a domain, it goes to the member with the sender's own place there
+    and on over the fast links (DeepSeek-V3, arXiv:2412.19437 section 3.2.2): every NIC sends as much as with a flow to
+    each member, and stays on its rail.
+    """
+    away, together = use.bytes_per_step / (use.size - 1), _together(use, domain)
+    if use.network_copies >= 1:
+        return _between(*_pairs(use, range(1, use.size), ranks), away, domain)
+    if _tiles(use, ranks, domain):
+        pairs = _pairs(use, range(together, use.size, together), ranks)
+        return _between(*pairs, away * together * use.network_copies, domain)
+    return _uneven(use, *_pairs(use, range(1, use.size), ranks), ranks, domain)
+
+
+def _uneven(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: int) -> Flows | None:
+    """Groups with more members in one domain than in another: a domain is sent as much whether it has few or many."""
+    rank = np.arange(ranks)
+    group = rank // (use.size * use.stride) * use.stride + rank % use.stride
+    held, place, members = np.unique(group * ranks + rank // domain, return_inverse=True, return_counts=True)
+    spans = np.bincount(held // ranks)  # domains of each group
+    leaves = source // domain != target // domain
+    source, target = source[leaves], target[leaves]
+    crossing = use.bytes_per_step * use.size / (use.size - 1) * use.network_copies
+    nbytes = crossing / spans[group[source]] / members[place[target]]
+    return flows(source, target, nbytes) if leaves.any() else None
+
+
+def _tiles(use: AxisUse, ranks: int, domain: int) -> bool:
+    """Whether every group fills two or more domains with the same places in each."""
+    together = _together(use, domain)
+    whole = ranks % (use.size * use.stride) == 0 and domain == together * use.stride
+    return whole and together < use.size and use.size % together == 0
+
+
+def _pairs(use: AxisUse, steps: range, ranks: int) -> tuple[Ints, Ints]:
+    """Each member and those `steps` places further in its group."""
+    if ranks * len(steps) > MOST_FLOWS:
+        raise mistake(
+            use.axis,
+            f"an all-to-all of {use.size:,} among {ranks:,} ranks is more than {MOST_FLOWS:,} flows",
+            fix=f"use groups of at most {(MOST_FLOWS // ranks + 1) * steps.step:,}",
+        )
+    pairs = [neighbours(use.size, use.stride, step, ranks) for step in steps]
+    source, target = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return source, target
+
+
+def _between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:
+    leaves = source // domain != target // domain
+    return flows(source[leaves], target[leaves], nbytes) if leaves.any() and nbytes > 0 else None

@@ -1,0 +1,177 @@
+"""The timeline in letters: a line per stage, a column per slice of the step, the letter of what took most of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from phalanx.io.columns import table
+from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
+from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
+from phalanx.sim.step.report import Line, StepReport
+from phalanx.sim.step.timeline import BUBBLE, DEVICE, Span, Timeline
+from phalanx.units import format_seconds, plural
+
+COLUMNS = 72
+MOST_STAGES = 8  # lines; of more stages, some from first to last
+LEGEND = "F forward, B backward, x both, W weight gradients, c traffic that shows, . bubble, o optimizer and host"
+BOTH = 0.2  # of a column, from which forward beside backward is told
+
+
+def picture(timeline: Timeline) -> list[str]:
+    """Lines of a fixed width, with the legend last."""
+    shown = chosen(len(timeline.device_s))
+    taken: dict[int, list[dict[str, float]]] = {stage: [defaultdict(float) for _ in range(COLUMNS)] for stage in shown}
+    for span in timeline.spans:
+        if span.track == DEVICE and span.stage in taken:
+            _paint(taken[span.stage], span, timeline.step_s / COLUMNS)
+    width = len(str(shown[-1]))
+    lines = [f"stage {stage:{width}}  {''.join(map(_most, taken[stage]))}" for stage in shown]
+    return [*lines, LEGEND]
+
+
+def chosen(stages: int) -> list[int]:
+    """Stages to draw: all, or evenly chosen ones with the first and the last.
+
+    >>> chosen(3), chosen(16)
+    ([0, 1, 2], [0, 2, 4, 6, 9, 11, 13, 15])
+    """
+    if stages <= MOST_STAGES:
+        return list(range(stages))
+    return [round(index * (stages - 1) / (MOST_STAGES - 1)) for index in range(MOST_STAGES)]
+
+
+def _paint(columns: list[dict[str, float]], span: Span, column_s: float) -> None:
+    first, last = (min(int(at_s / column_s), COLUMNS - 1) for at_s in (span.start_s, span.end_s))
+    for index in range(first, last + 1):
+        inside_s = min(span.end_s, (index + 1) * column_s) - max(span.start_s, index * column_s)
+        columns[index][_letter(span)] += inside_s
+
+
+def _letter(span: Span) -> str:
+    if span.part == "compute_s":
+        return span.name[0] if span.name[0] in "FBW" else "B"  # the head, between forward and backward
+    if span.part == BUBBLE:
+        return "."
+    return "o" if span.part in ("optimizer_s", "overhead_s") else "c"
+
+
+def _most(column: dict[str, float]) -> str:
+    if min(column.get("F", 0.0), column.get("B", 0.0)) > BOTH * sum(column.values()):
+        return "x"
+    return max(column, key=lambda letter: column[letter], default=" ")
+
+
+# A simulated step as a person reads it.
+
+
+NOTHING = 5e-4  # of the step: smaller differences are not explained
+
+
+def step_text(report: StepReport) -> str:
+    """The step, where its time goes beside the plan, and why the two differ."""
+    apart = report.step_s / report.plan_step_s - 1.0
+    parts = [
+        f"{report.job}: {report.layout} on {plural(report.devices, 'device')}",
+        f"  step      {format_seconds(report.step_s)}; the plan predicts {format_seconds(report.plan_step_s)} "
+        f"({apart:+.1%})",
+        f"  fabric    {_fabric(report)}",
+        f"  busiest   stage {report.stage} of {report.stages}",
+        "",
+        f"WHERE THE TIME GOES ({_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
+        *_lines(report),
+        "",
+        f"THE STEP ({format_seconds(report.step_s / COLUMNS)} a column; --trace has every slice)",
+        *(f"  {line}" for line in picture(report.timeline)),
+        "",
+        "WHY IT DIFFERS FROM THE PLAN",
+        *_reasons(report),
+    ]
+    return "\n".join(parts)
+
+
+def _fabric(report: StepReport) -> str:
+    f = report.fabric
+    if report.derived:
+        return f"none named: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (name one with --fabric)"
+    route = f"packets over {SPRAYED_PATHS} paths" if report.edge else f"{HASHED_QPS} hashed QPs (ECMP)"
+    planes = plural(f.planes, "plane")
+    tiers = plural(f.tiers, "tier")
+    unused = "" if report.paths else "; nothing of this step leaves a fast domain, so the fabric carries nothing"
+    return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}{unused}"
+
+
+def _unit(report: StepReport) -> tuple[str, float]:
+    """Name and size of the unit of the table."""
+    return ("seconds", 1.0) if report.step_s >= 1.0 else ("milliseconds", 1e-3)
+
+
+def _lines(report: StepReport) -> list[str]:
+    unit_s = _unit(report)[1]
+    rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
+    rows += [_row(line, unit_s) for line in report.lines]
+    changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
+    shown = (_number(report.step_s / unit_s), _number(report.plan_step_s / unit_s))
+    rows.append(("step", "", "", *shown, *(_change(one / unit_s) for one in changes)))
+    return [f"  {line}" for line in table(rows, right=range(1, 7))]
+
+
+def _row(line: Line, unit_s: float) -> tuple[str, ...]:
+    wires = [line.wire_s, line.hidden_s] if line.wire_s else []
+    cells = [_number(value / unit_s) for value in (*wires, line.exposed_s, line.plan_s)]
+    changes = [_change(value / unit_s) for value in (line.order_s, line.network_s)]
+    return (line.name, *([] if wires else ["", ""]), *cells, *changes)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _change(value: float) -> str:
+    return f"{value:+.4f}" if abs(value) >= 5e-5 else "-"
+
+
+def _reasons(report: StepReport) -> list[str]:
+    told = [
+        f"  {line.name}: {moves}; {line.why}"
+        for line in report.lines
+        if (moves := _moves(line, NOTHING * report.plan_step_s))
+    ]
+    return told or [f"  no line differs by more than {NOTHING:.2%} of the step"]
+
+
+def _moves(line: Line, least_s: float) -> str:
+    moved = {"order": line.order_s, "network": line.network_s}
+    return ", ".join(f"{name} {_signed(seconds)}" for name, seconds in moved.items() if abs(seconds) >= least_s)
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+
+
+def break_text(kind: str, found: Sequence[Aftermath]) -> str:
+    """A failure under both ways of recovering, side by side."""
+    rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
+    rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))
+    rows.append(("stands still for", *(_ends(one.stall_s) if one.stall_s else "-" for one in found)))
+    rows.append(("step in which it breaks", *(_ends(one.during_s) for one in found)))
+    rows.append(("steps after", *(_ends(one.after_s) for one in found)))
+    rows.append(("throughput of that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
+    rows.append(("connections touched", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
+    rows.append(("left without a path", *(f"{one.stalled:,}" for one in found)))
+    rows.append(("slowest flow before, of line rate", *(f"{one.share_before:.2f}" for one in found)))
+    rows.append(("slowest flow after", *(f"{one.share:.2f}" for one in found)))
+    if any(one.timeouts_s for one in found):
+        waits = (format_seconds(one.timeouts_s) if one.timeouts_s else "-" for one in found)
+        rows.append(("of a step, waiting for lost ACKs", *waits))
+    rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
+    columns = range(1, len(found) + 1)
+    title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"
+    if kind == "grey":
+        title = f"WHEN A T0-T1 LINK LOSES {GREY_LOSS:.0%} OF ITS PACKETS AND STAYS UP"
+    return "\n".join([title, *(f"  {line}" for line in table(rows, right=columns))])
+
+
+def _ends(seconds: float) -> str:
+    return format_seconds(seconds) if math.isfinite(seconds) else "job stops"

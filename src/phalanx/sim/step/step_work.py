@@ -1,0 +1,322 @@
+"""A plan as its cost model sees it, asked again for what a Plan does not keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.network import collectives as net
+from phalanx.plan import request, traffic
+from phalanx.plan.cases import Cases, Floats
+from phalanx.plan.compute import Compute, compute_seconds, element_bytes
+from phalanx.plan.memory import OFFLOAD_PARAMETERS
+from phalanx.plan.optimizer import owned_weights
+from phalanx.plan.plan import Plan
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
+from phalanx.plan.step import FETCHED_BYTES, StepTimes, stage_layers
+from phalanx.plan.weights import RankWeights, rank_weights
+from phalanx.sim.step.paths import crosses_network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepQuestion:
+    """One row of cases, the prediction without a calibration, and where the planner places each axis."""
+
+    plan: Plan
+    ask: PlanRequest
+    cases: Cases
+    times: StepTimes
+    groups: traffic.Groups
+
+    def pace(self, part: str) -> float:
+        """The plan's seconds of a part over those of the bare model: its calibration, or 1."""
+        modelled = one(getattr(self.times, part))
+        return self.plan.prediction.breakdown_s[part] / modelled if modelled > 0 else 1.0
+
+
+def ask_plan(plan: Plan) -> StepQuestion:
+    """The plan's own cost model."""
+    ask, _ = request.request_from_job(plan.job, plan.cluster)
+    cases, times, _ = price_layouts(ask, [plan.layout])
+    groups = traffic.groups(cases, ask.physics, ask.profile)
+    return StepQuestion(plan=plan, ask=ask, cases=cases, times=times, groups=groups)
+
+
+def one(value: Floats | float) -> float:
+    """The single element of a column."""
+    return float(np.max(value))
+
+
+# Traffic of a step in seconds: inside every layer, and between the ranks that share weights.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    """Traffic inside a pass through one layer: time on the wire, and the part the device waits for in any case."""
+
+    part: str
+    tier: str  # "link" or "nic"
+    wire_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """Traffic of a stage that keeps data ranks equal."""
+
+    tier: str
+    reduce_s: float  # gradients, after the last micro-batch
+    again_s: float  # and after every other one (ZeRO-2); 0 without
+    after_s: float  # work on them that nothing hides (PowerSGD's factors)
+    gather_s: float  # updated parameters, once
+    overlap: float  # share of a reduction that may run behind backward
+    gather_overlap: float  # share of the gather that may run behind forward
+    layer_gather_s: float  # ZeRO-3: one layer's parameters, for forward and again for backward
+    layer_scatter_s: float  # ZeRO-3: one layer's gradients
+
+
+def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
+    """(forward, backward) of one layer and micro-batch; full recompute sends again what forward sent."""
+    c, f = q.cases, q.ask.profile
+    tensor, expert = one(traffic.tensor_seconds(c, g, f)), one(traffic.expert_seconds(c, g, f))
+    context = one(traffic.context_seconds(c, q.ask.physics, g, done.attention.forward))
+    shown = {"tensor_s": tensor, "context_s": context, "expert_s": expert}
+    wire = {
+        "tensor_s": tensor / one(f.tensor_exposed),
+        "context_s": _ring_seconds(q, g),
+        "expert_s": expert / one(f.expert_exposed),
+    }
+    again = one(q.cases.recompute == 2)
+    passes = {"tensor_s": 1.0, "context_s": 2.0, "expert_s": 1.0}  # ring attention sends twice as much back
+
+    def direction(times: dict[str, float]) -> tuple[Inner, ...]:
+        return tuple(_inner(q, g, part, times[part], shown[part], wire[part]) for part in shown if shown[part] > 0)
+
+    return direction(dict.fromkeys(shown, 1.0)), direction({part: count + again for part, count in passes.items()})
+
+
+def _inner(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
+    axis = part.removesuffix("_s")
+    scale = times * q.pace(part) / q.ask.model.layers
+    return Inner(
+        part=part,
+        tier=_tier(g, axis),
+        # Where a profile shows more than the bare wire (contention), the wire is as slow.
+        wire_s=scale * max(wire_s, shown_s),
+        exposed_s=scale * shown_s,
+    )
+
+
+def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
+    """Keys and values once round the context ring, all layers, with the kernels each hop starts."""
+    c = q.cases
+    width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
+    hop = net.ring_hop(g.context, c.tokens * width * element_bytes(c))
+    return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.ask.physics.start_s))
+
+
+def _tier(g: traffic.Groups, axis: str) -> str:
+    return "nic" if crosses_network(getattr(g, axis), axis) else "link"
+
+
+def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
+    """Of the stage with most layers."""
+    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    sync = traffic.gradient_traffic(c, g, held, f)
+    pace = q.pace("gradient_s")
+    gather_s, scatter_s = _layer_shard(q, g, held, layers)
+    alone = layout.data * layout.context == 1
+    return Sharing(
+        tier=_tier(g, "data"),
+        reduce_s=0.0 if alone else one(sync.reduce) * pace,
+        again_s=one(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
+        after_s=one(traffic.factoring_seconds(c, q.ask.physics, held)) * pace,
+        gather_s=one(sync.gather) * pace,
+        overlap=min(one(f.data_overlap if layout.zero == 0 else f.scatter_overlap), 1.0),
+        gather_overlap=min(one(f.gather_overlap), 1.0),
+        layer_gather_s=gather_s,
+        layer_scatter_s=scatter_s,
+    )
+
+
+def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
+    """ZeRO-3 without a pipeline: (gather, scatter) of one layer. Gathers carry parameters, the scatter gradients."""
+    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    if layout.zero < 3 or layout.pipeline > 1:
+        return 0.0, 0.0
+    total = one(traffic.shard_seconds(c, g, held, f)) / layers
+    # Parameters in host memory come and go with the same rhythm.
+    fetched = np.where(c.offload == OFFLOAD_PARAMETERS, owned_weights(c, held) * FETCHED_BYTES, 0.0)
+    fetch_s = one(fetched / c.host_link_bytes_per_s) / layers
+    size, gradient = one(element_bytes(c)), one(f.gradient_bytes)
+    gather_s = total * size / (2.0 * size + gradient)
+    return gather_s + fetch_s / 3.0, total - 2.0 * gather_s + fetch_s / 3.0
+
+
+# What every stage of a plan has to do in a step: seconds of compute from the plan, of traffic from the fabric.
+#
+# Compute is the plan's own (its breakdown per layer and micro-batch), so that what differs from the plan is the network
+# and the order of things. Traffic is the planner's arithmetic over groups that have the fabric's rates (`on_fabric`).
+
+
+# Parts of the plan's step that are work on the device, beside the head.
+COMPUTE_PARTS = ("matmul_s", "attention_s", "elementwise_s", "recompute_s", "launch_s")
+LAYER_PARTS = (*COMPUTE_PARTS, "tensor_s", "context_s", "expert_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One direction through one layer."""
+
+    compute_s: float
+    inner: tuple[Inner, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """A step. Passes are per layer; stage i holds `layers[i]` of them, the last one also the head."""
+
+    schedule: str
+    layers: tuple[int, ...]
+    chunks: int
+    micros: int
+    forward: Pass
+    backward: Pass
+    weight_s: float  # the part of a layer's backward that may wait (zero-bubble)
+    head_forward_s: float
+    head_backward_s: float
+    send_s: float
+    send_exposed: float  # share of a send for which the sender waits
+    send_tier: str
+    host_micro_s: float
+    sharing: tuple[Sharing, ...]  # of each stage
+    optimizer_s: float
+    host_step_s: float
+    balanced: bool = True  # the last chunk holds fewer layers beside the head
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return len(self.layers)
+
+    def chunk_layers(self, stage: int, chunk: int) -> float:
+        """Layers of one chunk, not always whole; on the last stage, fewer beside the head so that all take as long."""
+        layers = self.layers[stage]
+        even = layers / self.chunks
+        if stage < self.stages - 1 or self.chunks == 1 or not self.balanced:
+            return even
+        each_s = self.forward.compute_s + self.backward.compute_s
+        head = (self.head_forward_s + self.head_backward_s) / each_s
+        last = max(0.0, (layers + head) / self.chunks - head)
+        return last if chunk == self.chunks - 1 else (layers - last) / (self.chunks - 1)
+
+
+def work(q: StepQuestion, groups: traffic.Groups) -> Work:
+    """The step of a plan with its traffic over `groups`."""
+    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    done = compute_seconds(c, q.ask.physics, f)
+    layers = layers_on_stages(q, done)
+    inner = inner_traffic(q, groups, done)
+    forward_s, backward_s, weight_s = _layer_seconds(q, done)
+    host_micro_s, host_step_s = _host(q)
+    most = sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
+    return Work(
+        schedule=layout.schedule,
+        layers=layers,
+        chunks=layout.virtual_pipeline,
+        micros=layout.accumulation,
+        forward=Pass(compute_s=forward_s, inner=inner[0]),
+        backward=Pass(compute_s=backward_s, inner=inner[1]),
+        weight_s=weight_s if layout.schedule == "zero-bubble" and layout.pipeline > 1 else 0.0,
+        head_forward_s=one(done.head.forward) * q.pace("matmul_s"),
+        head_backward_s=one(done.head.backward) * q.pace("matmul_s"),
+        send_s=one(traffic.send_seconds(c, groups)) * q.pace("pipeline_send_s") if layout.pipeline > 1 else 0.0,
+        send_exposed=min(one(f.pipeline_exposed), 1.0),
+        send_tier="nic" if one(groups.pipeline.per_domain) <= 1 else "link",
+        host_micro_s=host_micro_s,
+        sharing=tuple(_scaled(most, number / max(layers)) for number in layers),
+        optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
+        host_step_s=host_step_s,
+        balanced=bool(one(f.balanced_stages) > 0),
+    )
+
+
+def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
+    """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
+    times, total, balanced = q.times, q.ask.model.layers, q.ask.profile.balanced_stages
+    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
+    head = one(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
+    fullest, least = stage_layers(q.cases, head_layers=np.asarray([head]), balanced=np.asarray(balanced))
+    most, last = round(one(fullest)), round(one(least))
+    if one(balanced) > 0:
+        last = beside_the_head(most, last, head)
+    return spread_layers(total, q.plan.layout.pipeline, most=most, last=last)
+
+
+def beside_the_head(most: int, last: int, head: float) -> int:
+    """Layers of the last stage: what the others leave over or, where that is less than it has time for, more.
+
+    The plan asks only for the slowest stage, and a split that leaves the last one idle is as good to it.
+
+    >>> beside_the_head(5, 0, 2.2), beside_the_head(8, 6, 1.4), beside_the_head(2, 0, 1.1)
+    (2, 6, 0)
+    """
+    return max(last, min(most, math.floor(max(most, last + head) - head + 1e-9)))
+
+
+def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int, ...]:
+    """`last` layers on the last stage, the others filled in order with at most `most` and as evenly as they divide.
+
+    >>> spread_layers(126, 16, most=8, last=6), spread_layers(10, 8, most=2, last=0)
+    ((8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 6), (2, 2, 2, 1, 1, 1, 1, 0))
+    """
+    if stages == 1:
+        return (total,)
+    each, more = divmod(total - last, stages - 1)
+    assert each + (more > 0) <= most
+    return (*(each + (number < more) for number in range(stages - 1)), last)
+
+
+def _passed(q: StepQuestion, done: Compute) -> float:
+    """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
+    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.ask.model.layers
+    return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
+
+
+def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]:
+    """(forward, backward, weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
+    breakdown, passed = q.plan.prediction.breakdown_s, _passed(q, done)
+    kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
+    forward = backward = 0.0
+    for part, seconds in kinds.items():
+        both = one(seconds.forward + seconds.backward)
+        share = one(seconds.forward) / both if both > 0 else 0.0
+        forward += share * breakdown[part] / passed
+        backward += (1.0 - share) * breakdown[part] / passed
+    backward += breakdown["recompute_s"] / passed
+    stretch = 1.0 + breakdown["launch_s"] / passed / max(forward + backward, 1e-30)
+    # Half of the backward products are weight gradients, as plan.step counts them for ZB-H1.
+    weight = one(done.matmul.backward) / 2.0 / q.ask.model.layers * q.pace("matmul_s")
+    return forward * stretch, backward * stretch, weight * stretch
+
+
+def _host(q: StepQuestion) -> tuple[float, float]:
+    """Host seconds per micro-batch and per step; together they are the plan's overhead."""
+    f, overhead = q.ask.profile, q.plan.prediction.breakdown_s["overhead_s"]
+    once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
+    once = min(once * q.pace("overhead_s"), overhead)
+    return (overhead - once) / q.plan.layout.accumulation, once
+
+
+def _scaled(most: Sharing, share: float) -> Sharing:
+    """A stage with fewer layers has as much less to share; a layer's own traffic stays."""
+    return replace(
+        most,
+        reduce_s=most.reduce_s * share,
+        again_s=most.again_s * share,
+        after_s=most.after_s * share,
+        gather_s=most.gather_s * share,
+    )

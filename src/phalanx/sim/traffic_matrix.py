@@ -1,0 +1,239 @@
+"""Who sends how much to whom: traffic as arrays of flows between NICs."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Floats, Ints, links_of
+from phalanx.units import parse_count, plural
+
+# 131,072 hosts to 256 each are 33 million flows: about 2 GB with their paths.
+MOST_FLOWS = 33_600_000
+MOST_BYTES = 1e15  # of a transfer: three hours at 800 Gb/s; more is a slip of the pen
+SENDERS = 7  # of an incast: arXiv:2605.04333 section 5.2.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flows:
+    """Transfers that start together: `nbytes` of payload from NIC `source` to NIC `target`."""
+
+    source: Ints
+    target: Ints
+    nbytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __post_init__(self) -> None:
+        if not len(self.source) == len(self.target) == len(self.nbytes):
+            raise mistake("flows", f"{len(self.source)} sources, {len(self.target)} targets, {len(self.nbytes)} sizes")
+        if len(self.source) == 0:
+            raise mistake("flows", "there is no flow to simulate", fix="give at least two hosts")
+        if not (self.nbytes > 0).all():
+            raise mistake("flows", f"a transfer of {float(self.nbytes.min()):g} bytes", fix="sizes are above zero")
+        if not (self.nbytes <= MOST_BYTES).all():
+            what = f"a transfer of {float(self.nbytes.max()):g} bytes is hours long at any speed"
+            raise mistake("flows", what, fix=f"sizes are at most {MOST_BYTES:.0e} bytes")
+        if (self.source == self.target).any():
+            host = int(self.source[self.source == self.target][0])
+            raise mistake("flows", f"host {host} sends to itself", fix="leave it out: it does not touch the network")
+
+
+def flows(source: Any, target: Any, nbytes: Any) -> Flows:
+    """Flows of lists or arrays; one size may stand for all."""
+    src, dst = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
+    return Flows(source=src, target=dst, nbytes=np.broadcast_to(np.asarray(nbytes, dtype=np.float64), src.shape))
+
+
+def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Everyone sends to one other and receives from one other, at random."""
+    _least(hosts, 2)
+    order = np.random.default_rng(seed).permutation(hosts).astype(np.int64)
+    # A cycle through all hosts in random order: nobody sends to itself.
+    return flows(order, np.roll(order, -1), nbytes)
+
+
+def shift(hosts: int, nbytes: float, *, seed: int = 0, step: int | None = None) -> Flows:
+    """Everyone sends to the host `step` further, half way round by default: all traffic crosses the top."""
+    _least(hosts, 2)
+    source = np.arange(hosts)
+    return flows(source, (source + (step or hosts // 2)) % hosts, nbytes)
+
+
+def ring(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Everyone sends to the next: one step of a ring collective."""
+    return shift(hosts, nbytes, seed=seed, step=1)
+
+
+def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Both directions of a binary tree in heap order: what a pipelined tree all-reduce has under way at once."""
+    _least(hosts, 2)
+    child = np.arange(1, hosts)
+    parent = (child - 1) // 2
+    return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), nbytes)
+
+
+def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
+    """Everyone sends an equal part of `nbytes` to every other."""
+    _least(hosts, 2)
+    if hosts * (hosts - 1) > MOST_FLOWS:
+        raise mistake(
+            "all-to-all",
+            f"{hosts:,} hosts make {hosts * (hosts - 1):,} flows, more than {MOST_FLOWS:,}",
+            why="each needs its own path in memory",
+            fix=f"use at most {int(MOST_FLOWS**0.5):,} hosts, or the permutation a step of it is",
+        )
+    source = np.repeat(np.arange(hosts), hosts - 1)
+    offset = np.tile(np.arange(1, hosts), hosts)
+    return flows(source, (source + offset) % hosts, nbytes / (hosts - 1))
+
+
+def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -> Flows:
+    """A ring among NICs of the same place in each server: the network part of a hierarchical all-reduce."""
+    _least(hosts, 2 * server)
+    whole = hosts // server * server
+    source = np.arange(whole)
+    return flows(source, (source + server) % whole, nbytes)
+
+
+def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Flows:
+    """Activations between neighbouring stages, forward and back, when stages are the slowest axis."""
+    _least(hosts, max(stages, 2))
+    width = hosts // stages
+    first = np.arange(width * (stages - 1))
+    return flows(np.concatenate([first, first + width]), np.concatenate([first + width, first]), nbytes)
+
+
+TRAFFIC: dict[str, Callable[..., Flows]] = {
+    "permutation": permutation,
+    "shift": shift,
+    "all-to-all": all_to_all,
+    "ring": ring,
+    "tree": tree,
+    "hierarchical": hierarchical,
+    "pipeline": pipeline,
+}
+
+
+INCAST = "incast"  # the one that depends on which hosts share a T0
+
+
+def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
+    """Hosts under one T0 to one host under another, and a victim, the last flow, from a further host of the first T0
+    to a neighbour of the crowded one: it shares switches with the crowd, but neither its sender nor its receiver."""
+    if fabric.hosts < senders + 3:
+        what = f"{fabric.hosts} hosts are too few for {senders} senders, their receiver and a victim"
+        raise mistake("incast", what, fix=f"use a fabric of at least {senders + 3} hosts")
+    home = links_of(fabric).host_t0(np.arange(fabric.hosts))
+    near = np.argsort(home, kind="stable")  # hosts by their T0
+    source = near[: senders + 1]
+    target = np.append(np.full(senders, near[-1]), near[-2])
+    return flows(source, target, nbytes)
+
+
+def named_traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows:
+    """A traffic matrix by name; raises UserError for one that does not exist."""
+    names = (*TRAFFIC, INCAST)
+    if name not in names:
+        guess = nearest(name, names)
+        raise mistake("traffic", f"there is no {name!r}", fix=f"use {guess}" if guess else f"use {', '.join(names)}")
+    if not 1 <= nbytes <= MOST_BYTES:
+        fix = f"send at least one byte, at most {MOST_BYTES:.0e}: for instance 2M"
+        raise mistake("traffic", f"a transfer of {nbytes:g} bytes", fix=fix)
+    return incast(fabric, nbytes) if name == INCAST else TRAFFIC[name](fabric.hosts, nbytes, seed=seed)
+
+
+def _least(hosts: int, least: int) -> None:
+    if hosts < least:
+        raise mistake("traffic", f"{plural(hosts, 'host')}: too few", fix=f"this traffic needs at least {least}")
+
+
+# Traffic from a CSV file: who sends how many bytes to whom. Read as untrusted.
+
+
+COLUMNS = ("src", "dst", "bytes")
+MOST_FILE_BYTES = 256 << 20  # ten million lines
+MOST_PROBLEMS = 5  # that one message lists
+
+
+def read_matrix(path: Path, hosts: int) -> Flows:
+    """Flows of a file with the columns src, dst and bytes, in any order; others are left out. `#` begins a comment."""
+    rows = _rows(path)
+    header = next(rows, (0, []))[1]
+    names = [name.strip().lower() for name in header]
+    if not set(COLUMNS) <= set(names):
+        what = f"the first line is {','.join(header)[:60]!r}" if header else "is empty"
+        raise mistake(f"{path}:1", what, fix=f"begin with {','.join(COLUMNS)}, then one transfer a line: 0,5,2000000")
+    places = [names.index(column) for column in COLUMNS]
+    found, problems = _transfers(path, rows, places, hosts)
+    if problems:
+        raise UserError(problems)
+    if not found:
+        raise mistake(str(path), "there is no flow to simulate", fix="add lines such as 0,5,2000000")
+    table = np.array(found, dtype=np.float64)
+    return flows(table[:, 0], table[:, 1], table[:, 2])
+
+
+def _transfers(
+    path: Path, rows: Iterable[tuple[int, list[str]]], places: list[int], hosts: int
+) -> tuple[list[tuple[float, float, float]], list[Problem]]:
+    """Transfers, and the first mistakes."""
+    found: list[tuple[float, float, float]] = []
+    problems: list[Problem] = []
+    for line, cells in rows:
+        if len(found) >= MOST_FLOWS:
+            raise mistake(str(path), f"has more than {MOST_FLOWS:,} transfers", fix="simulate a part of them")
+        made = _transfer(f"{path}:{line}", cells, places, hosts)
+        if isinstance(made, Problem):
+            problems.append(made)
+            if len(problems) >= MOST_PROBLEMS:
+                break
+        else:
+            found.append(made)
+    return found, problems
+
+
+def _transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tuple[float, float, float] | Problem:
+    if len(cells) <= max(places):
+        return Problem(
+            where=where, what=f"{len(cells)} columns, as {','.join(cells)[:60]!r}", fix="write src,dst,bytes"
+        )
+    src, dst, size = (cells[place].strip() for place in places)
+    for host in (src, dst):
+        if not (host.isascii() and host.isdecimal() and len(host) <= 9 and int(host) < hosts):
+            return Problem(where=where, what=f"there is no host {host[:20]!r}", fix=f"hosts are 0 to {hosts - 1:,}")
+    if int(src) == int(dst):
+        return Problem(
+            where=where, what=f"host {src} sends to itself", fix="leave it out: it does not touch the network"
+        )
+    try:
+        nbytes = float(parse_count(size))
+    except ValueError:
+        return Problem(where=where, what=f"bytes {size[:40]!r} is no size", fix="write 2000000 or 2M")
+    if not 0 < nbytes <= MOST_BYTES:
+        fix = f"at most {MOST_BYTES:.0e}" if nbytes > 0 else "sizes are above zero: leave it out"
+        return Problem(where=where, what=f"a transfer of {size[:20]} bytes", fix=fix)
+    return float(src), float(dst), nbytes
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Lines with something in them, by number."""
+    try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise mistake(str(path), f"is larger than {MOST_FILE_BYTES >> 20} MiB", fix="check the path")
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            for number, text in enumerate(stream, start=1):
+                cells = next(csv.reader([text.split("#", 1)[0].rstrip("\r\n")]), [])
+                if any(cell.strip() for cell in cells):
+                    yield number, cells
+    except (OSError, ValueError, csv.Error) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise mistake(str(path), f"cannot be read: {what[:120]}", fix="name a CSV file: src,dst,bytes") from None

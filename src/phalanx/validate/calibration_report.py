@@ -1,0 +1,174 @@
+"""Calibration from a user's own measurements: a table of steps, or a run folder; and the file it leaves."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.io.files import write_text
+from phalanx.job.textfile import read_text
+from phalanx.plan import request
+from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
+from phalanx.plan.cases import Floats
+from phalanx.plan.plan import Plan
+from phalanx.plan.prediction import step_interval
+from phalanx.plan.score import price_layouts
+from phalanx.plan.step import StepTimes
+from phalanx.record.account.segments import segments
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.run import Run
+from phalanx.record.values import seconds
+from phalanx.units import plural
+from phalanx.validate.throughput_rows import predict_rows
+from phalanx.validate.throughput_table import number, read_table
+
+VERSION = 1
+# Steps of one system and one program scatter less around their calibrated prediction than the rows of a published
+# table, which mix machines and versions (validate.SCATTER_SHARE).
+OWN_SCATTER_SHARE = 0.3
+LEAST_STEPS = 3  # steps of a run after warm-up
+WARM_UP_SHARE = 0.2  # first share of a run's steps that is left out: compilation, caches, allocator
+LARGEST_EVENTS_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationReport:
+    """What was fitted, on how much, and what it changed."""
+
+    version: int
+    source: str
+    measurements: int
+    skipped: int  # measured rows that could not be priced
+    scalars: Calibration
+    median_error_before: float
+    median_error_after: float
+
+
+def calibrate_table(path: Path) -> CalibrationReport:
+    """Scalars for the one system whose measured steps a table holds."""
+    rows = tuple(row for row in read_table(path).rows if (number(row, "step_s") or 0.0) > 0)
+    if not rows:
+        fix = "fill in step_s (seconds per optimizer step) for three to five runs"
+        raise mistake(str(path), "has no measured step_s", fix=fix)
+    found = predict_rows(rows)
+    if not found.priced.size:
+        raise mistake(str(path), f"has no row that can be priced: {found.reason[0]}", fix="see docs/validation.md")
+    measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
+    low, high = step_interval(found.cases, found.times, found.frameworks)
+    skipped = len(rows) - found.priced.size
+    return _report(str(path), found.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
+
+
+def calibrate_run(folder: Path) -> CalibrationReport:
+    """Scalars from a run folder: `plan.json` and the step durations in its `events*.jsonl`."""
+    plan_file = folder / "plan.json"
+    if not plan_file.is_file():
+        raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
+    planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
+    durations = _newest_layout(folder) or list(_durations(folder))
+    kept = durations[int(len(durations) * WARM_UP_SHARE) :]
+    if len(kept) < LEAST_STEPS:
+        raise mistake(
+            str(folder),
+            f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
+            fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
+        )
+    question, _ = request.request_from_job(planned.job, planned.cluster)
+    _, times, _ = price_layouts(question, [planned.layout])
+    return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
+
+
+def _newest_layout(folder: Path) -> list[float]:
+    """Durations of the steps that the plan's own layout did, of a run that had several; else nothing.
+
+    Raises UserError when it did none: the newest layout is one that nobody planned, as after a lost rank.
+    """
+    run = Run(path=folder)
+    history = RunHistory.open(run)
+    known = segments(run, history)
+    if len(known) < 2:
+        return []
+    newest = run.plan()
+    planned = [one for one in known if one.plan == newest]
+    if not planned:
+        raise mistake(
+            str(folder),
+            f"has no step in the layout of its plan.json; its newest steps are of {known[-1].name}",
+            why="a calibration holds measured steps against the prediction for the same layout",
+            fix="name a run that trained as planned",
+        )
+    piece = planned[-1]
+    found = (seconds(one, "duration_s") for one in history.steps(history.witness, piece.first, piece.last))
+    return [one for one in found if one]
+
+
+def _durations(folder: Path) -> Iterator[float]:
+    """Step durations in the order of the first rank's events; torn or foreign lines are skipped."""
+    for path in [found for found in sorted(folder.glob("events*.jsonl")) if found.is_file()][:1]:
+        if path.stat().st_size > LARGEST_EVENTS_BYTES:
+            raise mistake(str(path), f"is larger than {LARGEST_EVENTS_BYTES:,} bytes", fix="name a shorter run")
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict) and event.get("event") == "step":
+                seconds = event.get("duration_s")
+                if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < 1e7:
+                    yield float(seconds)
+
+
+def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> CalibrationReport:
+    fitted = calibrate(times, measured, scatter)
+    before = np.abs(times.step_s / measured - 1.0)
+    after = np.abs(calibrated(times, fitted).step_s / measured - 1.0)
+    return CalibrationReport(
+        version=VERSION,
+        source=source,
+        measurements=int(measured.size),
+        skipped=skipped,
+        scalars=fitted,
+        median_error_before=float(np.median(before)),
+        median_error_after=float(np.median(after)),
+    )
+
+
+def write_calibration(path: Path, report: CalibrationReport) -> None:
+    """The calibration file, whole or not at all."""
+    write_text(path, json.dumps(asdict(report), indent=1) + "\n")
+
+
+MEANING = {
+    "compute": "matrix products and attention",
+    "memory": "memory-bound kernels and the optimizer",
+    "host": "launches, data, logging",
+    "inner_traffic": "tensor, context, expert and pipeline traffic",
+    "outer_traffic": "gradients and sharded parameters",
+}
+
+
+def calibration_text(report: CalibrationReport) -> str:
+    """What a person reads."""
+    lines = [
+        f"{plural(report.measurements, 'measurement')} from {report.source}",
+        "",
+        "scalar          factor  multiplies",
+    ]
+    for name in GROUPS:
+        lines.append(f"{name:<14} {getattr(report.scalars, name):7.3f}  {MEANING[name]}")
+    lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
+    if report.skipped:
+        lines.append(
+            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx validate says why"
+        )
+    if report.median_error_after > report.median_error_before:
+        lines.append("warning: these measurements disagree with each other more than with the prediction; plan without")
+    if report.measurements < 3:
+        lines.append("fewer than 3 measurements: the factors stay close to 1; three to five are better")
+    return "\n".join(lines)

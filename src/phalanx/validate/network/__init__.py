@@ -1,1 +1,0 @@
-"""Network claims of others, one row each, against what Phalanx computes."""

@@ -1,0 +1,337 @@
+"""Read a table of network claims: source, quantity, value, unit, conditions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from phalanx.errors import UserError, mistake, nearest
+
+COLUMNS = ("source", "quantity", "value", "unit", "conditions")
+LARGEST_BYTES = 64 * 2**20
+MOST_ROWS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One claim. `conditions` that say "same" are those of the row above, with what follows."""
+
+    line: int
+    source: str
+    quantity: str
+    value: float | None  # None: the cell is no number
+    unit: str
+    conditions: str
+    rounding: float = 0.0  # half of the last digit that is printed; 0 where that says nothing
+
+
+def is_network_table(path: Path) -> bool:
+    """Whether a file's header is that of network claims; False for anything that cannot be read."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = file.readline(4096)
+    except (OSError, UnicodeDecodeError):
+        return False
+    names = {name.strip().strip('"').lower() for name in header.split(",")}
+    return "quantity" in names and len(names & set(COLUMNS)) > 1
+
+
+def read_claims(path: Path) -> tuple[Claim, ...]:
+    """The rows of a file, or a UserError that says what is wrong with it."""
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    try:
+        names = [name.strip().lower() for name in reader.fieldnames or ()]
+        _check_columns(path, names)
+        reader.fieldnames = names
+        rows: list[Claim] = []
+        for raw in reader:
+            rows.append(_row(raw, reader.line_num, rows[-1] if rows else None))
+            if len(rows) > MOST_ROWS:
+                raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
+    except csv.Error as error:
+        raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix="save it as UTF-8 CSV") from error
+    if not rows:
+        raise mistake(str(path), "has a header but no rows", fix="add at least one claim")
+    return tuple(rows)
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise mistake(str(path), f"is larger than {LARGEST_BYTES >> 20} MiB", fix="split it")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise mistake(str(path), f"cannot be read: {error.strerror or error}", fix="check the path") from error
+    except UnicodeDecodeError as error:
+        raise mistake(str(path), "is not UTF-8 text", fix="save the table as UTF-8 CSV") from error
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise _lacks(path, missing, names)
+    repeated = sorted({name for name in names if name and names.count(name) > 1})
+    if repeated:
+        raise mistake(str(path), f"has the column {repeated[0]} twice", fix="keep one of them")
+
+
+def _lacks(path: Path, missing: list[str], names: list[str]) -> UserError:
+    near = nearest(missing[0], [name for name in names if name and name not in COLUMNS])
+    fix = f'is "{near}" meant to be {missing[0]}?' if near else f"the columns are {', '.join(COLUMNS)}"
+    plural = "column" if len(missing) == 1 else "columns"
+    return mistake(str(path), f"lacks the {plural} {', '.join(missing)}", fix=fix)
+
+
+def _row(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
+    cells = {name: (raw.get(name) or "").strip() for name in COLUMNS}
+    conditions = cells["conditions"]
+    first, _, rest = conditions.partition(",")
+    if first.strip().lower() == "same" and before is not None:
+        conditions = ", ".join(part for part in (before.conditions, rest.strip()) if part)
+    return Claim(
+        line=line,
+        source=cells["source"],
+        quantity=cells["quantity"],
+        value=_cell_number(cells["value"]),
+        unit=cells["unit"],
+        conditions=conditions,
+        rounding=_rounding(cells["value"]),
+    )
+
+
+def _rounding(text: str) -> float:
+    """Half of the last digit: 6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5; a single digit may be a count."""
+    digits = text.replace(",", "").replace("_", "").lstrip("+-")
+    whole, point, part = digits.partition(".")
+    if not (whole + part).isdecimal() or (not point and len(whole) < 2):
+        return 0.0
+    return 0.5 * 10.0 ** -len(part)
+
+
+def _cell_number(text: str) -> float | None:
+    try:
+        value = float(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+# Numbers out of the words of a row.
+
+
+T = TypeVar("T")
+
+_WORDS = {"one": 1, "single": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
+_WORDS |= {"sixteen": 16}
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_THOUSANDS = {"": 1, "K": 1000, "M": 1_000_000}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])iB\b")
+_NUMBER = r"\d[\d,_]*(?:\.\d+)?"
+
+
+class NotStated(Exception):
+    """A row's words leave out something that its quantity depends on."""
+
+
+def stated(value: T | None, what: str) -> T:
+    """A value that was found, or NotSaid."""
+    if value is None or value == 0:
+        raise NotStated(what)
+    return value
+
+
+def count_before(text: str, noun: str) -> int | None:
+    """The number before a noun: digits, with K or M for thousands and millions, or a word.
+
+    >>> count("2 tiers, 8 planes x 100G", "planes?"), count("one plane", "planes?"), count("131072-host", "hosts?")
+    (8, 1, 131072)
+    >>> count("75K-GPU job", "GPUs?"), count("131,072 hosts", "hosts?")
+    (75000, 131072)
+    """
+    found = re.search(rf"({_NUMBER}|\b(?:{'|'.join(_WORDS)}))([KM]?)[ -](?:{noun})\b", text, re.IGNORECASE)
+    if found is None:
+        return None
+    word = found[1].lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    return round(float(re.sub(r"[,_]", "", word)[:15]) * _THOUSANDS[found[2].upper()])
+
+
+def pair_before(text: str, after: str) -> tuple[int, int] | None:
+    """Two numbers with an x between them, before what `after` matches.
+
+    >>> pair("64x800G switches", "G"), pair("32x32 leaf-spine", " leaf"), pair("8 planes x 100G", "G")
+    ((64, 800), (32, 32), None)
+    """
+    found = re.search(rf"(\d+) ?[x×] ?(\d+)(?:{after})", text)
+    return (_whole(found[1]), _whole(found[2])) if found else None
+
+
+def number_matching(text: str, pattern: str) -> float | None:
+    """The first group of a pattern as a number."""
+    found = re.search(pattern, text)
+    return float(found[1].replace(",", "")) if found else None
+
+
+def size_bytes(text: str) -> float | None:
+    """The first size with a binary unit.
+
+    >>> size_bytes("8x H200 128KiB torch"), size_bytes("4x8 B200 16 GiB; measured")
+    (131072.0, 17179869184.0)
+    """
+    found = _SIZE.search(text)
+    return float(found[1]) * _UNITS[found[2]] if found else None
+
+
+def without_size(text: str) -> str:
+    """The text with its first size left out: rows that differ only there are one series."""
+    return _SIZE.sub("", text, count=1)
+
+
+def _whole(digits: str) -> int:
+    return int(re.sub(r"\D", "", digits)[:15] or "0")
+
+
+# What became of a row.
+
+
+Status = Literal["reproduced", "range", "calibrated", "not attempted"]
+
+# A published figure is rounded, and "12 %" stands for 12.5: what counts as the same number.
+TOLERANCE = 0.05
+_RANGE = re.compile(r"any value ([\d.]+)-([\d.]+) agrees")
+_LEAST = re.compile(r"accept >=\s*([\d.]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimOutcome:
+    """Our number beside the row's, or the reason why there is none."""
+
+    row: Claim
+    status: Status
+    ours: float | None = None
+    error: float | None = None  # ours / theirs - 1; their unit where theirs is 0
+    tolerance: float | None = None  # none where the row itself says what agrees, and of a range
+    within: bool | None = None  # the tolerance, the range the row itself allows, or `between`
+    between: tuple[float, float] | None = None  # our numbers over what is not published
+    note: str = ""  # how it was computed, or why not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeededSimulation:
+    """What a row needs simulated, and what that costs. Rows with the same key share one simulation."""
+
+    key: Hashable
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimContext:
+    """What a reader may look at beside its row. Other rows' values serve only to fit two points of a system."""
+
+    rows: tuple[Claim, ...]
+    simulate: bool = False  # everything, whatever it costs
+    allowed: frozenset[Hashable] = frozenset()  # simulations that are cheap enough without being asked for
+
+    def refuses(self, one: NeededSimulation) -> str:
+        """Why a simulation is not run, or nothing."""
+        if self.simulate or one.key in self.allowed:
+            return ""
+        return f"needs --simulate: about {max(one.cpu_s, 1):,.0f} s of CPU"
+
+
+ClaimReader = Callable[[Claim, ClaimContext], ClaimOutcome | None]
+SimulationNeed = Callable[[Claim], NeededSimulation | None]
+
+
+def reproduced(
+    row: Claim,
+    ours: float,
+    note: str,
+    *,
+    tolerance: float = TOLERANCE,
+    inverse: bool = False,
+) -> ClaimOutcome:
+    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate."""
+    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse)
+
+
+def ranged(row: Claim, ours: float, note: str, *, between: tuple[float, float]) -> ClaimOutcome:
+    """Numbers over what an unpublished input may be; `ours` is the middle one, or the end that the row names.
+
+    The row lies among them or does not. That is weaker than a number that agrees: the wider, the weaker.
+    """
+    if row.value is None:
+        return skipped(row, "its value is no number")
+    low, high = min(between), max(between)
+    within = low - row.rounding <= row.value <= high + row.rounding
+    error = ours / row.value - 1 if row.value else ours
+    return ClaimOutcome(row=row, status="range", ours=ours, error=error, within=within, between=(low, high), note=note)
+
+
+def calibrated(row: Claim, ours: float, note: str, *, tolerance: float = TOLERANCE) -> ClaimOutcome:
+    """A number of ours that was taken from this source: agreement is no evidence."""
+    return _judged(row, "calibrated", ours, note, tolerance)
+
+
+def skipped(row: Claim, reason: str) -> ClaimOutcome:
+    """No number."""
+    return ClaimOutcome(row=row, status="not attempted", note=reason)
+
+
+def _judged(
+    row: Claim,
+    status: Status,
+    ours: float,
+    note: str,
+    tolerance: float,
+    *,
+    inverse: bool = False,
+) -> ClaimOutcome:
+    if row.value is None:
+        return skipped(row, "its value is no number")
+    error = ours / row.value - 1 if row.value else ours
+    judged = row.value / ours - 1 if inverse and ours else error
+    within = abs(judged) <= tolerance + 1e-12 or abs(ours - row.value) <= row.rounding * (1 + 1e-9)
+    held: float | None = tolerance
+    if found := _RANGE.search(row.conditions):
+        held = None
+        within = float(found[1]) <= ours <= float(found[2])
+    elif found := _LEAST.search(row.conditions):
+        held = None
+        within = ours >= float(found[1])
+    return ClaimOutcome(row=row, status=status, ours=ours, error=error, tolerance=held, within=within, note=note)
+
+
+# Rows that we read and do not attempt, with the reason.
+
+
+REASONS = (
+    (
+        r"packets per CPU-second|solve time|^ns-3 time|^software simulation of|^(speed-?up|speed) (of|over)",
+        "a speed of a machine: see benchmarks/",
+    ),
+    (r"^largest cluster validated|^mean alignment to real", "a result of another simulator on data we do not have"),
+    (r"^SRv6 locator|^SACK bitmap", "a field of a header: routes and acknowledgements are modelled, not their bits"),
+    (r"^Clustermapper probe interval", "an agent that probes links for operators: no simulation here depends on it"),
+    (r"^EV injected loss", "an input of an experiment; what it does is in docs/simulation/packets.md"),
+    (r"^packets lost when T1", "it grows with the load and the queue pairs per GPU of that job: neither is published"),
+    (r"^lost packets per QP|^T1 switches rebooted", "an observation of one cluster"),
+    (r"^all-reduce gain of|^fragmented placement", "a gain over a baseline that is not described"),
+)
+
+
+def _because(reason: str) -> ClaimReader:
+    def read(row: Claim, _: ClaimContext) -> ClaimOutcome:
+        return skipped(row, reason)
+
+    return read
+
+
+NOT_ATTEMPTED: tuple[tuple[str, ClaimReader], ...] = tuple((pattern, _because(reason)) for pattern, reason in REASONS)

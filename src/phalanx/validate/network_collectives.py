@@ -1,0 +1,349 @@
+"""The machine a row's words describe, as NCCL would see it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import takewhile
+
+from phalanx.errors import UserError
+from phalanx.network import nccl_tables as tables
+from phalanx.network.collective_fit import LEAST_BYTES, Point, allowed_error, fit_ends, fit_points, wire_share
+from phalanx.network.nccl_choice import (
+    OPERATIONS,
+    AlgorithmChoice,
+    Operation,
+    bus_bytes_per_s,
+    choose_pair,
+    expect_collective,
+    expected_s,
+    possible_pairs,
+    start_up_us,
+)
+from phalanx.network.nccl_system import Channels, NcclSystem, build_system
+from phalanx.network.nccl_tables import Family
+from phalanx.validate.network_claims import (
+    Claim,
+    ClaimContext,
+    ClaimOutcome,
+    ClaimReader,
+    calibrated,
+    count_before,
+    number_matching,
+    reproduced,
+    size_bytes,
+    skipped,
+    without_size,
+)
+
+FAMILY_OF: Mapping[str, Family] = {
+    "V100": "volta",
+    "A100": "ampere",
+    "A800": "ampere",
+    "H100": "hopper",
+    "H200": "hopper",
+    "H800": "hopper",
+    "GH200": "hopper",
+    "B200": "blackwell",
+    "B300": "blackwell",
+    "GB200": "blackwell",
+    "GB300": "blackwell",
+}
+NIC_GBPS = 400.0  # per GPU, where a row with several nodes names none: the common NIC of Hopper and Blackwell boards
+MOST = 1 << 20
+_NODES = re.compile(r"\b(\d+) nodes? x (\d+) ([A-Z]+\d+)\b|\b(\d+) ?x ?(\d+) ([A-Z]+\d+)\b|\b(\d+)x ([A-Z]+\d+)\b")
+_RACK = re.compile(r"\bNVL(\d+)\b")
+
+
+def machine(text: str, *, nvls: bool = True) -> NcclSystem | None:
+    """`4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; None where there is no such thing."""
+    shape = _shape(text)
+    if shape is None:
+        return None
+    nodes, per_node, gpu = shape
+    family = FAMILY_OF.get(gpu)
+    if family is None or not 0 < nodes * per_node <= MOST or nodes * per_node < 2:
+        return None
+    return build_system(nodes=nodes, per_node=per_node, family=family, nic_gbps=_nic(text, per_node), nvls=nvls)
+
+
+def _shape(text: str) -> tuple[int, int, str] | None:
+    if found := _NODES.search(text):
+        first = found[1] or found[4]
+        if first:
+            return int(first[:7]), int((found[2] or found[5])[:7]), found[3] or found[6]
+        return 1, int(found[7][:7]), found[8]
+    if found := _RACK.search(text):
+        return 1, int(found[1][:4]), "GB200"
+    return None
+
+
+def _nic(text: str, per_node: int) -> float:
+    if found := re.search(r"\b\d+x(\d+)G\b", text):
+        return float(found[1])
+    whole = number_matching(text, r"([\d.]+)T (?:IB|RoCE|EFA)")
+    return 1000.0 * whole / per_node if whole else NIC_GBPS
+
+
+# Rows about NCCL's own tables and choices.
+
+
+SAME = "a constant of our model, read in the same source"
+EXACT = 1e-3
+MIB = 2**20
+LARGEST_POWER = 50  # a pebibyte: beyond any message
+PER_NODE = 8  # where a row names only ranks
+BY_NODES: Mapping[str, Mapping[tables.Family, tables.Triple]] = {
+    "LL max bandwidth": tables.LL_MOST_GB,
+    "per-channel Ring LL128": tables.RING_LL128_CHANNEL_GB,
+    "per-channel Tree LL128": tables.TREE_LL128_CHANNEL_GB,
+    "per-channel Tree Simple": tables.TREE_CHANNEL_GB,
+    "per-channel NVLSTree": tables.NVLS_TREE_CHANNEL_GB,
+}
+
+
+def hop_latency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """Base, NVLink, PCI and network latency of a pair."""
+    hop, _latency, algorithm, protocol = row.quantity.split(" ")[:4]
+    for known, of_hop in tables.LATENCY_US.items():
+        for name, triple in of_hop.items():
+            if (known, name) == (hop, algorithm) and protocol in tables.PROTOCOLS:
+                return calibrated(row, triple[[*tables.PROTOCOLS].index(protocol)], SAME, tolerance=EXACT)
+    return None
+
+
+def by_nodes(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """Limits by family and number of nodes."""
+    table, family = BY_NODES.get(row.quantity), _family(row.conditions)
+    nodes = number_matching(row.conditions, r"(\d+) nodes?\b")
+    if table is None or family is None or not nodes:
+        return None
+    return calibrated(row, table[family][min(int(nodes), 3) - 1], SAME, tolerance=EXACT)
+
+
+def efficiency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """Of sums in the switch."""
+    family = _family(row.conditions)
+    return None if family is None else calibrated(row, tables.NVLS_EFFICIENCY[family], SAME, tolerance=EXACT)
+
+
+def link_rate(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """GB/s of one NVLink."""
+    sm = number_matching(row.conditions, r"sm(\d+)")
+    if sm is None or sm < 80:
+        return None
+    family: tables.Family = "blackwell" if sm >= 100 else "hopper" if sm >= 90 else "ampere"
+    return calibrated(row, tables.NVLINK_GB[family], SAME, tolerance=EXACT)
+
+
+def tree_correction(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """c(S)."""
+    nbytes, name = number_matching(row.conditions, r"bytes (\d+)"), row.quantity.rpartition(" ")[2]
+    for protocol, factors in tables.TREE_CORRECTION.items():
+        if protocol == name and nbytes and nbytes >= 64:
+            place = int(nbytes / 64).bit_length() - 1
+            return calibrated(row, factors[place], SAME, tolerance=EXACT) if place < len(factors) else None
+    return None
+
+
+def _family(text: str) -> tables.Family | None:
+    return next((one for one in tables.FAMILIES if text.lower().startswith(one)), None)
+
+
+def _ranked(row: Claim) -> NcclSystem | None:
+    """A system of ranks whose channels the row names; rows without them are about latency, where they do not count."""
+    ranks = count_before(row.conditions, "ranks?")
+    per_node = count_before(row.conditions, "per node") or PER_NODE
+    if not ranks or ranks % per_node:
+        return None
+    found = re.search(r"(\d+) ch x ([\d.]+) GB/s", row.conditions)
+    speed = float(found[2]) if found else 24.0
+    ring = Channels(count=int(found[1]) if found else 16, inside_gb=speed, across_gb=speed)
+    named = (one for one in tables.FAMILIES if one in row.conditions.lower())
+    family: tables.Family = next(named, "hopper")
+    nodes = ranks // per_node
+    amd = "AMD" in row.conditions
+    return NcclSystem(
+        nodes=nodes, per_node=per_node, family=family, ring=ring, nvls=None, cpu="amd" if amd else "intel"
+    )
+
+
+def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """The first power of two at which NCCL's model has the ring faster than the tree."""
+    comm = _ranked(row)
+    if comm is None:
+        return None
+    for power in range(10, LARGEST_POWER):
+        best = choose_pair(comm, 2.0**power)
+        if best.algorithm == "Ring":
+            return reproduced(row, 2.0**power / MIB, "network/nccl_choice", tolerance=EXACT)
+    return None
+
+
+def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """Latency of one pair for a message of nothing."""
+    name, protocol = row.quantity.split(" ")[:2]
+    comm = _ranked(row)
+    if comm is None or protocol not in tables.PROTOCOLS:
+        return None
+    algorithm: tables.Algorithm = "Ring" if name == "ring" else "Tree"
+    chosen = next(one for one in tables.PROTOCOLS if one == protocol)
+    scale = {"ms": 1e-3, "us": 1.0, "s": 1e-6}.get(row.unit)
+    if scale is None:
+        return None
+    return reproduced(
+        row, scale * start_up_us(comm, algorithm, chosen, nbytes=0.0), "network/nccl_choice", tolerance=EXACT
+    )
+
+
+def last_of_pair(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
+    """The largest power of two for which NCCL takes the named pair before it takes another."""
+    found = re.search(r"using (\w+) (LL128|LL|Simple)", row.quantity)
+    known = machine(row.conditions)
+    if found is None or known is None or row.unit != "MiB":
+        return None
+    sizes = (2.0**power for power in range(10, LARGEST_POWER))
+
+    def holds(nbytes: float) -> bool:
+        best = choose_pair(known, nbytes)
+        return (best.algorithm.lower(), best.protocol) == (found[1].lower(), found[2])
+
+    kept = list(takewhile(holds, sizes))
+    if not kept:
+        return reproduced(row, 0.0, "network/nccl_choice: never takes it")
+    then = choose_pair(known, 2 * kept[-1])
+    pairs = len(possible_pairs(known, 2 * kept[-1]))
+    note = f"network/nccl_choice; then {then.algorithm} {then.protocol} of {pairs} pairs"
+    return reproduced(row, kept[-1] / MIB, note, tolerance=EXACT)
+
+
+NCCL_READERS: tuple[tuple[str, ClaimReader], ...] = (
+    (r"^(base|NVLINK|PCI|NET) latency \w+ \w+", hop_latency),
+    (r"^LL max bandwidth|^per-channel ", by_nodes),
+    (r"^NVLS efficiency", efficiency),
+    (r"^NVLink bandwidth per link", link_rate),
+    (r"^treeCorrectionFactor", tree_correction),
+    (r"^ring first beats tree", crossing),
+    (r"^(ring|tree) \w+ latency", start_up),
+    (r"^largest payload still using", last_of_pair),
+)
+
+
+# Rows with a measured bus bandwidth of a collective.
+#
+# A series (the same system, operation and tool at three sizes or more from 16 MiB on) is fitted on its two ends, which
+# count as calibrated; the sizes between are held out. Below 16 MiB the range of the NCCL model is held against the row,
+# which it was fitted to among others. Everything else is NCCL's model, which knows nothing of the system
+# but its links: a prediction without any fit, meant for sizes from about 1 GiB on.
+
+
+GB = 1e9
+LARGE = 8 * 2**30  # where a row names no size, it means the plateau
+MODEL_ERROR = 0.10
+SMALL = "the call and the range of small messages are fitted to this source among others"
+
+
+def bus_bandwidth(row: Claim, context: ClaimContext) -> ClaimOutcome | None:
+    """By the two ends of its series, or by NCCL's model."""
+    operation = next((one for one in OPERATIONS if one in row.quantity), None)
+    if operation is None or row.unit != "GB/s":
+        return None
+    words = f"{row.quantity}; {row.conditions}"
+    off = "NVLS off" in row.quantity or "no SHARP" in row.quantity
+    comm = machine(words, nvls=not off)
+    if comm is None:
+        return skipped(row, "its GPUs are not among those of NCCL's model")
+    nbytes, measured = size_bytes(row.conditions), "computed" not in row.source
+    if measured and nbytes is not None and nbytes < LEAST_BYTES:
+        return _small(row, comm, operation, nbytes)
+    series = _series(row, context) if measured and nbytes is not None else ()
+    picked = fit_ends(_points(series, operation, comm.ranks))
+    if nbytes is not None and picked is not None:
+        return _fitted(row, comm, operation, nbytes, picked)
+    return _modelled(row, comm, operation, nbytes or LARGE)
+
+
+def _small(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome:
+    """Below 16 MiB the range is what the model stands for, not its middle: the call depends on the network."""
+    found = expect_collective(comm, nbytes, operation=operation)
+    assert found is not None  # rings exist for every operation
+    low, high = (bus_bytes_per_s(comm, nbytes, one, operation=operation) / GB for one in (found.high_s, found.low_s))
+    ours = bus_bytes_per_s(comm, nbytes, found.seconds, operation=operation) / GB
+    held = row.value is not None and low <= row.value <= high
+    note = f"{SMALL}; 80 % of systems: {low:.3g} to {high:.3g}"
+    return calibrated(row, ours, note, tolerance=found.high_s / found.seconds - 1 if held else 0.0)
+
+
+def _series(row: Claim, context: ClaimContext) -> tuple[Claim, ...]:
+    key = (row.source, row.quantity, without_size(row.conditions))
+    return tuple(
+        one
+        for one in context.rows
+        if (one.source, one.quantity, without_size(one.conditions)) == key and size_bytes(one.conditions)
+    )
+
+
+def _points(series: tuple[Claim, ...], operation: Operation, ranks: int) -> tuple[Point, ...]:
+    share = wire_share(operation, ranks)
+    found = []
+    for one in series:
+        nbytes = size_bytes(one.conditions)
+        if nbytes and one.value and one.value > 0:
+            found.append(Point(nbytes=nbytes, seconds=share * nbytes / (one.value * GB)))
+    return tuple(found)
+
+
+def _fitted(
+    row: Claim, comm: NcclSystem, operation: Operation, nbytes: float, picked: tuple[Point, Point]
+) -> ClaimOutcome:
+    try:
+        fit = fit_points(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
+    except UserError as error:
+        return skipped(row, f"its series makes no fit: {error.problems[0].what}")
+    ours = fit.bus_bytes_per_s(nbytes) / GB
+    sizes = " and ".join(_named(one.nbytes) for one in picked)
+    if nbytes in (picked[0].nbytes, picked[1].nbytes):
+        return calibrated(row, ours, "one of the two points its series is fitted on")
+    return reproduced(row, ours, f"fitted on {sizes}", tolerance=allowed_error(nbytes), inverse=True)
+
+
+def _modelled(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome | None:
+    wanted = _named_algorithm(row.quantity)
+    best = _best(comm, nbytes, operation, wanted)
+    if best is None:
+        return skipped(row, f"NCCL has no {wanted} for it")
+    # Rows computed from NCCL's model have its rounded rates and no filling; measured ones have the wire's.
+    computed = "computed" in row.source
+    seconds = best.seconds if computed else expected_s(comm, best, nbytes, operation=operation)
+    ours = bus_bytes_per_s(comm, nbytes, seconds, operation=operation) / GB
+    picks = f"NCCL's model, no fit: {best.algorithm} {best.protocol}"
+    logged = re.search(r"\balgo (\w+)", row.conditions)
+    if logged is None:
+        return reproduced(row, ours, picks, tolerance=MODEL_ERROR)
+    agrees = logged[1].lower() == best.algorithm.lower()
+    note = f"{picks}, as logged" if agrees else f"{picks}, but {logged[1]} was logged"
+    return reproduced(row, ours, note, tolerance=MODEL_ERROR if agrees else 0.0)
+
+
+def _named_algorithm(quantity: str) -> str | None:
+    rest = quantity.partition("busbw")[2].lower()
+    if "nvls off" in rest or "no sharp" in rest:
+        return None
+    if "nvls" in rest or "sharp" in rest:
+        return "NVLS"
+    return "Ring" if "ring" in rest else None
+
+
+def _best(comm: NcclSystem, nbytes: float, operation: Operation, wanted: str | None) -> AlgorithmChoice | None:
+    if wanted is None:
+        return choose_pair(comm, nbytes, operation=operation)
+    found = [one for one in possible_pairs(comm, nbytes, operation=operation) if one.algorithm == wanted]
+    return min(found, key=lambda one: one.seconds, default=None)
+
+
+def _named(nbytes: float) -> str:
+    mib = nbytes / 2**20
+    return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB"
+
+
+COLLECTIVE_READERS: tuple[tuple[str, ClaimReader], ...] = ((rf"\b({'|'.join(OPERATIONS)}) busbw", bus_bandwidth),)

@@ -1,0 +1,290 @@
+"""Every row of a table of network claims: reproduced, in a range, calibrated, or not attempted with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import PhalanxError
+from phalanx.io.columns import table
+from phalanx.io.visible import one_line
+from phalanx.validate.network_claims import (
+    NOT_ATTEMPTED,
+    Claim,
+    ClaimContext,
+    ClaimOutcome,
+    NeededSimulation,
+    NotStated,
+    SimulationNeed,
+    skipped,
+)
+from phalanx.validate.network_collectives import COLLECTIVE_READERS, NCCL_READERS
+from phalanx.validate.network_fabric import FABRIC_READERS, GIVEN_READERS, PAPER_READERS
+from phalanx.validate.network_htsim import HTSIM_NEEDS, HTSIM_READERS
+from phalanx.validate.network_simulated import (
+    FLUID_READERS,
+    INCAST_NEEDS,
+    INCAST_READERS,
+    LOSS_NEEDS,
+    LOSS_READERS,
+    RING_READERS,
+    SLOTTED_NEEDS,
+    SLOTTED_READERS,
+)
+
+READERS = (
+    *FABRIC_READERS,
+    *GIVEN_READERS,
+    *PAPER_READERS,
+    *NCCL_READERS,
+    *COLLECTIVE_READERS,
+    *FLUID_READERS,
+    *RING_READERS,
+    *HTSIM_READERS,
+    *LOSS_READERS,
+    *INCAST_READERS,
+    *SLOTTED_READERS,
+    *NOT_ATTEMPTED,
+)
+NEEDS = (*HTSIM_NEEDS, *LOSS_NEEDS, *INCAST_NEEDS, *SLOTTED_NEEDS)
+FAILURES = (PhalanxError, OverflowError, ZeroDivisionError, ValueError)
+FREE_S = 60.0  # of CPU: what is simulated without being asked for, the cheapest first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimCounts:
+    """Counts and errors of one source."""
+
+    source: str
+    rows: int
+    reproduced: int
+    within: int  # of the reproduced
+    ranged: int  # our numbers over what is not published
+    covered: int  # of them, those whose range has the row's value
+    calibrated: int
+    not_attempted: int
+    median_error: float | None  # of the reproduced, without sign
+    worst_error: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkCard:
+    """What became of a table."""
+
+    total: ClaimCounts
+    sources: tuple[ClaimCounts, ...]
+    outcomes: tuple[ClaimOutcome, ...]
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationPlan:
+    """What will be simulated, and what is left out because it takes too long."""
+
+    keys: frozenset[Hashable]
+    cpu_s: float
+    left_out: int
+    left_out_cpu_s: float
+
+
+def plan_simulations(rows: Sequence[Claim], *, simulate: bool = False) -> SimulationPlan:
+    """Everything when asked for, else the cheapest simulations up to FREE_S together."""
+    costs: dict[Hashable, float] = {}
+    for row in rows:
+        if (found := simulation_of(row)) is not None:
+            costs[found.key] = found.cpu_s
+    keys: list[Hashable] = []
+    total = 0.0
+    for key, cpu_s in sorted(costs.items(), key=lambda item: item[1]):
+        if simulate or total + cpu_s <= FREE_S:
+            keys.append(key)
+            total += cpu_s
+    rest = sum(costs.values()) - total
+    return SimulationPlan(keys=frozenset(keys), cpu_s=total, left_out=len(costs) - len(keys), left_out_cpu_s=rest)
+
+
+def simulation_of(row: Claim) -> NeededSimulation | None:
+    """What a row needs simulated, if anything."""
+    found = (_wanted(wanted, row) for pattern, wanted in NEEDS if re.search(pattern, row.quantity))
+    return next((one for one in found if one is not None), None)
+
+
+def _wanted(wanted: SimulationNeed, row: Claim) -> NeededSimulation | None:
+    try:
+        return wanted(row)
+    except (NotStated, *FAILURES):
+        return None  # the reader will say it
+
+
+def score_claims(
+    rows: Sequence[Claim],
+    *,
+    simulate: bool = False,
+    planned: SimulationPlan | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> NetworkCard:
+    """Attempt every row, those without simulations first; interrupted, the rest counts as not attempted."""
+    chosen = planned or plan_simulations(rows, simulate=simulate)
+    context = ClaimContext(rows=tuple(rows), simulate=simulate, allowed=chosen.keys)
+    found: dict[int, ClaimOutcome] = {}
+    interrupted = False
+    try:
+        for index in _cheapest_first(rows):
+            found[index] = attempt_claim(rows[index], context)
+            if progress is not None:
+                progress(len(found), len(rows))
+    except KeyboardInterrupt:
+        interrupted = True
+    outcomes = [found.get(index) or skipped(row, "interrupted") for index, row in enumerate(rows)]
+    return count_outcomes(outcomes, interrupted=interrupted)
+
+
+def _cheapest_first(rows: Sequence[Claim]) -> list[int]:
+    needs = [simulation_of(row) for row in rows]
+    return sorted(range(len(rows)), key=lambda index: one.cpu_s if (one := needs[index]) else 0.0)
+
+
+def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """The first reader that knows the quantity and finds what it needs in the conditions."""
+    if row.value is None:
+        return skipped(row, "its value is no number")
+    known = False
+    for pattern, reader in READERS:
+        if not re.search(pattern, row.quantity):
+            continue
+        known = True
+        try:
+            found = reader(row, context)
+        except NotStated as missing:
+            return skipped(row, f"its words do not say {missing}")
+        except FAILURES as error:
+            return skipped(row, f"cannot be computed: {_first_line(error)}")
+        if found is not None:
+            return found
+    if known:
+        return skipped(row, "its conditions do not say enough")
+    return skipped(row, f"no reader for '{row.quantity[:60]}'{_strange(row.quantity)}")
+
+
+def _strange(quantity: str) -> str:
+    """Words that no quantity we know has."""
+    known = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
+    odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known]
+    return f": not understood: {', '.join(dict.fromkeys(odd))[:80]}" if odd else ""
+
+
+def _first_line(error: Exception) -> str:
+    return error.problems[0].what if isinstance(error, PhalanxError) else str(error).partition("\n")[0][:100]
+
+
+def count_outcomes(outcomes: Sequence[ClaimOutcome], *, interrupted: bool = False) -> NetworkCard:
+    """Count by source, in the order of the table."""
+    names = list(dict.fromkeys(one.row.source for one in outcomes))
+    by_source = {name: [one for one in outcomes if one.row.source == name] for name in names}
+    return NetworkCard(
+        total=_score("all", outcomes),
+        sources=tuple(_score(name, found) for name, found in by_source.items()),
+        outcomes=tuple(outcomes),
+        interrupted=interrupted,
+    )
+
+
+def _score(name: str, outcomes: Sequence[ClaimOutcome]) -> ClaimCounts:
+    ours = [one for one in outcomes if one.status == "reproduced"]
+    wide = [one for one in outcomes if one.status == "range"]
+    errors = sorted(abs(one.error) for one in ours if one.error is not None)
+    return ClaimCounts(
+        source=name,
+        rows=len(outcomes),
+        reproduced=len(ours),
+        within=sum(1 for one in ours if one.within),
+        ranged=len(wide),
+        covered=sum(1 for one in wide if one.within),
+        calibrated=sum(1 for one in outcomes if one.status == "calibrated"),
+        not_attempted=sum(1 for one in outcomes if one.status == "not attempted"),
+        median_error=errors[len(errors) // 2] if errors else None,
+        worst_error=errors[-1] if errors else None,
+    )
+
+
+# The outcomes of a table, for a terminal.
+
+
+WIDTH = 58  # of a quantity with its conditions
+
+
+def network_card_text(card: NetworkCard) -> str:
+    """Rows by source, then the summary."""
+    lines: list[str] = []
+    for score in card.sources:
+        lines += [one_line(score.source) or "(no source)"]
+        mine = [one for one in card.outcomes if one.row.source == score.source]
+        lines += ["  " + line for line in table([_cells(one) for one in mine], right=(1, 2, 3))]
+        lines += [""]
+    return "\n".join(lines + network_card_summary(card))
+
+
+def network_card_summary(card: NetworkCard) -> list[str]:
+    """Counts and errors by source."""
+    counts = ("rows", "reproduced", "within", "by range", "covered", "calibrated", "not attempted")
+    head = ("source", *counts, "median error", "worst")
+    rows = [head, *(_count_cells(one) for one in (*card.sources, card.total))]
+    return [*table(rows, right=range(1, len(head))), "", *_words(card)]
+
+
+def _words(card: NetworkCard) -> list[str]:
+    whole = card.total
+    return [
+        f"{whole.rows:,} rows: {whole.reproduced:,} reproduced ({whole.within:,} within their tolerance), "
+        f"{whole.ranged:,} by range ({whole.covered:,} covered; an input is not published), "
+        f"{whole.calibrated:,} calibrated (we took the number from there: no evidence), "
+        f"{whole.not_attempted:,} not attempted",
+    ]
+
+
+def _cells(one: ClaimOutcome) -> tuple[str, ...]:
+    row = one.row
+    named = _cut(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
+    theirs = f"{_number(row.value)} {row.unit}".strip()
+    if one.status == "not attempted":
+        return named, theirs, "", "", f"not attempted: {one.note}"
+    return named, theirs, _number(one.ours), _error(one), f"{_verdict(one)}: {one.note}"
+
+
+def _verdict(one: ClaimOutcome) -> str:
+    if one.status == "range":
+        return "range covers it" if one.within else "range misses it"
+    where = "within" if one.within else "outside"
+    if one.tolerance is None:
+        return f"{one.status}, {where} what the row allows"
+    if one.within and _off(one) > one.tolerance and _off(one) * abs(one.row.value or 0.0) <= one.row.rounding:
+        return f"{one.status}, rounds to it"
+    held = f"{100 * one.tolerance:.3g} %" if one.row.value else f"{one.tolerance:g} {one.row.unit}"
+    return f"{one.status}, {where} ±{held}"
+
+
+def _off(one: ClaimOutcome) -> float:
+    return abs(one.error or 0.0)
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= WIDTH else words[: WIDTH - 1] + "…"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e12 else f"{value:.4g}"
+
+
+def _error(one: ClaimOutcome) -> str:
+    if one.error is None:
+        return ""
+    return f"{100 * one.error:+.1f} %" if one.row.value else f"{one.error:+.3g}"
+
+
+def _count_cells(one: ClaimCounts) -> tuple[str, ...]:
+    errors = (f"{100 * value:.1f} %" if value is not None else "" for value in (one.median_error, one.worst_error))
+    counts = (one.rows, one.reproduced, one.within, one.ranged, one.covered, one.calibrated, one.not_attempted)
+    return (_cut(one.source), *(f"{number:,}" for number in counts), *errors)

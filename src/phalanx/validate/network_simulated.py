@@ -1,0 +1,471 @@
+"""Rows about max-min fair rates: the fluid engine."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from phalanx.network.fabric.fabric_file import parse_fabric
+from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.fabric_links import Floats
+from phalanx.sim.fluid import Rates, solve_rates
+from phalanx.sim.packets.build import sketch
+from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.result import PacketResult
+from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Spray, Transport
+from phalanx.sim.routes import Routing, by_flow, by_qp
+from phalanx.sim.traffic_matrix import Flows, flows, permutation, shift
+from phalanx.validate.network_claims import (
+    Claim,
+    ClaimContext,
+    ClaimOutcome,
+    ClaimReader,
+    NeededSimulation,
+    NotStated,
+    SimulationNeed,
+    calibrated,
+    count_before,
+    number_matching,
+    pair_before,
+    ranged,
+    reproduced,
+    skipped,
+    stated,
+)
+
+MEAN = 0.02 / 0.50  # the design asks for 0.50 ± 0.02
+EXTREME = 0.25  # the slowest of 131,072 is one flow of one permutation: 1/7, 1/8 or 1/9 of a link
+FLUID_MOST_HOSTS = 131_072
+FLUID_PORT_GBPS = 100.0
+FLUID_RADIX = 512  # of 100G, where a row names none
+
+
+def mean_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
+    """Mean over flows of a permutation."""
+    return reproduced(row, _rates(row).mean, "sim/fluid, one seed", tolerance=MEAN)
+
+
+def slowest_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
+    """The slowest flow of one."""
+    return reproduced(row, _rates(row).slowest, "sim/fluid, one seed", tolerance=EXTREME)
+
+
+def _rates(row: Claim) -> Rates:
+    text = f"{row.conditions}, {row.quantity}"
+    hosts = stated(count_before(row.conditions, r"hosts?(?! per\b)"), "how many hosts")
+    if hosts > FLUID_MOST_HOSTS:
+        raise NotStated(f"a size that is run here: {hosts:,} hosts are more than {FLUID_MOST_HOSTS:,}")
+    qps = count_before(text, "(?:QPs?|paths?)(?: per flow| over)") or 1
+    return _solve(_spec(text, hosts, count_before(text, "planes?") or 1), hosts, by_qp(qps) if qps > 1 else by_flow())
+
+
+def _spec(text: str, hosts: int, planes: int) -> str:
+    nic = f"{hosts}x{planes * FLUID_PORT_GBPS:g}G/{planes}p"
+    if found := pair_before(text, " leaf"):
+        return f"clos2:{nic}/{2 * hosts // found[0]}/wide"
+    down = count_before(text, "hosts? per T0")
+    up = count_before(text, "T1s?") or down
+    if not down or not up:
+        return f"clos2:{nic}/{FLUID_RADIX}"
+    return f"clos2:{nic}/{down + up}/{down / up:g}:1/wide" if up != down else f"clos2:{nic}/{2 * down}"
+
+
+@functools.lru_cache(maxsize=8)
+def _solve(spec: str, hosts: int, routing: Routing) -> Rates:
+    return solve_rates(parse_fabric(spec), permutation(hosts, 1.0), routing=routing)
+
+
+FLUID_READERS: tuple[tuple[str, ClaimReader], ...] = (
+    (r"^max-min mean rate", mean_rate),
+    (r"^max-min slowest flow", slowest_rate),
+)
+
+
+# Rows about a ring on hashed paths: RoCE with so many queue pairs per connection.
+#
+# A ring is as fast as its slowest step. How the NICs of arXiv:2605.04333's Cluster C share T0s is not published; ours
+# are eight to a T0, a server each, on T0s of 64 ports down and 64 up (a 51.2T box at 400G), and the range is from 4
+# to 32.
+
+
+T0_DOWN, RING_RADIX = 64, 128
+TOGETHER, RANGE = 8, (4, 32)  # NICs of the ring under one T0
+RING_SEEDS = range(20)  # of the hashes: one draw of 64 flows says little
+MOST = 512  # ranks: four to a T0 of 64 are as many as two tiers join
+QPS = (1, 2, 4, 8, 16, 32, 64)
+LITTLE = 0.05  # of gain from twice as many queue pairs
+
+
+def fraction(row: Claim, _: ClaimContext) -> ClaimOutcome:
+    """The slowest step's share of line rate."""
+    ranks, qps = _ranks(row), stated(count_before(row.quantity, "QPs?"), "how many QPs")
+    ours, *ends = (_slowest(ranks, together, min(qps, QPS[-1])) for together in (TOGETHER, *RANGE))
+    note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]:.2f} with {RANGE[0]}, {ends[1]:.2f} with {RANGE[1]}"
+    return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
+
+
+def enough(row: Claim, _: ClaimContext) -> ClaimOutcome:
+    """The fewest queue pairs of which twice as many add little."""
+    ranks = _ranks(row)
+    ours, *ends = (_enough(ranks, together) for together in (TOGETHER, *RANGE))
+    note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]} with {RANGE[0]}, {ends[1]} with {RANGE[1]}"
+    return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
+
+
+def _enough(ranks: int, together: int) -> int:
+    for fewer, more in pairwise(QPS):
+        if _slowest(ranks, together, more) / _slowest(ranks, together, fewer) - 1 < LITTLE:
+            return fewer
+    return QPS[-1]
+
+
+def _ranks(row: Claim) -> int:
+    ranks = stated(count_before(row.conditions, "(?:way|ranks?|GPUs?|hosts?)"), "how many ranks")
+    if ranks % TOGETHER or not 2 * RANGE[1] <= ranks <= MOST:
+        raise NotStated(f"a ring that is run here: {ranks:,} ranks are not 64, 72, … {MOST:,}")
+    return ranks
+
+
+@functools.lru_cache(maxsize=64)
+def _slowest(ranks: int, together: int, qps: int) -> float:
+    """Mean over hashes; every step leaves its T0."""
+    place = np.arange(ranks)
+    host = place // together * T0_DOWN + place % together
+    fabric = parse_fabric(f"clos2:{-(-ranks // together) * T0_DOWN}x400G/1p/{RING_RADIX}/wide")
+    ring = flows(host, host[(place + together) % ranks], 1.0)
+    hashed = (by_qp(qps, seed=seed) if qps > 1 else by_flow(seed=seed) for seed in RING_SEEDS)
+    return float(np.mean([solve_rates(fabric, ring, routing=one).slowest for one in hashed]))
+
+
+RING_READERS: tuple[tuple[str, ClaimReader], ...] = (
+    (r"^RoCE \d+ QPs? fraction", fraction),
+    (r"^RoCE QPs beyond", enough),
+)
+
+
+# Rows about random loss on every NIC: the packet engine in steady state.
+
+
+# arXiv:2605.04333 section 5.2.7 is its Cluster C: 400G NICs in four planes. Small T0s, so that every flow goes over T1.
+# Nothing but the loss is in a flow's way, so more hosts than these give the same mean.
+FABRIC, PLANES, T0_HOSTS, LOSS_MOST_HOSTS = "clos2:{hosts}x400G/4p/16/wide", 4, 8, 16
+NBYTES = 1e9  # "large messages"
+SAMPLE_S = 1e-3
+LOSS_TOLERANCE = 0.07 / 0.33  # the design asks for 0.33 ± 0.07
+CALIBRATED = 1.0  # per cent: `Transport.probe_s` was set there
+CPU_S = 6.0  # of a pair of runs, measured on 2026-11-15
+
+
+def lossy(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """Mean throughput of one step of a ring over T1s, as a share of the same without loss."""
+    percent, hosts = _asked(row)
+    if reason := context.refuses(_loss_simulation(percent, hosts)):
+        return skipped(row, reason)
+    ours = _mean_s(hosts, 0.0) / _mean_s(hosts, percent / 100)
+    note = f"sim/packets, {NBYTES / 1e9:g} GB per connection, {hosts} hosts"
+    if percent == CALIBRATED:
+        return calibrated(row, ours, f"{note}; the time between probes was set here", tolerance=LOSS_TOLERANCE)
+    return reproduced(row, ours, note, tolerance=LOSS_TOLERANCE)
+
+
+def _asked(row: Claim) -> tuple[float, int]:
+    percent = number_matching(row.quantity, r"at ([\d.]+) percent loss")
+    hosts = stated(count_before(row.conditions, "(?:GPUs?|hosts?)"), "how many GPUs")
+    return min(stated(percent, "how many per cent are lost"), 99.0), max(2, min(hosts, LOSS_MOST_HOSTS))
+
+
+@functools.lru_cache(maxsize=16)
+def _mean_s(hosts: int, loss: float) -> float:
+    each = 1 - math.sqrt(1 - loss)  # on the sender's and on the receiver's NIC link, so that a path loses `loss`
+    faults = tuple(
+        Fault(part="nic", number=host, plane=plane, loss=each) for host in range(hosts) for plane in range(PLANES)
+    )
+    fabric = parse_fabric(FABRIC.format(hosts=hosts))
+    step = min(T0_HOSTS, hosts // 2)
+    traffic = shift(hosts, NBYTES, step=step)
+    lost = faults if loss else ()
+    found = run_connections(
+        fabric, traffic, transport=MRC, faults=lost, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True
+    )
+    if found.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return float(np.mean(found.fct_s))
+
+
+def loss_need(row: Claim) -> NeededSimulation | None:
+    """What a row would have simulated."""
+    return _loss_simulation(*_asked(row))
+
+
+def _loss_simulation(percent: float, hosts: int) -> NeededSimulation:
+    return NeededSimulation(key=("loss", percent, hosts), cpu_s=CPU_S)
+
+
+LOSS_READERS: tuple[tuple[str, ClaimReader], ...] = ((r"^MRC fraction at [\d.]+ percent loss", lossy),)
+LOSS_NEEDS: tuple[tuple[str, SimulationNeed], ...] = ((r"^MRC fraction at [\d.]+ percent loss", loss_need),)
+
+
+# Rows about a flow beside an incast: several hosts under one T0 send to one host under another.
+#
+# The victim goes from a further host of the first T0 to a neighbour of the crowded one. With hashed paths it suffers
+# only where its path shares a link with the crowd: of 24 hashes, all that do so are run and counted, none is picked.
+# The paper's cluster, wiring and hash are not published (arXiv:2605.04333 section 5.2.8 and appendix); it shows one
+# that did.
+
+
+INCAST_SEEDS = range(24)
+INCAST_SAMPLE_S = 1e-3
+# Pauses settle at once; rates of DCQCN rise by 1/1000 of the line every 55 µs; shares of MRC walk, so average long.
+PFC_S, DCQCN_S, MRC_S = 2e-3, 40e-3, 25e-3
+INCAST_CPU_S = {"PFC": 4.0, "DCQCN": 34.0, "MRC": 3.0}  # measured on 2026-11-15
+HARMED = 0.98  # of what the victim gets alone; pauses leave it a fifth or everything, so any share between does
+WHOLE = 1.0  # per cent of the victim's rate: the design's limit for MRC
+MOST_SENDERS = 63
+
+
+def loss_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """What the victim loses where packets are sprayed."""
+    senders, gbps = _crowd(row)
+    if reason := context.refuses(_incast_simulation("MRC", senders, gbps)):
+        return skipped(row, reason)
+    rates = _incast_rates(MRC, senders, gbps, 0, MRC_S)
+    shares = rates[:-1].mean(axis=1) * MRC.packet_bytes / MRC.payload_bytes
+    note = f"sim/packets; senders {shares.min():.1f} to {shares.max():.1f} Gb/s on the wire"
+    return reproduced(row, 100 * (1 - rates[-1].mean() / _alone(MRC, gbps)), note, tolerance=WHOLE)
+
+
+def share_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """What each of the crowd gets, on the wire."""
+    senders, gbps = _crowd(row)
+    if reason := context.refuses(_incast_simulation("MRC", senders, gbps)):
+        return skipped(row, reason)
+    shares = _incast_rates(MRC, senders, gbps, 0, MRC_S)[:-1].mean(axis=1) * MRC.packet_bytes / MRC.payload_bytes
+    return reproduced(row, float(shares.mean()), f"sim/packets; {shares.min():.1f} to {shares.max():.1f}")
+
+
+def loss_dcqcn(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """What the victim loses in the second half: the middle of all hashes that put it beside the crowd."""
+    senders, gbps = _crowd(row)
+    qps = count_before(row.quantity, "QPs?") or 1
+    if qps > 1 or "1-s" in row.quantity:
+        return skipped(row, "a second is beyond what is simulated by packets; over 40 ms: docs/simulation/packets.md")
+    if reason := context.refuses(_incast_simulation("DCQCN", senders, gbps)):
+        return skipped(row, reason)
+    left = [_late(_incast_rates(ROCE, senders, gbps, seed, DCQCN_S)) / _alone(ROCE, gbps) for seed in _harmed(row)]
+    lost = [100 * (1 - share) for share in left]
+    note = f"sim/packets, median of {_drawn(lost)}"
+    return ranged(row, median(lost), note, between=(min(lost), max(lost)))
+
+
+def _pfc(pick: Callable[[list[float]], float], name: str) -> ClaimReader:
+    def read(row: Claim, context: ClaimContext) -> ClaimOutcome:
+        """The victim's rate under pauses, over hashes that put it beside the crowd."""
+        senders, gbps = _crowd(row)
+        if reason := context.refuses(_incast_simulation("PFC", senders, gbps)):
+            return skipped(row, reason)
+        rates = [_late(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) for seed in _harmed(row)]
+        note = f"sim/packets, {name} of {_drawn(rates)}, median {median(rates):.0f}"
+        return ranged(row, pick(rates), note, between=(min(rates), max(rates)))
+
+    return read
+
+
+def _drawn(values: list[float]) -> str:
+    spread = f"{min(values):.0f} to {max(values):.0f}"
+    return f"the {len(values)} of {len(INCAST_SEEDS)} hashes that put it beside the crowd: {spread}"
+
+
+def _late(rates: Floats) -> float:
+    """The victim's mean over the second half."""
+    return float(rates[-1, rates.shape[1] // 2 :].mean())
+
+
+def _harmed(row: Claim) -> list[int]:
+    """Hashes with which pauses reach the victim."""
+    senders, gbps = _crowd(row)
+    alone = _alone(ROCE_PFC, gbps)
+    found = [
+        seed for seed in INCAST_SEEDS if _late(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) < HARMED * alone
+    ]
+    if not found:
+        raise NotStated(f"a hash that matters: none of {len(INCAST_SEEDS)} put the victim beside the crowd")
+    return found
+
+
+def _crowd(row: Claim) -> tuple[int, float]:
+    senders = stated(number_matching(row.conditions, r"(\d+) ?(?::|to) ?1 incast"), "how many to one (7:1 incast)")
+    gbps = number_matching(row.conditions, r"(\d+)G\b") or 400.0
+    if not 2 <= senders <= MOST_SENDERS:
+        raise NotStated(f"an incast that is run here: {senders:g}:1 is not 2:1 to {MOST_SENDERS}:1")
+    return int(senders), gbps
+
+
+def _alone(transport: Transport | Roce, gbps: float) -> float:
+    return gbps * transport.payload_bytes / transport.packet_bytes
+
+
+@functools.lru_cache(maxsize=64)
+def _incast_rates(transport: Transport | Roce, senders: int, gbps: float, seed: int, limit_s: float) -> Floats:
+    """Gb/s of every flow over time, the victim last."""
+    side = senders + 1
+    fabric = parse_fabric(f"clos2:{2 * side}x{gbps:g}G/1p/{2 * side}/wide")
+    source, target = np.arange(side), np.full(side, side)
+    target[-1] += 1
+    endless = np.full(side, math.ceil(2 * limit_s * gbps * 1e9 / 8))
+    found = run_connections(
+        fabric,
+        flows(source, target, endless),
+        transport=transport,
+        seed=seed,
+        limit_s=limit_s,
+        sample_s=INCAST_SAMPLE_S if limit_s > 10 * INCAST_SAMPLE_S else limit_s / 10,
+        watch=tuple(range(side)),
+    )
+    if found.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return found.watched_gbps
+
+
+def _incast_simulation(kind: str, senders: int, gbps: float) -> NeededSimulation:
+    return NeededSimulation(key=("incast", kind, senders, gbps), cpu_s=INCAST_CPU_S[kind] * senders / 7)
+
+
+def _incast_need(kind: str) -> SimulationNeed:
+    def wanted(row: Claim) -> NeededSimulation | None:
+        return None if "1-s" in row.quantity else _incast_simulation(kind, *_crowd(row))
+
+    return wanted
+
+
+MRC_LOSS, DCQCN_LOSS = r"^victim flow loss MRC", r"^victim flow (worst 1-s )?loss RoCE\+DCQCN"
+PFC_LOW, PFC_HIGH = r"^victim flow PFC only, low", r"^victim flow PFC only, high"
+MRC_SHARE = r"^(fair )?share (per|of each) sender|^sender share"
+INCAST_READERS: tuple[tuple[str, ClaimReader], ...] = (
+    (MRC_LOSS, loss_mrc),
+    (MRC_SHARE, share_mrc),
+    (DCQCN_LOSS, loss_dcqcn),
+    (PFC_LOW, _pfc(min, "least")),
+    (PFC_HIGH, _pfc(max, "most")),
+)
+INCAST_NEEDS: tuple[tuple[str, SimulationNeed], ...] = (
+    (MRC_LOSS, _incast_need("MRC")),
+    (MRC_SHARE, _incast_need("MRC")),
+    (DCQCN_LOSS, _incast_need("DCQCN")),
+    (PFC_LOW, _incast_need("PFC")),
+    (PFC_HIGH, _incast_need("PFC")),
+)
+
+
+# Rows of a slotted spray without windows or latencies: our packet engine with both taken out.
+
+
+SLOTTED_PORT_GBPS = 100.0
+SLOTTED_RADIX = 512
+SLOTTED_MOST_HOSTS = 131_072
+MARK = 8  # packets, where nothing is said
+LATE_S = 1e-3  # nothing disappears: no timeout shall fire
+SLOTTED_TOLERANCE = 0.10  # what the design asks of a tail
+TRIMS = 0.25  # of a share of a few per cent, of one seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is sprayed where."""
+
+    hosts: int
+    down: int  # hosts of a T0
+    packets: int  # of a flow
+    queue: int
+    paths: int
+    mark: int
+    spray: Spray
+
+
+def slowest(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """Packets of a flow over the slots that the slowest took."""
+    question = _question(row)
+    if reason := context.refuses(_slotted_simulation(question)):
+        return skipped(row, reason)
+    fabric, _, transport = _setting(question)
+    slots = _run(question).tail_s / (8 * transport.packet_bytes / (fabric.port_gbps * 1e9))
+    return reproduced(
+        row, question.packets / slots, "sim/packets without window and latency", tolerance=SLOTTED_TOLERANCE
+    )
+
+
+def trimmed(row: Claim, context: ClaimContext) -> ClaimOutcome:
+    """Share of packets that a full queue cut, in per cent."""
+    question = _question(row)
+    if reason := context.refuses(_slotted_simulation(question)):
+        return skipped(row, reason)
+    found = _run(question)
+    scale = 100.0 if row.unit == "percent" else 1.0
+    note = "sim/packets without window and latency"
+    return reproduced(row, scale * found.trimmed / found.packets, note, tolerance=TRIMS)
+
+
+def _question(row: Claim) -> Question:
+    hosts = stated(count_before(row.conditions, r"hosts?(?! per\b)"), "how many hosts")
+    if hosts > SLOTTED_MOST_HOSTS:
+        raise NotStated(f"a size that is run here: {hosts:,} hosts are more than {SLOTTED_MOST_HOSTS:,}")
+    if "swap" in row.quantity:
+        raise NotStated("how paths are swapped")
+    return Question(
+        hosts=hosts,
+        down=count_before(row.conditions, "hosts? per T0") or SLOTTED_RADIX // 2,
+        packets=stated(count_before(row.conditions, "packets? per flow"), "how many packets per flow"),
+        queue=int(stated(number_matching(row.conditions, r"queue (\d+) packets"), "how many packets a queue holds")),
+        paths=stated(count_before(row.conditions, "(?:EVs?|paths?)"), "how many EVs"),
+        mark=int(number_matching(row.conditions, r"ECN threshold (\d+)") or MARK),
+        spray="skip" if "skip" in row.quantity else "oblivious",
+    )
+
+
+def _setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
+    fabric = replace(parse_fabric(f"clos2:{asked.hosts}x{SLOTTED_PORT_GBPS:g}G/1p/{2 * asked.down}"), hop_s=0.0)
+    mark = asked.mark / (fabric.hops + 1)  # of a round trip without latencies, in slots
+    transport = replace(
+        MRC,
+        name="slotted",
+        paths=asked.paths,
+        spray=asked.spray,
+        queue_packets=asked.queue,
+        window_packets=float(asked.packets),
+        controlled=False,
+        host_s=0.0,
+        ack_every=1,
+        timeout_s=LATE_S,
+        marks=(mark, mark + 0.01),
+    )
+    return fabric, permutation(asked.hosts, asked.packets * transport.payload_bytes), transport
+
+
+@functools.lru_cache(maxsize=8)
+def _run(question: Question) -> PacketResult:
+    fabric, traffic, transport = _setting(question)
+    found = run_connections(fabric, traffic, transport=transport)
+    if found.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return found
+
+
+def _slotted_need(row: Claim) -> NeededSimulation | None:
+    return _slotted_simulation(_question(row))
+
+
+@functools.lru_cache(maxsize=64)
+def _slotted_simulation(question: Question) -> NeededSimulation:
+    made = sketch(*_setting(question), alike=True)
+    return NeededSimulation(key=("slotted", question), cpu_s=made.cost.cpu_s)
+
+
+SLOWEST, TRIMMED = r"^slowest flow, slotted spray", r"^(trims|trimmed packets|packets trimmed), slotted spray"
+SLOTTED_READERS: tuple[tuple[str, ClaimReader], ...] = ((SLOWEST, slowest), (TRIMMED, trimmed))
+SLOTTED_NEEDS: tuple[tuple[str, SimulationNeed], ...] = ((SLOWEST, _slotted_need), (TRIMMED, _slotted_need))

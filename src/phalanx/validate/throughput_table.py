@@ -1,0 +1,334 @@
+"""Tables of published training runs: read them, fill what they leave out, and say why a row cannot be priced.
+
+Columns are those of `throughput_public.csv`. Only layout columns are read here; what was measured never reaches a
+prediction.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.hardware.catalog import find_accelerator
+from phalanx.hardware.cluster_defaults import assemble_cluster
+from phalanx.hardware.types import Cluster
+from phalanx.job.model import ModelShape, known_presets
+from phalanx.plan.parameter_counts import count_parameters
+
+REQUIRED = ("id", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
+OPTIONAL = (
+    "source", "model_name", "heads", "kv_heads", "ffn", "vocab", "experts", "topk", "moe_ffn", "params_b", "nodes_gpu",
+    "inter_link_gbps_per_gpu", "tp", "pp", "vpp", "cp", "ep", "dp", "zero_stage", "micro_batch", "recompute",
+    "precision", "seq_parallel", "attention", "framework", "task", "date",
+)  # fmt: skip
+LARGEST_TABLE_BYTES = 256 * 2**20
+MOST_ROWS = 2_000_000
+
+_COUNTS = ("tp", "pp", "vpp", "cp", "ep", "dp", "heads", "kv_heads", "ffn", "vocab", "nodes_gpu")
+_AMOUNTS = ("experts", "topk", "moe_ffn", "params_b", "inter_link_gbps_per_gpu", "zero_stage")
+
+PublishedRun = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedTable:
+    """The rows of a file as text, with the line each stands on."""
+
+    path: Path
+    rows: tuple[PublishedRun, ...]
+    lines: tuple[int, ...]
+    columns: tuple[str, ...]
+
+
+def read_table(path: Path) -> PublishedTable:
+    """The rows of a CSV file, or a UserError that says what is wrong with it."""
+    text = _text(path)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        columns = tuple(name.strip() for name in reader.fieldnames or ())
+        reader.fieldnames = list(columns)
+        _check_columns(path, columns)
+        rows, lines = [], []
+        for row in reader:
+            rows.append({key: (value or "").strip() for key, value in row.items() if isinstance(key, str)})
+            lines.append(reader.line_num)
+            if len(rows) > MOST_ROWS:
+                raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
+    except csv.Error as error:
+        raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix="save the table as UTF-8 CSV") from error
+    if not rows:
+        raise mistake(str(path), "has a header but no rows", fix="add at least one run")
+    _check_ids(path, rows, lines)
+    return PublishedTable(path=path, rows=tuple(rows), lines=tuple(lines), columns=columns)
+
+
+def _text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise mistake(str(path), "is a directory", fix="name a CSV file")
+        if not path.is_file():
+            raise mistake(str(path), "is a device or pipe", fix="name a regular CSV file")
+        if size > LARGEST_TABLE_BYTES:
+            raise mistake(str(path), f"is {size:,} bytes, more than {LARGEST_TABLE_BYTES:,}", fix="split it")
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise mistake(str(path), "does not exist", fix="name a CSV file of training runs") from error
+    except OSError as error:
+        raise mistake(str(path), f"cannot be read: {error.strerror}", fix="check its permissions") from error
+    if b"\0" in raw:
+        raise mistake(str(path), "is a binary file, not CSV", fix="save the table as UTF-8 CSV")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise mistake(str(path), f"is not UTF-8 (byte {error.start})", fix="save the table as UTF-8 CSV") from error
+
+
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    missing = [name for name in REQUIRED if name not in columns]
+    if not missing:
+        return
+    if len(columns) < 2:
+        raise mistake(str(path), "is not a table of training runs", why="its first line is not a CSV header",
+                      fix=f"it needs at least the columns {', '.join(REQUIRED)}")  # fmt: skip
+    extra = [name for name in columns if name not in REQUIRED and name not in OPTIONAL]
+    problems = []
+    for name in missing:
+        near = nearest(name, extra)
+        fix = f'rename the column "{near}"' if near else f"add it; required are {', '.join(REQUIRED)}"
+        problems.append(Problem(where=f"{path}:1", what=f'has no column "{name}"', fix=fix))
+    raise UserError(problems)
+
+
+def _check_ids(path: Path, rows: Sequence[PublishedRun], lines: Sequence[int]) -> None:
+    seen: dict[str, int] = {}
+    problems = []
+    for row, line in zip(rows, lines, strict=True):
+        name = row["id"]
+        if not name:
+            problems.append(Problem(where=f"{path}:{line}", what="has an empty id", fix="give every row its own id"))
+        elif name in seen:
+            what = f'repeats the id "{name[:60]}" of line {seen[name]}'
+            problems.append(Problem(where=f"{path}:{line}", what=what, fix="give every row its own id"))
+        seen.setdefault(name, line)
+    if problems:
+        raise UserError(problems[:20])
+
+
+def number(row: PublishedRun, name: str) -> float | None:
+    """A finite number, or None where the cell is empty or garbage."""
+    text = row.get(name, "")
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e18 else None  # NaN and infinities compare false
+
+
+def why_not_priced(row: PublishedRun) -> str:
+    """Why a row cannot be priced at all, or an empty string."""
+    for name in ("layers", "hidden", "seq", "gpus", "global_batch"):
+        value = number(row, name)
+        if value is None:
+            text = row.get(name, "")
+            return f"{name} is empty" if not text else f"{name} = {text[:40]!r} is not a number"
+        if value < 1:
+            return f"{name} = {value:g} is less than 1"
+        if value > 1e9:
+            return f"{name} = {value:g} is too large to be meant"
+    for name in _COUNTS:
+        value = number(row, name)
+        if row.get(name) and (value is None or value < 1 or value != int(value)):
+            return f"{name} = {row[name][:40]!r} is not a whole number of 1 or more"
+    micro = number(row, "micro_batch")  # a fraction where one sequence is split over devices (MaxText)
+    if row.get("micro_batch") and (micro is None or micro <= 0):
+        return f"micro_batch = {row['micro_batch'][:40]!r} is not a positive number"
+    for name in _AMOUNTS:
+        value = number(row, name)
+        if row.get(name) and (value is None or value < 0):
+            return f"{name} = {row[name][:40]!r} is not a number of 0 or more"
+    if not row.get("gpu"):
+        return "gpu is empty"
+    split = [number(row, name) or 1.0 for name in ("tp", "pp", "cp", "dp")]
+    product = split[0] * split[1] * split[2] * split[3]
+    gpus = number(row, "gpus") or 0.0
+    if row.get("dp") and abs(product - gpus) > 0.5:
+        return f"tp x pp x cp x dp = {product:g} is not gpus = {gpus:g}"
+    if gpus % product:
+        return f"tp x pp x cp = {product:g} does not divide gpus = {gpus:g}"
+    return _contradiction(row, split[0], gpus / (split[0] * split[1] * split[2]))
+
+
+def _contradiction(row: PublishedRun, tp: float, dp: float) -> str:
+    """Stated sizes that cannot hold together."""
+    heads, experts, ep = number(row, "heads"), number(row, "experts"), number(row, "ep") or 1.0
+    if heads and heads % tp:
+        return f"tp = {tp:g} does not divide heads = {heads:g}"
+    if experts and experts % ep:
+        return f"ep = {ep:g} does not divide experts = {experts:g}"
+    micro, batch = number(row, "micro_batch"), number(row, "global_batch") or 0.0
+    if micro and micro * dp > batch:
+        return f"micro_batch = {micro:g} on {dp:g} data ranks exceeds global_batch = {batch:g}"
+    return ""
+
+
+# The machine of a published row: an accelerator of the catalogue with the links the row states.
+
+
+def published_cluster(row: PublishedRun) -> Cluster:
+    """The cluster a row ran on; raises UserError for an unknown accelerator."""
+    gpus = int(number(row, "gpus") or 1)
+    stated_domain = int(number(row, "nodes_gpu") or 0)
+    nic_gbps = number(row, "inter_link_gbps_per_gpu") or 0.0
+    return _cluster(row["gpu"], gpus, stated_domain, nic_gbps)
+
+
+@lru_cache(maxsize=4096)
+def _cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> Cluster:
+    accelerator = find_accelerator(name)
+    per_domain = stated_domain or accelerator.domain_devices
+    if gpus > per_domain and gpus % per_domain:
+        # A rack of 72 is used 64 at a time when the job is a power of two.
+        per_domain = max(size for size in range(1, per_domain + 1) if gpus % size == 0)
+    domains = max(1, -(-gpus // per_domain))
+    nic = nic_gbps * 1e9 / 8.0
+    return assemble_cluster(
+        name=f"{name}:{gpus}",
+        accelerator=accelerator,
+        domain_devices=per_domain,
+        domains=domains,
+        source="published table",
+        nic_bytes_per_s=nic,
+    )
+
+
+# What published rows leave out, filled by named rules: the model's shape, and settings nobody stated.
+
+
+# Padded GPT-2 vocabulary, which Megatron's and vTrain's published configurations use when they name none.
+USUAL_VOCAB = 51200
+USUAL_HEAD_DIM = 128
+# Families whose MLP is gated; their names settle what a parameter count cannot (a tied gated model of 16 layers can
+# have exactly the parameters of an untied plain one).
+GATED_NAMES = ("llama", "qwen", "mistral", "mixtral", "deepseek", "kimi", "gemma", "olmo", "yi-", "gpt-oss", "phi3")
+PLAIN_NAMES = ("gpt", "bloom", "mpt", "opt", "megatron", "nemotron", "falcon", "pythia", "bert")
+DISAGREES = 0.05  # weight of a name's word against a parameter count, as a share of the parameters
+
+
+def model_shape(row: PublishedRun) -> ModelShape:
+    """The shape a row describes; a preset of the same name and size supplies what the columns cannot say."""
+    layers, hidden = (int(number(row, name) or 1) for name in ("layers", "hidden"))
+    heads = int(number(row, "heads") or max(1, round(hidden / USUAL_HEAD_DIM)))
+    known = _preset(row.get("model_name", ""), layers, hidden)
+    if known is not None:
+        vocab = int(number(row, "vocab") or known.vocab)
+        return replace(known, vocab=vocab)
+    experts = int(number(row, "experts") or 0)
+    head_dim = max(1, hidden // heads)
+    shape = ModelShape(
+        name=row.get("model_name", "") or "model",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(number(row, "kv_heads") or heads),
+        head_dim=head_dim,
+        ffn=int(number(row, "ffn") or 4 * hidden),
+        vocab=int(number(row, "vocab") or USUAL_VOCAB),
+        experts=experts,
+        experts_per_token=int(number(row, "topk") or (2 if experts else 0)),
+        expert_ffn=int(number(row, "moe_ffn") or number(row, "ffn") or 4 * hidden) if experts else 0,
+    )
+    return _by_parameters(shape, (number(row, "params_b") or 0.0) * 1e9)
+
+
+def _preset(name: str, layers: int, hidden: int) -> ModelShape | None:
+    wanted = re.sub(r"[^a-z0-9]", "", name.lower())
+    for known, preset in known_presets().items():
+        model = preset.model()
+        same_name = re.sub(r"[^a-z0-9]", "", known.lower())
+        if wanted == same_name and (model.layers, model.hidden) == (layers, hidden):
+            return model
+    return None
+
+
+def _by_parameters(shape: ModelShape, parameters: float) -> ModelShape:
+    """Gate, tying and head width that best explain the stated parameter count."""
+    says_gated = _says_gated(shape)
+    if parameters <= 0:
+        return replace(shape, gated=says_gated, tied=not says_gated)
+    widths = [shape.head_dim] + [width for width in (64, 128) if shape.is_moe and width != shape.head_dim]
+
+    def distance(choice: tuple[bool, bool, int]) -> float:
+        gated, tied, width = choice
+        total = count_parameters(replace(shape, gated=gated, tied=tied, head_dim=width)).total
+        doubts = (gated != says_gated) + (width != shape.head_dim) * 0.1
+        return abs(total / parameters - 1.0) + DISAGREES * doubts
+
+    gated, tied, width = min(product((True, False), (False, True), widths), key=distance)
+    return replace(shape, gated=gated, tied=tied, head_dim=width)
+
+
+def _says_gated(shape: ModelShape) -> bool:
+    name = shape.name.lower()
+    if any(word in name for word in GATED_NAMES):
+        return True
+    if any(word in name for word in PLAIN_NAMES):
+        return False
+    return shape.is_moe or shape.ffn < 3.9 * shape.hidden
+
+
+def attention_is_fused(row: PublishedRun) -> bool:
+    """Flash-style attention unless the row says otherwise; unstated, it follows the year."""
+    stated = row.get("attention", "").lower()
+    if stated:
+        return stated != "standard"
+    year = re.match(r"20\d\d", row.get("date", ""))
+    return year is None or int(year.group()) >= 2023  # FlashAttention reached the trainers during 2022
+
+
+def zero_stage(row: PublishedRun) -> int:
+    """The stated ZeRO stage, else what the framework does by default."""
+    stated = number(row, "zero_stage")
+    if stated is not None:
+        return min(3, max(0, int(stated)))
+    return 3 if re.search(r"fsdp|zero-?3|titan|maxtext|levanter", row.get("framework", "").lower()) else 1
+
+
+def sequence_parallel(row: PublishedRun) -> bool:
+    """Whether norms are split along the sequence; Megatron's default beside tensor parallelism since 2022."""
+    stated = row.get("seq_parallel", "").lower()
+    if stated in ("yes", "true", "1"):
+        return True
+    return stated == "" and (number(row, "tp") or 1.0) > 1
+
+
+def micro_batches(row: PublishedRun, data_ranks: int) -> list[float]:
+    """The stated micro-batch, else every power of two that divides the batch."""
+    stated = number(row, "micro_batch")
+    if stated is not None and stated > 0:
+        return [stated]
+    share = (number(row, "global_batch") or 1.0) / data_ranks
+    return [size for size in (1.0, 2.0, 4.0, 8.0) if size <= share and share % size == 0] or [1.0]
+
+
+def recomputes(row: PublishedRun) -> list[str]:
+    """The stated recompute, else all, least first: published runs were tuned, so the fastest that fits is meant."""
+    stated = row.get("recompute", "").lower()
+    return [stated] if stated in ("none", "selective", "full") else ["none", "selective", "full"]
+
+
+def precision(row: PublishedRun) -> str:
+    """The compute format, by the names tables use."""
+    stated = row.get("precision", "").lower()
+    if "fp4" in stated:
+        return "fp4"
+    if "8" in stated:
+        return "fp8"
+    return {"fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32", "tf32": "fp32"}.get(stated, "bf16")
