@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.model import known_presets
-from phalanx.plan.build import machine_columns, model_columns
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import BF16, FP4, FP8, FP32
 from phalanx.plan.compute import compute_seconds, matmul, rates, routed_tokens

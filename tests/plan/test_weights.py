@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from phalanx.job.model import known_presets
-from phalanx.plan.build import model_columns
 from phalanx.plan.case_columns import model_columns
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.weights import active_weights, rank_weights, total_weights

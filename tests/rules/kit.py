@@ -18,7 +18,7 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan import make
 from phalanx.plan.make import plan as make_plan
-from phalanx.plan.search import SearchResult, search
+from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.trainers import Practice
@@ -99,7 +99,7 @@ def _search_once(ask: Any) -> SearchResult:
         if all(ask.origins.get(key) == line for key, line in asked.items()):
             return found
     noted = _Noted(ask.origins)
-    found = search(replace(ask, origins=noted))
+    found = search_layouts(replace(ask, origins=noted))
     known.append((noted.asked, found))
     return found
 
@@ -112,7 +112,7 @@ def _planned(sets: tuple[str, ...], text: str, cluster: str | None) -> Evidence:
     where = resolve(cluster or resolved.job.cluster.target)
     refusals, plan = (), None
     try:
-        with patch.object(make, search.__name__, _search_once):
+        with patch.object(make, search_layouts.__name__, _search_once):
             plan = make_plan(resolved, where)
     except UserError as error:
         refusals = error.problems

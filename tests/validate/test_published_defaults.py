@@ -3,7 +3,6 @@
 import pytest
 
 from phalanx.job.model import known_presets
-from phalanx.plan import fill
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.validate import throughput_table
 

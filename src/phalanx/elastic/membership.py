@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.plan.layout import Layout
-from phalanx.plan.shrink import shrink
+from phalanx.plan.shrink_layout import shrink_layout
 from phalanx.units import plural
 
 
@@ -99,7 +99,9 @@ def next_membership(
     layout: Layout | None = planned
     if len(slots) < planned.devices:
         fewer = policy in ("auto", "shrink")
-        layout = shrink(planned, ranks=len(slots), sequences=sequences, reproducible=reproducible) if fewer else None
+        layout = (
+            shrink_layout(planned, ranks=len(slots), sequences=sequences, reproducible=reproducible) if fewer else None
+        )
     if layout is None:
         return None
     return Membership(generation=generation, layout=layout, slots=_assign_ranks(layout.devices, before, slots))

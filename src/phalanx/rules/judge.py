@@ -11,20 +11,16 @@ from typing import Any
 from phalanx.errors import nearest
 from phalanx.io.user_code import last_line
 from phalanx.job.schema import Waiver
-from phalanx.plan.ask import trains_with_phalanx
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
+from phalanx.rules.judge import settle_waivers
 from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
 from phalanx.rules.own_rules import OwnRules
 from phalanx.rules.profiles import at_least
 from phalanx.rules.rule import LETTERS, Limits, Rule
 from phalanx.units import plural
-from phalanx.rules.judge import settle_waivers
-from phalanx.rules.outcome import Outcome, Severity, Verdict, exempt, unknown
-from phalanx.rules.profiles import at_least
-from phalanx.rules.rule import LETTERS, Limits, Rule
 
 HOW_TO_GET = {
     "J": "name a job file, or a run that has one",

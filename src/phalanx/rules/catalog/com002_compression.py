@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import UserError
-from phalanx.plan.ask import from_job
-from phalanx.plan.score import price
 from phalanx.plan.request import request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.rules.catalog.shared import unmeasured

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.timeouts import LEAST_S, MOST_S, bounded, steady_timeout_s
 from phalanx.plan.auto_settings import LEAST_S, MOST_S, bounded_timeout_s, steady_timeout_s
 from phalanx.rules.catalog.shared import MARGIN, beyond, unmeasured, unsaid
 from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence
