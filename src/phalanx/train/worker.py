@@ -51,20 +51,23 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.settings import Settings
-from phalanx.train.state import sweep
-from phalanx.train.state.copies import Copies
-from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
-from phalanx.train.state.memory_source import MemorySource
-from phalanx.train.state.prune import drop_after
-from phalanx.train.state.random_state import seed_random
+from phalanx.train.state.async_saver import HostCopies
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.replica_server import ReplicaServer
+from phalanx.train.state.retention import delete_commits_after, remove_drafts
+from phalanx.train.state.training_state import (
+    RestoredRun,
+    checkpoint_shards,
+    load_hf_weights,
+    restore_from_replicas,
+    restore_newest_checkpoint,
+)
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
-from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
 
@@ -86,8 +89,8 @@ class Rank:
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
-        self._server: VaultServer | None = None
-        self._host_copies = Copies()
+        self._server: ReplicaServer | None = None
+        self._host_copies = HostCopies()
         self._compared: set[str] = set()
         self._sensors = KeptSensors()
 
@@ -220,23 +223,25 @@ class Rank:
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
-            self._server = VaultServer(self.vault, secret=self._secret, address=self.address, host=self.host)
+            self._server = ReplicaServer(self.vault, secret=self._secret, address=self.address, host=self.host)
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
+    def _keeper(
+        self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter
+    ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
         hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
-        buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
+        buddy = replica_peer_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
         where = None
         if buddy is not None:
             host, port = go["vaults"][str(buddy.rank)]
-            where = BuddyAddress(host=host, port=int(port), slot=buddy.slot)
+            where = ReplicaAddress(host=host, port=int(port), slot=buddy.slot)
         restore = go.get("restore")
-        return Keeper(
+        return InMemoryCheckpointer(
             self.vault,
             slot=self.link.slot,
             rank=rank,
@@ -254,9 +259,9 @@ class Rank:
         if self.link.is_over(epoch):
             raise Interrupted
 
-    def _copies(self, go: Mapping[str, Any]) -> MemorySource:
+    def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
-        return MemorySource(
+        return ReplicaSource(
             Choice.from_json(go["restore"]),
             vault=self.vault,
             local_host=self.host,
@@ -327,7 +332,7 @@ def train(
     events: EventWriter,
     orders: Orders,
     *,
-    copies: MemorySource | None = None,
+    copies: ReplicaSource | None = None,
     at_most: int | None = None,
     store: Store | None = None,
     joined_s: float = 0.0,
@@ -359,12 +364,12 @@ def train(
     )
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     if dist.get_rank() == 0:
-        sweep(folder.checkpoints)  # what dead processes left half done
+        remove_drafts(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
-            drop_after(folder.checkpoints, at_most)
+            delete_commits_after(folder.checkpoints, at_most)
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
-        take_weights(engine, Path(job.train.weights))
+        load_hf_weights(engine, Path(job.train.weights))
     loop = Loop(folder, plan, engine, events, memory, orders)
     try:
         if restored.data and restored.data != loop.dataset.digest:
@@ -384,27 +389,27 @@ def train(
             warnings=warnings,
         )
         if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            orders.keeper.reserve(pieces_of(engine))
-            loop.saver.reserve(pieces_of(engine))
+            orders.keeper.reserve(checkpoint_shards(engine))
+            loop.saver.reserve(checkpoint_shards(engine))
         orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:
         loop.close()
 
 
-def _restore(engine: Engine, folder: Run, copies: MemorySource | None, at_most: int | None) -> tuple[Restored, str]:
+def _restore(engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None) -> tuple[RestoredRun, str]:
     """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
     warnings: tuple[str, ...] = ()
     engine.initialise_unsaved()
     if copies is not None:
-        found = restore_copies(engine, copies)
+        found = restore_from_replicas(engine, copies)
         if not found.warnings:
             return found, "memory"
         warnings = found.warnings
-    found = restore_newest(engine, folder.checkpoints, at_most=at_most)
+    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most)
     if not found.step:
         engine.initialise()
-        seed_random(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
+        seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
     return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.train.drill.fault import EVERY_TIME, KINDS, POINTS, Fault, parse, parse_all
+from phalanx.train.drill.faults import EVERY_TIME, FAULT_KINDS, POINTS, Fault, parse_fault, parse_faults
 
 
 @pytest.mark.parametrize(
@@ -23,21 +23,21 @@ from phalanx.train.drill.fault import EVERY_TIME, KINDS, POINTS, Fault, parse, p
     ],
 )
 def test_a_text_comes_back_as_it_was_meant(text: str) -> None:
-    fault = parse(text, id=7)
-    assert parse(fault.text, id=7) == fault
+    fault = parse_fault(text, id=7)
+    assert parse_fault(fault.text, id=7) == fault
     assert Fault.from_dict(fault.to_dict()) == fault
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAULT_KINDS)
 def test_every_kind_works_with_nothing_said(kind: str) -> None:
-    assert parse(kind).text == kind
+    assert parse_fault(kind).text == kind
 
 
 def test_what_is_meant_when_nothing_is_said() -> None:
-    assert parse("kill").rank == (1,)
-    assert (parse("crash-loop").times, parse("crash-loop").point) == (EVERY_TIME, "init")
-    assert parse("flip").how == "weight"
-    assert parse("partition").for_s == 5.0
+    assert parse_fault("kill").rank == (1,)
+    assert (parse_fault("crash-loop").times, parse_fault("crash-loop").point) == (EVERY_TIME, "init")
+    assert parse_fault("flip").how == "weight"
+    assert parse_fault("partition").for_s == 5.0
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_what_is_meant_when_nothing_is_said() -> None:
 )
 def test_mistakes(text: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse(text)
+        parse_fault(text)
     assert str(caught.value) == said
 
 
 def test_a_point_that_is_none_names_all_of_them() -> None:
     with pytest.raises(UserError) as caught:
-        parse("kill:point=middle")
+        parse_fault("kill:point=middle")
     assert str(caught.value).endswith(f"use one of {', '.join(POINTS)}")
 
 
 def test_all_mistakes_at_once_and_numbers_in_order() -> None:
     with pytest.raises(UserError) as caught:
-        parse_all(["kil", "kill", "hnag"])
+        parse_faults(["kil", "kill", "hnag"])
     assert len(caught.value.problems) == 2
-    assert [fault.id for fault in parse_all(["kill", "hang"])] == [0, 1]
+    assert [fault.id for fault in parse_faults(["kill", "hang"])] == [0, 1]

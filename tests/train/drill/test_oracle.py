@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.train.drill.history import History, build_history, formations
-from phalanx.train.drill.oracle import Verdict, ended, judge
+from phalanx.train.drill.history import DrillHistory, build_history, layout_sequence
+from phalanx.train.drill.judge import Verdict, judge_ending, judge_history
 
 Story = Any  # conftest.Story: a record that can be told, and lied about
 BATCH = 8
 
 
-def history(story: Story) -> History:
+def history(story: Story) -> DrillHistory:
     return build_history(story.supervisor, story.ranks)
 
 
@@ -24,7 +24,7 @@ def expected(step: int) -> Sequence[int]:
 
 
 def verdicts(story: Story, replay: Story | None = None) -> dict[str, Verdict]:
-    found = judge(history(story), expected=expected, replay=history(replay) if replay else None)
+    found = judge_history(history(story), expected=expected, replay=history(replay) if replay else None)
     return {verdict.name: verdict for verdict in found}
 
 
@@ -59,7 +59,7 @@ def test_the_chain_is_what_restores_left(survived: Story) -> None:
     ]
     assert [(one.step, one.epoch) for one in told.undone] == [(3, 1)]
     assert [one.step for one in told.chain if one.skipped] == [6]
-    assert [(one["from_step"], one["layout"]["data"]) for one in formations(told)] == [(0, 4), (3, 3), (5, 4)]
+    assert [(one["from_step"], one["layout"]["data"]) for one in layout_sequence(told)] == [(0, 4), (3, 3), (5, 4)]
 
 
 def find(story: Story, event: str, **wanted: object) -> dict:
@@ -223,14 +223,14 @@ def test_a_rollback_of_wrong_numbers_may_go_behind_memory(survived: Story) -> No
 
 
 def test_the_end(survived: Story) -> None:
-    assert ended(history(survived), state="done", wanted=("done",)).ok
-    found = ended(history(survived), state="stuck", wanted=("done",))
+    assert judge_ending(history(survived), state="done", wanted=("done",)).ok
+    found = judge_ending(history(survived), state="stuck", wanted=("done",))
     assert (found.ok, found.evidence) == (
         False,
         "the run is stuck after 8 steps: it should be done; its record says done",
     )
     survived.supervisor.pop()
-    assert ended(history(survived), state="done", wanted=("done",)).evidence.endswith("its record says no end")
+    assert judge_ending(history(survived), state="done", wanted=("done",)).evidence.endswith("its record says no end")
 
 
 def test_the_order_of_files_does_not_matter(survived: Story) -> None:

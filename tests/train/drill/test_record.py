@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.record.drill import check_record, key_path
 from phalanx.record.run import Run
-from phalanx.train.drill.record import key, write_record
+from phalanx.train.drill.report import drill_key, write_record
 
 BODY = {"faults": ["kill"], "verdicts": [{"name": "x", "ok": True, "evidence": ""}]}
 
@@ -52,12 +52,12 @@ def test_every_change_is_found(run: Run, tmp_path: Path) -> None:
 
 def test_the_key_is_made_once_and_is_private(tmp_path: Path) -> None:
     path = key_path({"XDG_CONFIG_HOME": str(tmp_path / "config")})
-    first = key(path)
-    assert key(path) == first
+    first = drill_key(path)
+    assert drill_key(path) == first
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
     with pytest.raises(UserError):
-        key(path)
+        drill_key(path)
 
 
 def test_another_file_is_no_record(tmp_path: Path) -> None:

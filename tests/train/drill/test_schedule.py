@@ -10,14 +10,13 @@ from collections import Counter
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.train.drill.fault import Fault
-from phalanx.train.drill.schedule import Stage, draw, times
-from phalanx.train.drill.shrink import shrink
+from phalanx.train.drill.faults import Fault
+from phalanx.train.drill.schedule import DrillTarget, draw_faults, poisson_times, shrink_schedule
 
 
 def test_gaps_are_exponential() -> None:
     """Mean, spread and tail of a Poisson process; a sleeper that waits the mean each time would fail all three."""
-    moments = times(random.Random(1), rate_per_min=60.0, until_s=20_000.0)
+    moments = poisson_times(random.Random(1), rate_per_min=60.0, until_s=20_000.0)
     gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *moments])]
     mean = sum(gaps) / len(gaps)
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
@@ -27,14 +26,14 @@ def test_gaps_are_exponential() -> None:
 
 
 def test_no_rate_no_fault() -> None:
-    assert times(random.Random(0), rate_per_min=0.0, until_s=60.0) == []
+    assert poisson_times(random.Random(0), rate_per_min=0.0, until_s=60.0) == []
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
-    stage = Stage(world=4, hosts=2)
-    first = draw(rate_per_min=20, minutes=5, seed=3, stage=stage)
-    assert first == draw(rate_per_min=20, minutes=5, seed=3, stage=stage)
-    assert first != draw(rate_per_min=20, minutes=5, seed=4, stage=stage)
+    target = DrillTarget(world=4, hosts=2)
+    first = draw_faults(rate_per_min=20, minutes=5, seed=3, target=target)
+    assert first == draw_faults(rate_per_min=20, minutes=5, seed=3, target=target)
+    assert first != draw_faults(rate_per_min=20, minutes=5, seed=4, target=target)
     assert [fault.id for fault in first] == list(range(len(first)))
     assert all(fault.at_s is not None and 0 < fault.at_s < 300 for fault in first)
     assert all(rank < 4 for fault in first for rank in fault.rank)
@@ -42,19 +41,21 @@ def test_the_same_seed_gives_the_same_faults() -> None:
 
 
 def test_one_host_is_never_lost() -> None:
-    kinds = Counter(fault.kind for fault in draw(rate_per_min=100, minutes=10, seed=0, stage=Stage(world=4)))
+    kinds = Counter(
+        fault.kind for fault in draw_faults(rate_per_min=100, minutes=10, seed=0, target=DrillTarget(world=4))
+    )
     assert "host" not in kinds
     assert kinds["kill"] > kinds["hang"] > 0
 
 
 def test_a_host_is_lost_as_often_as_it_comes_back() -> None:
-    faults = draw(rate_per_min=100, minutes=10, seed=0, stage=Stage(world=4, hosts=2))
+    faults = draw_faults(rate_per_min=100, minutes=10, seed=0, target=DrillTarget(world=4, hosts=2))
     assert Counter(fault.host for fault in faults if fault.kind == "host") == {0: 3, 1: 3}
 
 
 def test_too_much_is_refused() -> None:
     with pytest.raises(UserError) as caught:
-        draw(rate_per_min=1e6, minutes=1, seed=0, stage=Stage(world=4))
+        draw_faults(rate_per_min=1e6, minutes=1, seed=0, target=DrillTarget(world=4))
     assert str(caught.value) == "--chaos: 1e+06 per minute for 1 minutes is too much\n  ask for less"
 
 
@@ -66,10 +67,12 @@ def test_shrinking_finds_the_guilty(guilty: set[int]) -> None:
         calls.append(some)
         return guilty <= set(some)  # type: ignore[call-overload]
 
-    assert set(shrink(range(100), fails, budget_s=60)) == guilty
+    assert set(shrink_schedule(range(100), fails, budget_s=60)) == guilty
     assert len(calls) < 150
 
 
 def test_shrinking_ends_with_its_time() -> None:
     clock = itertools.count()
-    assert len(shrink(range(64), lambda some: len(some) >= 8, budget_s=3, clock=lambda: float(next(clock)))) >= 8
+    assert (
+        len(shrink_schedule(range(64), lambda some: len(some) >= 8, budget_s=3, clock=lambda: float(next(clock)))) >= 8
+    )

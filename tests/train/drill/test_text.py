@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.record.run import Run
-from phalanx.train.drill.oracle import Verdict
-from phalanx.train.drill.perform import Numbers, Result
-from phalanx.train.drill.text import MOST_ROWS, render
-from phalanx.train.drill.timing import Outcome
+from phalanx.train.drill.judge import Verdict
+from phalanx.train.drill.outcomes import FaultOutcome
+from phalanx.train.drill.perform import DrillNumbers, DrillResult
+from phalanx.train.drill.report import MOST_ROWS, render_drill
 
-KILL = Outcome(
+KILL = FaultOutcome(
     fault="kill:rank=2,step=5",
     kind="kill",
     fired_s=0.0,
@@ -27,7 +27,7 @@ KILL = Outcome(
     source="memory",
     world=3,
 )
-COORDINATOR = Outcome(
+COORDINATOR = FaultOutcome(
     fault="coordinator",
     kind="coordinator",
     fired_s=0.0,
@@ -43,7 +43,7 @@ COORDINATOR = Outcome(
     source="",
     world=None,
 )
-RESULT = Result(
+RESULT = DrillResult(
     run=Run(path=Path("runs/x")),
     state="done",
     message="",
@@ -53,7 +53,7 @@ RESULT = Result(
         Verdict(name="steps in order", ok=True, evidence="2 epochs"),
         Verdict(name="every sample in one step", ok=False, evidence="step 3: 1 sample twice"),
     ),
-    numbers=Numbers(
+    numbers=DrillNumbers(
         wall_s=12.0,
         steps=60,
         faults=2,
@@ -67,18 +67,18 @@ RESULT = Result(
 
 
 def test_few_faults_are_told_one_by_one() -> None:
-    assert render(RESULT) == (
+    assert render_drill(RESULT) == (
         """\
 2 faults in 60 steps, 12.0 s; the run is done
   fault               hit                      detected  recovered  lost  redone  from    ranks
   kill:rank=2,step=5  rank 2, epoch 1, step 5   30.0 ms     710 ms     0       1  memory  3
   coordinator         epoch 2
-  not fired, the run was over: hang:step=99
+  not fired, the run had ended: hang:step=99
 verdicts
   ok     steps in order                2 epochs
   WRONG  every sample in one step      step 3: 1 sample twice
-recovery: 710 ms, at worst 710 ms; the plan counts with 1.00 s
-effective training time: 80.0%; the plan says 75.0% at this rate of failures"""
+recovery: 710 ms, at worst 710 ms; the plan assumed 1.00 s
+effective training time: 80.0%; the plan predicts 75.0% at this failure rate"""
     )
     assert not RESULT.ok
 
@@ -86,7 +86,7 @@ effective training time: 80.0%; the plan says 75.0% at this rate of failures"""
 def test_many_faults_are_told_by_kind() -> None:
     slow = replace(KILL, recovered_s=3.0, steps_redone=0)
     many = replace(RESULT, outcomes=(*(KILL,) * MOST_ROWS, slow, COORDINATOR), not_fired=())
-    assert render(many).splitlines()[1:4] == [
+    assert render_drill(many).splitlines()[1:4] == [
         "  fault        fired  detected  recovered  at worst  lost  redone",
         "  kill         41×     30.0 ms     710 ms    3.00 s     0  40",
         "  coordinator  1×                                       0  0",
@@ -96,5 +96,5 @@ def test_many_faults_are_told_by_kind() -> None:
 def test_without_a_fault_there_is_little_to_tell() -> None:
     numbers = replace(RESULT.numbers, recovery_s=None, recovery_worst_s=None, effective=None)
     quiet = replace(RESULT, outcomes=(), not_fired=(), numbers=numbers)
-    assert render(quiet).splitlines()[:2] == ["0 faults in 60 steps, 12.0 s; the run is done", "verdicts"]
-    assert "recovery" not in render(quiet)
+    assert render_drill(quiet).splitlines()[:2] == ["0 faults in 60 steps, 12.0 s; the run is done", "verdicts"]
+    assert "recovery" not in render_drill(quiet)

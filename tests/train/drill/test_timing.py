@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from phalanx.train.drill.fault import parse_all
-from phalanx.train.drill.fired import Fired
-from phalanx.train.drill.history import History, build_history
-from phalanx.train.drill.timing import Outcome, noticed, outcomes
+from phalanx.train.drill.faults import parse_faults
+from phalanx.train.drill.firings import Firing
+from phalanx.train.drill.history import DrillHistory, build_history
+from phalanx.train.drill.outcomes import FaultOutcome, fault_outcomes, judge_noticed
 
 Story = Any
 
 
-def shot(t_s: float, kind: str = "kill", **fields: Any) -> Fired:
-    return Fired(**{"id": 0, "kind": kind, "t_s": t_s, "monotonic_s": 0.0, "rank": 2, "epoch": 1, "step": 3, **fields})
+def shot(t_s: float, kind: str = "kill", **fields: Any) -> Firing:
+    return Firing(**{"id": 0, "kind": kind, "t_s": t_s, "monotonic_s": 0.0, "rank": 2, "epoch": 1, "step": 3, **fields})
 
 
 def told(
-    story: Story, fired: Fired, text: str = "kill:rank=2,step=3", patience_s: float = 0.0
-) -> tuple[History, Outcome]:
+    story: Story, fired: Firing, text: str = "kill:rank=2,step=3", patience_s: float = 0.0
+) -> tuple[DrillHistory, FaultOutcome]:
     history = build_history(story.supervisor, story.ranks)
-    [outcome] = outcomes(history, parse_all([text]), [fired], patience_s=patience_s)
+    [outcome] = fault_outcomes(history, parse_faults([text]), [fired], patience_s=patience_s)
     return history, outcome
 
 
@@ -78,9 +78,9 @@ def test_what_needs_no_recovery_has_none(survived: Story) -> None:
 def test_every_fault_is_noticed_or_the_verdict_falls(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     _, outcome = told(survived, shot(at))
-    assert noticed([outcome], asked=1, patience_s=0).ok
+    assert judge_noticed([outcome], asked=1, patience_s=0).ok
     _, outcome = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3")
-    verdict = noticed([outcome], asked=1, patience_s=0)
+    verdict = judge_noticed([outcome], asked=1, patience_s=0)
     assert (verdict.ok, verdict.judged, verdict.evidence) == (
         False,
         True,
@@ -101,15 +101,17 @@ def test_a_fault_that_nobody_noticed_is_not_credited_with_a_later_one(story: Sto
     story.step(2)
     story.t += 60
     story.end()
-    faults = parse_all(["mute:rank=1,step=1", "kill:rank=2,step=2"])
+    faults = parse_faults(["mute:rank=1,step=1", "kill:rank=2,step=2"])
     history = build_history(story.supervisor, story.ranks)
 
-    def seen(*fired: Fired) -> list[tuple[bool, bool]]:
-        found = outcomes(history, faults, fired, patience_s=15.0)
+    def seen(*fired: Firing) -> list[tuple[bool, bool]]:
+        found = fault_outcomes(history, faults, fired, patience_s=15.0)
         return [(one.detected_s is not None, one.recovered_s is not None) for one in found]
 
     assert seen(silent, killed) == [(False, False), (True, True)]
-    verdict = noticed(outcomes(history, faults, [silent, killed], patience_s=15.0), asked=2, patience_s=15.0)
+    verdict = judge_noticed(
+        fault_outcomes(history, faults, [silent, killed], patience_s=15.0), asked=2, patience_s=15.0
+    )
     assert (verdict.ok, verdict.evidence) == (False, "1 of 2 faults: mute:step=1 was not noticed")
     # Of the same rank twice, the newer fault explains the incident that names it.
     assert seen(replace(silent, rank=2), killed) == [(False, False), (True, True)]
@@ -123,34 +125,34 @@ def test_a_fault_that_nobody_had_time_to_notice_is_not_judged(survived: Story) -
     """The run was over before anybody had to: neither "ok" nor "WRONG", and no proof."""
     at = time_of(survived, "step", epoch=1, step=3)
     _, late = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3", patience_s=100)
-    verdict = noticed([late], asked=1, patience_s=100)
+    verdict = judge_noticed([late], asked=1, patience_s=100)
     assert (verdict.ok, verdict.judged, verdict.word) == (False, False, "not judged")
     assert verdict.evidence.startswith("kill:rank=2,step=3 came less than 100 s before the end and nobody had noticed")
     # Beside one that was noticed it still leaves the claim open, unless chance drew it.
     _, good = told(survived, shot(at), patience_s=100)
-    assert noticed([good, late], asked=2, patience_s=100).word == "not judged"
-    drawn = noticed([good, late], asked=2, patience_s=100, drawn=True)
+    assert judge_noticed([good, late], asked=2, patience_s=100).word == "not judged"
+    drawn = judge_noticed([good, late], asked=2, patience_s=100, drawn=True)
     assert (drawn.ok, drawn.evidence) == (True, "1 of 1 faults; 1 more came too late to be judged")
-    assert noticed([late], asked=1, patience_s=100, drawn=True).word == "not judged"
+    assert judge_noticed([late], asked=1, patience_s=100, drawn=True).word == "not judged"
 
 
 def test_a_fault_that_was_noticed_is_judged_however_late_it_came(survived: Story) -> None:
     _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3)), patience_s=1000.0)
-    verdict = noticed([outcome], asked=1, patience_s=1000.0)
+    verdict = judge_noticed([outcome], asked=1, patience_s=1000.0)
     assert (verdict.ok, verdict.evidence) == (True, "1 of 1 faults")
 
 
 def test_a_flip_must_be_blamed_on_its_rank(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     _, outcome = told(survived, shot(at, kind="flip", rank=0), "flip:rank=0")
-    verdict = noticed([outcome], asked=1, patience_s=0)
+    verdict = judge_noticed([outcome], asked=1, patience_s=0)
     assert (verdict.ok, verdict.evidence) == (False, "0 of 1 faults: flip:rank=0 was blamed on rank 2")
 
 
 def test_a_drill_in_which_nothing_fired_proves_nothing() -> None:
-    verdict = noticed([], asked=3, patience_s=0)
+    verdict = judge_noticed([], asked=3, patience_s=0)
     assert (verdict.ok, verdict.evidence) == (False, "none of 3 faults fired: nothing was tried")
-    assert noticed([], asked=0, patience_s=0).ok
+    assert judge_noticed([], asked=0, patience_s=0).ok
 
 
 @pytest.mark.parametrize(
@@ -159,5 +161,5 @@ def test_a_drill_in_which_nothing_fired_proves_nothing() -> None:
 )
 def test_nothing_to_notice_is_said_and_not_counted(survived: Story, kind: str, text: str, why: str) -> None:
     _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3), kind=kind), text)
-    verdict = noticed([outcome], asked=1, patience_s=0.0)
+    verdict = judge_noticed([outcome], asked=1, patience_s=0.0)
     assert (verdict.ok, verdict.evidence) == (True, f"no fault fired that needs noticing: {why}")

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.train.engine import Engine
 from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_due
 from phalanx.train.guard.digest import digest_pieces
-from phalanx.train.state.random_state import seed_random
+from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.tracing.dry import _forget_meshes
 from phalanx.train.verify.trial import Trial, _mine
 
@@ -101,7 +101,7 @@ def _held(rank: int, trial: Trial) -> Held:
 
 def _steps(rank: int, engine: Engine, trial: Trial, into: list[str]) -> None:
     """Everything that a run carries from step to step, after each."""
-    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
+    seed_random_state(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
     modules = [module for part in engine.parts for module in part.model.modules()]
     before = sum(getattr(one, "calls", 0) for one in modules)
     for step in range(trial.steps):

@@ -11,9 +11,9 @@ import torch
 
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import Guard
-from phalanx.train.state.random_state import seed_random
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.training_state import load_hf_weights
 from phalanx.train.tracing.dry import _forget_meshes
-from phalanx.train.training_state import take_weights
 from phalanx.train.verify.trial import RankOutcome, Trial, _mine, keep, on_rank
 
 
@@ -43,7 +43,7 @@ def step_guarded(rank: int, trial: Trial) -> Buffers:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
-    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
+    seed_random_state(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
     guard, found, tokens = Guard(engine.state, every=1), [], []
     engine.touch_gradients = lambda _: found.append(guard.before(len(tokens)))
     for step in range(trial.steps):
@@ -66,5 +66,5 @@ def take_and_save(rank: int, trial: Trial, folder: str) -> None:
     """First values of a folder of safetensors, written as a checkpoint."""
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
-    take_weights(engine, Path(folder))
+    load_hf_weights(engine, Path(folder))
     keep(engine, Path(trial.save), step=1, rank=rank)

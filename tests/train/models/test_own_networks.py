@@ -20,8 +20,8 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.train.engine import IGNORED
 from phalanx.train.models.hf_weights import read_named, save_named
-from phalanx.train.state.export import read_state
-from phalanx.train.state.find import newest
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.whole_tensors import read_state
 from phalanx.train.verify.ranks import run_ranks
 from phalanx.train.verify.trial import HELD_OUT, Outcome, Trial, batch, put_together
 
@@ -104,7 +104,7 @@ def compare(name: str, outcome: Outcome, folder: Path, *, first: int = 0) -> Non
 
 
 def saved(root: Path) -> State:
-    found = newest(root)
+    found = newest_checkpoint(root)
     assert found is not None
     return {name.removeprefix("network."): tensor for name, tensor in read_state(found.path).items()}
 

@@ -24,8 +24,13 @@ from phalanx.train.engine import IGNORED, Engine
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.settings import Settings
-from phalanx.train.state.save import save
-from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of, restore_newest
+from phalanx.train.state.save import save_checkpoint
+from phalanx.train.state.training_state import (
+    checkpoint_meta,
+    checkpoint_rank_meta,
+    checkpoint_shards,
+    restore_newest_checkpoint,
+)
 from phalanx.train.verify.ranks import CORES, LIMIT_S, Place, run_ranks
 
 Array = NDArray[Any]
@@ -181,7 +186,7 @@ def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.
 def _restored(engine: Engine, root: str) -> int:
     """The step of the newest checkpoint, with everything in place that it does not hold; 0 where there is none."""
     engine.initialise_unsaved()
-    return restore_newest(engine, Path(root)).step
+    return restore_newest_checkpoint(engine, Path(root)).step
 
 
 class Watched:
@@ -241,16 +246,16 @@ def _break_once(engine: Engine) -> None:
 
 def keep(engine: Engine, root: Path, *, step: int, rank: int) -> None:
     """Write a checkpoint as the loop does."""
-    meta = meta_of(engine, step=step, tokens=0, data="random")
-    save(
+    meta = checkpoint_meta(engine, step=step, tokens=0, data="random")
+    save_checkpoint(
         root,
         step=step,
         attempt="trial",
-        pieces=pieces_of(engine),
+        pieces=checkpoint_shards(engine),
         meta=meta,
         rank=rank,
         world=engine.dims.world,
-        rank_meta=rank_meta_of(engine),
+        rank_meta=checkpoint_rank_meta(engine),
     )
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from phalanx.errors import SystemFailure
-from phalanx.train.state import load, newest
-from phalanx.train.state.background import AsyncSaver
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.restore import load_shards
 
 
 def saver_of(root, **options):
@@ -26,7 +27,7 @@ def test_what_is_saved_is_the_state_at_the_call(kit, tmp_path):
     assert saver.wait().step == 1
     assert not saver.busy
     target = torch.zeros(4)
-    load(newest(tmp_path).path, [kit.piece("w", target)])
+    load_shards(newest_checkpoint(tmp_path).path, [kit.piece("w", target)])
     assert target.tolist() == [1.0] * 4
 
 
@@ -58,7 +59,7 @@ def test_host_memory_is_used_again(kit, tmp_path):
     assert after["w"] == before["w"]
     assert saver._copies._tensors["x"].shape == (3,)
     target = torch.ones(4)
-    load(newest(tmp_path).path, [kit.piece("w", target)])
+    load_shards(newest_checkpoint(tmp_path).path, [kit.piece("w", target)])
     assert not target.any()
 
 
@@ -92,7 +93,7 @@ def test_an_error_surfaces_at_the_next_call_and_the_next_save_works(kit, tmp_pat
         saver.wait() if call == "wait" else saver.save(step=2, pieces=pieces, meta={})
     saver.save(step=2, pieces=pieces, meta={})
     assert saver.wait().step == 2
-    assert newest(root, verify=True).step == 2
+    assert newest_checkpoint(root, verify=True).step == 2
 
 
 def test_after_one_rank_failed_the_next_save_is_of_all_ranks(kit, tmp_path):
@@ -118,5 +119,5 @@ def test_after_one_rank_failed_the_next_save_is_of_all_ranks(kit, tmp_path):
         "step 1 is not saved: rank-00001 gave up: No space left on device",
         "step 1 is not saved: No space left on device",
     ]
-    assert newest(tmp_path, verify=True).step == 2
+    assert newest_checkpoint(tmp_path, verify=True).step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]

@@ -8,9 +8,17 @@ from pathlib import Path
 import torch
 
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.state import FolderSource, load, newest, read_meta, read_rank_meta, save, verify
-from phalanx.train.state.export import read_state, state_digest
-from phalanx.train.state.private import private_pieces, read_private
+from phalanx.train.state.rank_state import private_shards, read_private_tensors
+from phalanx.train.state.reader import (
+    CheckpointReader,
+    newest_checkpoint,
+    read_checkpoint_meta,
+    read_rank_meta,
+    verify_checkpoint,
+)
+from phalanx.train.state.restore import load_shards
+from phalanx.train.state.save import save_checkpoint
+from phalanx.train.state.whole_tensors import read_state, state_digest
 
 ROOT = Path(__file__).parent / "data/checkpoint_0_6"
 FOLDER = ROOT / "step-00000100"
@@ -49,24 +57,25 @@ def shards(rank):
                 groups={},
             )
         )
-    return found + private_pieces(rank, {"exchange/0": torch.full((3,), rank + 0.5)})
+    return found + private_shards(rank, {"exchange/0": torch.full((3,), rank + 0.5)})
 
 
 def test_a_checkpoint_of_0_6_is_read(kit):
-    found = newest(ROOT, verify=True)
+    found = newest_checkpoint(ROOT, verify=True)
     assert (found.path, found.step, found.world, found.epoch, found.warnings) == (FOLDER, 100, 2, 3, ())
-    assert verify(FOLDER).code == "phalanx 0.6.0, torch 2.13.0"
-    assert read_meta(FOLDER) == {**META, "step": 100, "world": 2}
+    assert verify_checkpoint(FOLDER).code == "phalanx 0.6.0, torch 2.13.0"
+    assert read_checkpoint_meta(FOLDER) == {**META, "step": 100, "world": 2}
     assert [read_rank_meta(FOLDER, rank)["random"] for rank in (0, 1)] == [{"cpu": "00" * 8}, {"cpu": "01" * 8}]
     state = read_state(FOLDER, select=lambda name: not name.startswith("#"))
-    assert all(kit.same_bits(state[name], tensor) for name, tensor in tensors().items()) and len(state) == 7
-    assert read_private(FolderSource(FOLDER), 1)["exchange/0"].tolist() == [1.5] * 3
+    assert state.keys() == tensors().keys()
+    assert all(kit.same_bits(state[name], tensor) for name, tensor in tensors().items())
+    assert read_private_tensors(CheckpointReader(FOLDER), 1)["exchange/0"].tolist() == [1.5] * 3
     assert state_digest(FOLDER) == "3e27f804b9957bd25f9dcdc1021f744dec02be36252ff7dc290b8618cd180c09"
 
 
 def test_a_checkpoint_of_0_6_fills_another_layout(kit):
     whole = [kit.piece(name, torch.zeros_like(tensor)) for name, tensor in tensors().items()]
-    load(FOLDER, whole)
+    load_shards(FOLDER, whole)
     assert all(kit.same_bits(one.tensor, tensors()[one.name]) for one in whole)
 
 
@@ -74,7 +83,7 @@ def test_the_same_state_is_written_as_0_6_wrote_it(tmp_path):
     """Tensors and indexes byte for byte; the manifest too, but for the versions in it and so its digest."""
     for rank in (1, 0):
         meta = {"random": {"cpu": f"{rank:02x}" * 8}}
-        path = save(
+        path = save_checkpoint(
             tmp_path,
             step=100,
             attempt="a1.1",

@@ -8,13 +8,13 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly
 from phalanx.plan.reliability import reliability as plan
-from phalanx.train.state.interval import Interval
+from phalanx.train.state.retention import CheckpointInterval
 
 MTBF_S = 10_000.0
 
 
 def interval(**changes):
-    return Interval(**{"interval_s": 300.0, "mtbf_s": MTBF_S, "measured": True, "now_s": 50.0, **changes})
+    return CheckpointInterval(**{"interval_s": 300.0, "mtbf_s": MTBF_S, "measured": True, "now_s": 50.0, **changes})
 
 
 def test_the_plan_decides_until_something_was_measured():
@@ -56,10 +56,10 @@ def test_no_failures_no_checkpoints_in_between():
 
 
 def test_an_interval_of_the_job_stays(reliability):
-    clock = Interval.of(reliability, Checkpoint(interval_s=60.0), now_s=0.0)
+    clock = CheckpointInterval.of(reliability, Checkpoint(interval_s=60.0), now_s=0.0)
     clock.saved(now_s=0.0, blocked_s=100.0)
     assert clock.interval_s == reliability.interval_s
-    assert Interval.of(reliability, Checkpoint(), now_s=0.0).interval_s == reliability.interval_s
+    assert CheckpointInterval.of(reliability, Checkpoint(), now_s=0.0).interval_s == reliability.interval_s
 
 
 @pytest.fixture

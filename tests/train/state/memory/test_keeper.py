@@ -8,16 +8,17 @@ from phalanx.elastic.held import Held
 from phalanx.elastic.link import Interrupted
 from phalanx.elastic.vault import GENERATIONS, Vault
 from phalanx.errors import SystemFailure, UserError
-from phalanx.train.state import load, save
-from phalanx.train.state.index import Entry
-from phalanx.train.state.memory_keeper import Keeper
+from phalanx.train.state.in_memory import InMemoryCheckpointer
+from phalanx.train.state.index import StoredShard
+from phalanx.train.state.restore import load_shards
+from phalanx.train.state.save import save_checkpoint
 
 
 def load_all(kit, source, tensors, world):
     """Restore into `world` ranks and compare every bit."""
     right = kit.cut(tensors, world)
     for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load(source, pieces, rank=rank, world=world)
+        load_shards(source, pieces, rank=rank, world=world)
         assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
 
 
@@ -32,11 +33,11 @@ def test_the_disk_gives_the_same_bits(kit, vault, tmp_path):
     kit.put_all(vault, tensors, 4, step=3)
     for rank in (3, 2, 1, 0):
         pieces = kit.cut(tensors, 4)[rank]
-        saved = save(tmp_path, step=3, attempt="a", pieces=pieces, meta={"step": 3}, rank=rank, world=4)
+        saved = save_checkpoint(tmp_path, step=3, attempt="a", pieces=pieces, meta={"step": 3}, rank=rank, world=4)
     for rank in range(3):
         memory, disk = kit.emptied(kit.cut(tensors, 3))[rank], kit.emptied(kit.cut(tensors, 3))[rank]
-        load(kit.source(vault), memory, rank=rank, world=3)
-        load(saved.path, disk, rank=rank, world=3)
+        load_shards(kit.source(vault), memory, rank=rank, world=3)
+        load_shards(saved.path, disk, rank=rank, world=3)
         assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(memory, disk, strict=True))
 
 
@@ -47,7 +48,7 @@ def test_a_source_says_what_was_put(kit, vault):
     assert source.where == "memory of step 7 (epoch 2)"
     assert source.index(2).meta == {"seed": 7}
     assert [source.count(rank) for rank in range(4)] == [6, 5, 5, 4]  # 5 rows are 2, 2, 1, 0
-    assert isinstance(source.index(0).entries[0], Entry)
+    assert isinstance(source.index(0).shards[0], StoredShard)
 
 
 def test_what_is_held_is_told_without_reading_it(kit, vault):
@@ -94,14 +95,14 @@ def test_strided_tensors_are_put_in_row_order(kit, vault):
     keeper.put(1, [kit.piece("w", weight.t().contiguous().t())], {}, held=-1)
     keeper.close()
     target = kit.piece("w", torch.zeros(5, 3))
-    load(kit.source(vault), [target])
+    load_shards(kit.source(vault), [target])
     assert torch.equal(target.tensor, weight)
 
 
 def test_a_model_of_another_shape_is_refused(kit, vault):
     kit.put_all(vault, {"w": torch.zeros(4, 4)}, 2, step=1)
     with pytest.raises(UserError) as caught:
-        load(kit.source(vault), [kit.piece("w", torch.zeros(4, 5))])
+        load_shards(kit.source(vault), [kit.piece("w", torch.zeros(4, 5))])
     assert str(caught.value).startswith("memory of step 1 (epoch 1): w is [4, 4] there and [4, 5] in this model")
 
 
@@ -201,7 +202,7 @@ def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit
 
 def test_trouble_is_told_without_keys(kit, vault, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
-    monkeypatch.setattr(Keeper, "trouble", "no copy for hf_abcdefgh")
+    monkeypatch.setattr(InMemoryCheckpointer, "trouble", "no copy for hf_abcdefgh")
     told = []
     keeper = kit.keeper(vault, 0, 1, tell=lambda **fields: told.append(fields["trouble"]))
     keeper.put(1, kit.cut(kit.state(), 1)[0], {}, held=-1)
