@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class ExportedWeights:
     """What was written."""
 
     step: int
@@ -36,7 +36,7 @@ class Exported:
     bytes: int
 
 
-def export(run: str, out: Path, *, step: int | None, dtype: str) -> Exported:
+def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> ExportedWeights:
     """Write the weights of one checkpoint; the newest when no step is named."""
     folder = open_run(run)
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
@@ -53,7 +53,7 @@ def export(run: str, out: Path, *, step: int | None, dtype: str) -> Exported:
         save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
     files = tuple(sorted(path.name for path in out.iterdir()))
-    return Exported(step=found[0].step, files=files, bytes=sum((out / name).stat().st_size for name in files))
+    return ExportedWeights(step=found[0].step, files=files, bytes=sum((out / name).stat().st_size for name in files))
 
 
 def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:

@@ -63,3 +63,9 @@ def test_what_was_asked_for_must_have_happened_as_often_as_it_was_asked_for() ->
     assert judge_injected(faults, {0: 1, 1: 3, 2: 4}).ok
     assert judge_injected(faults, {0: 1, 1: 1, 2: 4}).evidence == "nan:rank=0,step=5,times=3 fired 1 of 3 times"
     assert judge_injected(faults, {1: 3, 2: 4}).evidence == "kill:step=3"
+
+
+def test_a_run_without_a_membership_took_no_time() -> None:
+    """One that fails its preflight has an end and no beginning."""
+    end = {"event": "end", "t": 1_795_000_000.0, "state": "failed"}
+    assert perform._wall_s(build_history([end], [])) == 0.0

@@ -84,7 +84,7 @@ def test_every_fault_is_noticed_or_the_verdict_falls(survived: Story) -> None:
     assert (verdict.ok, verdict.judged, verdict.evidence) == (
         False,
         True,
-        "0 of 1 faults: kill:rank=2,step=3 was not noticed",
+        "0 of 1 fault: kill:rank=2,step=3 was not noticed",
     )
 
 
@@ -132,26 +132,26 @@ def test_a_fault_that_nobody_had_time_to_notice_is_not_judged(survived: Story) -
     _, good = told(survived, shot(at), patience_s=100)
     assert judge_noticed([good, late], asked=2, patience_s=100).word == "not judged"
     drawn = judge_noticed([good, late], asked=2, patience_s=100, drawn=True)
-    assert (drawn.ok, drawn.evidence) == (True, "1 of 1 faults; 1 more came too late to be judged")
+    assert (drawn.ok, drawn.evidence) == (True, "1 of 1 fault; 1 more came too late to be judged")
     assert judge_noticed([late], asked=1, patience_s=100, drawn=True).word == "not judged"
 
 
 def test_a_fault_that_was_noticed_is_judged_however_late_it_came(survived: Story) -> None:
     _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3)), patience_s=1000.0)
     verdict = judge_noticed([outcome], asked=1, patience_s=1000.0)
-    assert (verdict.ok, verdict.evidence) == (True, "1 of 1 faults")
+    assert (verdict.ok, verdict.evidence) == (True, "1 of 1 fault")
 
 
 def test_a_flip_must_be_blamed_on_its_rank(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     _, outcome = told(survived, shot(at, kind="flip", rank=0), "flip:rank=0")
     verdict = judge_noticed([outcome], asked=1, patience_s=0)
-    assert (verdict.ok, verdict.evidence) == (False, "0 of 1 faults: flip:rank=0 was blamed on rank 2")
+    assert (verdict.ok, verdict.evidence) == (False, "0 of 1 fault: flip:rank=0 was blamed on rank 2")
 
 
 def test_a_drill_in_which_nothing_fired_proves_nothing() -> None:
     verdict = judge_noticed([], asked=3, patience_s=0)
-    assert (verdict.ok, verdict.evidence) == (False, "none of 3 faults fired: nothing was tried")
+    assert (verdict.ok, verdict.evidence) == (False, "0 of 3 faults fired: nothing was tried")
     assert judge_noticed([], asked=0, patience_s=0).ok
 
 

@@ -13,16 +13,16 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import Guard
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.training_state import load_hf_weights
-from phalanx.train.tracing.dry import _forget_meshes
-from phalanx.train.verify.trial import RankOutcome, Trial, _mine, keep, on_rank
+from phalanx.train.tracing.traced_step import forget_meshes
+from phalanx.train.verify.trial import RankOutcome, Trial, rank_batch, run_trial_rank, save_trial_state
 
 
 def run_all(rank: int, trials: Sequence[Trial]) -> list[RankOutcome]:
     """Each trial as `run_trial` would."""
     found = []
     for trial in trials:
-        _forget_meshes()  # DTensor takes a mesh of the last trial for one of this, and with it the groups of the last
-        found.append(on_rank(rank, trial))
+        forget_meshes()  # DTensor takes a mesh of the last trial for one of this, and with it the groups of the last
+        found.append(run_trial_rank(rank, trial))
     return found
 
 
@@ -47,7 +47,7 @@ def step_guarded(rank: int, trial: Trial) -> Buffers:
     guard, found, tokens = Guard(engine.state, every=1), [], []
     engine.touch_gradients = lambda _: found.append(guard.before(len(tokens)))
     for step in range(trial.steps):
-        batch = _mine(engine, trial, step)
+        batch = rank_batch(engine, trial, step)
         tokens.append(int(batch[0][-1, -1]))
         engine.step(*batch, lr=trial.lr)
         found.append(guard.check(step + 1))
@@ -67,4 +67,4 @@ def take_and_save(rank: int, trial: Trial, folder: str) -> None:
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
     load_hf_weights(engine, Path(folder))
-    keep(engine, Path(trial.save), step=1, rank=rank)
+    save_trial_state(engine, Path(trial.save), step=1, rank=rank)

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.errors import Problem, UserError, mistake, nearest
 
-# Points of checkpoint.save, in its order; mid-save faults name one of them.
+# Points of train.state.save, in its order; mid-save faults name one of them.
 SAVE_POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
 # Where a rank can be hit. `init`: before it meets the others, in any epoch. `restore`: while it takes up its state in
 # an epoch after the first, so during a recovery. `collective`: by a timer, while the step runs.

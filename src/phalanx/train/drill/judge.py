@@ -199,7 +199,7 @@ def judge_fencing(history: DrillHistory) -> Verdict:
             what = "committed a checkpoint" if commit else f"wrote {event['event']}"
             wrong.append(f"rank {rank} of epoch {number} {what} {float(event['t']) - end_s:.2f} s after its end")
     epochs, commits = plural(len(history.epochs), "epoch"), plural(len(history.checkpoints), "commit")
-    text = f"{epochs}, {commits}, {plural(late, 'word')} from the past"
+    text = f"{epochs}, {commits}, {plural(late, 'late event')}"
     return Verdict(name="old epochs are fenced", ok=not wrong, evidence=evidence_text(text, wrong))
 
 

@@ -12,6 +12,7 @@ from phalanx.train.drill.faults import FAULT_KINDS, Fault
 from phalanx.train.drill.firings import Firing
 from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
 from phalanx.train.drill.judge import Verdict, evidence_text
+from phalanx.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +69,9 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
     wrong = [f"{one.fault} was not noticed" for one in must if one.detected_s is None]
     flips = [one for one in must if one.kind == "flip" and one.blamed is not None]
     wrong += [f"{one.fault} was blamed on rank {one.blamed}" for one in flips if one.blamed != one.rank]
-    text = f"{len(must) - len(wrong):,} of {len(must):,} faults"
+    text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')}"
     if asked and not found:
-        wrong, text = ["nothing was tried"], f"none of {asked:,} faults fired"
+        wrong, text = ["nothing was tried"], f"0 of {plural(asked, 'fault')} fired"
     elif not must and not late:
         text = f"no fault fired that needs noticing: {_why_none(found)}"
     if wrong or not late:

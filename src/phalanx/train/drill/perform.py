@@ -259,10 +259,10 @@ def _planned(plan: Plan, *, mtbf_s: float) -> float:
 
 
 def _wall_s(history: DrillHistory) -> float:
-    moments = [float(event["t"]) for event in history.ranks]
-    ends = [float(history.end["t"])] if history.end is not None else []
-    begins = [epoch.began_s for epoch in history.epochs[:1]]
-    return max([*moments, *ends], default=0.0) - min([*moments, *begins], default=0.0)
+    moments = [float(event["t"]) for event in history.ranks] + [epoch.began_s for epoch in history.epochs[:1]]
+    if not moments:  # no membership came to be
+        return 0.0
+    return max([*moments, *([float(history.end["t"])] if history.end is not None else [])]) - min(moments)
 
 
 def _effective(run: Run) -> tuple[float | None, float]:

@@ -28,7 +28,7 @@ ROUNDING = ("adamw8bit",)  # optimizers that round on purpose: a last bit become
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class SizeChange:
     """One number of the job and what it is in the copy."""
 
     name: str
@@ -36,7 +36,7 @@ class Change:
     small: object
 
 
-def refuse_own(job: Job) -> None:
+def refuse_own_model(job: Job) -> None:
     """Raises UserError for a network of the user's own."""
     if job.model.module:
         raise mistake(
@@ -48,9 +48,9 @@ def refuse_own(job: Job) -> None:
         )
 
 
-def shrink(job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY) -> Trial:
+def make_small_trial(job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY) -> Trial:
     """The trial that stands for a job under a layout. The layout must be one that `check_layout` lets pass."""
-    refuse_own(job)
+    refuse_own_model(job)
     kind, some = job.parallel.context_kind, job.parallel.recompute_layers != "auto"
     if terms.full_size:
         small, shape, sequence = replace(layout, compression="none"), job.model, job.data.sequence
@@ -93,7 +93,7 @@ def shrink(job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY) -> T
     )
 
 
-def alone(trial: Trial) -> Trial:
+def reference_trial(trial: Trial) -> Trial:
     """The same trial on one process, with nothing split or moved, nor recomputed.
 
     Compiled, it recomputes as the trial does: blocks that recompute are not compiled, and kernels must be the same.
@@ -118,17 +118,17 @@ def alone(trial: Trial) -> Trial:
     return replace(trial, settings=replace(trial.settings, layout=one, reproducible=False))
 
 
-def eager(trial: Trial) -> Trial:
+def eager_trial(trial: Trial) -> Trial:
     """The same trial with nothing compiled."""
     return replace(trial, settings=replace(trial.settings, compile=False))
 
 
-def changes(job: Job, layout: Layout, trial: Trial) -> list[Change]:
+def size_changes(job: Job, layout: Layout, trial: Trial) -> list[SizeChange]:
     """Everything of the model and of the batch that is smaller in the copy."""
     return [change for change in _pairs(job, layout, trial) if change.real != change.small]
 
 
-def left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool, on_gpu: bool) -> list[str]:
+def features_left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool, on_gpu: bool) -> list[str]:
     """What the proof says nothing about, each with its reason; `compiled` and `on_gpu` say how the job will train."""
     found, small, exact = [], trial.settings.layout, trial.settings.compute == EXACT
     degrees = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
@@ -290,12 +290,12 @@ def _optim(optim: Optim) -> Optim:
     return replace(optim, name="adamw") if optim.name in ROUNDING else optim
 
 
-def _pairs(job: Job, layout: Layout, trial: Trial) -> Iterator[Change]:
+def _pairs(job: Job, layout: Layout, trial: Trial) -> Iterator[SizeChange]:
     names = ["layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"]
     names += ["experts", "experts_per_token", "expert_ffn", "shared_experts"] if job.model.is_moe else []
     for name in names:
-        yield Change(name=name, real=getattr(job.model, name), small=getattr(trial.shape, name))
-    yield Change(name="sequence", real=job.data.sequence, small=trial.settings.sequence)
+        yield SizeChange(name=name, real=getattr(job.model, name), small=getattr(trial.shape, name))
+    yield SizeChange(name="sequence", real=job.data.sequence, small=trial.settings.sequence)
     small = trial.settings.layout
-    yield Change(name="micro-batch", real=layout.micro_batch, small=small.micro_batch)
-    yield Change(name="micro-batches", real=layout.accumulation, small=small.accumulation)
+    yield SizeChange(name="micro-batch", real=layout.micro_batch, small=small.micro_batch)
+    yield SizeChange(name="micro-batches", real=layout.accumulation, small=small.accumulation)

@@ -1,7 +1,7 @@
 """Would these ranks meet? Their logs are played against each other; where they do not meet, a job would hang.
 
 Messages leave at once and are waited for where they are posted; a collective waits for every member. A rank that was
-not traced is taken to do what its traced twin (the same pipeline stage) does, and `twins` says whether twins agree.
+not traced is taken to do what its traced twin (the same pipeline stage) does; `compare_twins` says whether twins agree.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.train.tracing.log import Operation, RankTrace
+from phalanx.train.tracing.log import RankTrace, TracedOperation
 from phalanx.units import format_bytes, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hang:
+class TraceHang:
     """A rank that waits for ever: for whom, at which operation, and what the other does instead."""
 
     rank: int
     index: int  # of the operation in the rank's log
-    operation: Operation
+    operation: TracedOperation
     waits_for: int
     instead: str
     others: int = 0  # further ranks that wait behind it
@@ -34,12 +34,12 @@ class Hang:
         return f"{first}\n  rank {self.waits_for} {self.instead}{more}"
 
 
-def find_hang(traces: Sequence[RankTrace]) -> Hang | None:
+def find_hang(traces: Sequence[RankTrace]) -> TraceHang | None:
     """The first operation that would never finish, or None when every rank comes through the step."""
-    return _Play({trace.rank: trace.operations for trace in traces}).run() or twins(traces)
+    return _Play({trace.rank: trace.operations for trace in traces}).run() or compare_twins(traces)
 
 
-def twins(traces: Sequence[RankTrace]) -> Hang | None:
+def compare_twins(traces: Sequence[RankTrace]) -> TraceHang | None:
     """Ranks of one pipeline stage run one program: the first place where two of them do not."""
     first: dict[tuple[int, ...], RankTrace] = {}
     for trace in traces:
@@ -52,11 +52,11 @@ def twins(traces: Sequence[RankTrace]) -> Hang | None:
     return None
 
 
-def _differs(one: RankTrace, other: RankTrace, index: int) -> Hang:
+def _differs(one: RankTrace, other: RankTrace, index: int) -> TraceHang:
     waiting, missing = (one, other) if _at(one.operations, index) is not None else (other, one)
     operation = waiting.operations[index]
     does = _at(missing.operations, index)
-    return Hang(
+    return TraceHang(
         rank=waiting.rank,
         index=index,
         operation=operation,
@@ -65,11 +65,11 @@ def _differs(one: RankTrace, other: RankTrace, index: int) -> Hang:
     )
 
 
-def _at(operations: Sequence[Operation], index: int) -> Operation | None:
+def _at(operations: Sequence[TracedOperation], index: int) -> TracedOperation | None:
     return operations[index] if index < len(operations) else None
 
 
-def describe(operation: Operation) -> str:
+def describe(operation: TracedOperation) -> str:
     """An operation in words."""
     size = format_bytes(operation.nbytes)
     if operation.is_message:
@@ -86,44 +86,44 @@ def describe(operation: Operation) -> str:
 class _Play:
     """The ranks' logs, each with a finger on the next operation."""
 
-    def __init__(self, logs: Mapping[int, Sequence[Operation]]) -> None:
+    def __init__(self, logs: Mapping[int, Sequence[TracedOperation]]) -> None:
         self._logs = logs
         self._at = dict.fromkeys(logs, 0)
         self._posted: set[tuple[int, int]] = set()  # (rank, index) of messages under way or waited for
-        self._mail: dict[tuple[int, int, str], deque[tuple[int, Operation]]] = defaultdict(deque)
+        self._mail: dict[tuple[int, int, str], deque[tuple[int, TracedOperation]]] = defaultdict(deque)
 
-    def run(self) -> Hang | None:
+    def run(self) -> TraceHang | None:
         """Move every finger as far as it goes."""
         ready = deque(self._logs)
         while ready:
             rank = ready.popleft()
             moved = self._move(rank)
-            if isinstance(moved, Hang):
+            if isinstance(moved, TraceHang):
                 return moved
             ready.extend(other for other in moved if other not in ready)
         return self._stuck() or self._unread()
 
-    def _move(self, rank: int) -> set[int] | Hang:
+    def _move(self, rank: int) -> set[int] | TraceHang:
         """Advance one rank until it waits; gives the ranks that may go on now."""
         freed: set[int] = set()
         while (operation := self._next(rank)) is not None:
             if operation.is_message:
                 self._post(rank, freed)
                 done = self._receive(rank, operation)
-                if isinstance(done, Hang):
+                if isinstance(done, TraceHang):
                     return done
                 if not done:
                     return freed
             else:
                 met = self._meet(rank, operation)
-                if isinstance(met, Hang):
+                if isinstance(met, TraceHang):
                     return met
                 if not met:
                     return freed
                 freed |= met - {rank}
         return freed
 
-    def _next(self, rank: int) -> Operation | None:
+    def _next(self, rank: int) -> TracedOperation | None:
         return _at(self._logs[rank], self._at[rank])
 
     def _post(self, rank: int, freed: set[int]) -> None:
@@ -138,7 +138,7 @@ class _Play:
                 freed.add(one.peer)
             index += 1
 
-    def _receive(self, rank: int, operation: Operation) -> bool | Hang:
+    def _receive(self, rank: int, operation: TracedOperation) -> bool | TraceHang:
         if operation.kind == "receive" and operation.peer in self._logs:
             mail = self._mail[operation.peer, rank, operation.group.axis]
             if not mail:
@@ -149,7 +149,7 @@ class _Play:
         self._at[rank] += 1
         return True
 
-    def _meet(self, rank: int, operation: Operation) -> set[int] | Hang:
+    def _meet(self, rank: int, operation: TracedOperation) -> set[int] | TraceHang:
         """The members that went on, when all of them have come; empty while some are missing."""
         members = [other for other in operation.group.ranks if other in self._logs]
         for other in members:
@@ -163,9 +163,9 @@ class _Play:
             self._at[other] += 1
         return set(members)
 
-    def _hang(self, rank: int, operation: Operation, other: int, instead: str) -> Hang:
+    def _hang(self, rank: int, operation: TracedOperation, other: int, instead: str) -> TraceHang:
         waiting = sum(self._next(one) is not None for one in self._logs) - 1
-        return Hang(
+        return TraceHang(
             rank=rank,
             index=self._at[rank],
             operation=operation,
@@ -174,7 +174,7 @@ class _Play:
             others=max(waiting - 1, 0),
         )
 
-    def _stuck(self) -> Hang | None:
+    def _stuck(self) -> TraceHang | None:
         """Follow who waits for whom to one that does not wait, or round a circle."""
         waiting = [rank for rank in self._logs if self._next(rank) is not None]
         if not waiting:
@@ -201,20 +201,20 @@ class _Play:
         operation = self._next(rank)
         return operation is not None and operation.is_message
 
-    def _missing(self, rank: int, operation: Operation) -> int:
+    def _missing(self, rank: int, operation: TracedOperation) -> int:
         if operation.is_message:
             return operation.peer
         members = [other for other in operation.group.ranks if other in self._logs and other != rank]
         return next(other for other in members if not self._is_at(other, operation))
 
-    def _is_at(self, rank: int, operation: Operation) -> bool:
+    def _is_at(self, rank: int, operation: TracedOperation) -> bool:
         does = self._next(rank)
         return does is not None and not does.is_message and does.group == operation.group
 
-    def _unread(self) -> Hang | None:
+    def _unread(self) -> TraceHang | None:
         for (sender, receiver, _), mail in self._mail.items():
             if mail:
                 index, sent = mail[0]
                 instead = "has finished its step and never receives it"
-                return Hang(rank=sender, index=index, operation=sent, waits_for=receiver, instead=instead)
+                return TraceHang(rank=sender, index=index, operation=sent, waits_for=receiver, instead=instead)
         return None

@@ -30,7 +30,9 @@ from phalanx.train.settings import Settings
 from phalanx.train.tracing.kernels import fused_loss, fused_norms, fused_products
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.tracing.recorder import Recorder
-from phalanx.train.tracing.shortcuts import Shortcuts, plainly
+from phalanx.train.tracing.shortcuts import Shortcuts, run_plainly
+from phalanx.train.tracing.traced_ranks import TracedStep
+from phalanx.train.verify.ranks import LIMIT_S, run_ranks
 
 
 def trace_rank(
@@ -38,7 +40,7 @@ def trace_rank(
 ) -> RankTrace:
     """One step of `rank`, recorded without its peers, its data or its memory."""
     began_s = time.perf_counter()
-    _forget_meshes()
+    forget_meshes()
     with (
         warnings.catch_warnings(),
         _fake_world(rank, settings.layout.devices),
@@ -50,7 +52,12 @@ def trace_rank(
         try:
             with fused:
                 found = record_step(
-                    shape, traceable(settings), optim, state_dtype=state_dtype, fakes=mode, compiled=settings.compile
+                    shape,
+                    traceable_settings(settings),
+                    optim,
+                    state_dtype=state_dtype,
+                    fakes=mode,
+                    compiled=settings.compile,
                 )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if not shape.module:
@@ -75,7 +82,7 @@ def _reads_values(shape: ModelShape, error: Exception) -> UserError:
     )
 
 
-def traceable(settings: Settings) -> Settings:
+def traceable_settings(settings: Settings) -> Settings:
     """What has no operators to listen to, or no CPU kernels, gives way: compiled blocks run plain, fp8 as bf16.
 
     `trace_rank` makes up for it in memory: see `kernels`.
@@ -98,8 +105,8 @@ def record_step(
     A dry step can stand for a `compiled` one: it runs plain, and keeps what the compiled one would.
     """
     layout, dry = settings.layout, fakes is not None
-    read = constants if dry else torch.Tensor.tolist
-    run = plainly if fakes is None else Shortcuts(fakes).run
+    read = constant_values if dry else torch.Tensor.tolist
+    run = run_plainly if fakes is None else Shortcuts(fakes).run
     with fused_norms(), Recorder(run) as recorder:
         engine = Engine(shape, settings, optim, device=torch.device("cpu"), state_dtype=state_dtype, read=read)
         for part in engine.parts:
@@ -132,12 +139,12 @@ def _run(engine: Engine, micro_batches: int, *, dry: bool) -> None:
     engine.step(tokens_BS, tokens_BS, lr=1e-4)
 
 
-def constants(numbers: torch.Tensor) -> list[float]:
+def constant_values(numbers: torch.Tensor) -> list[float]:
     """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no wish to stop."""
     return [1.0, 1.0, 1.0] + [0.0] * (numbers.numel() - 3)
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """DTensor keeps what it once worked out for a mesh, with the names of groups that an earlier trace has closed."""
     from torch.distributed.tensor import _redistribute, debug
 
@@ -154,3 +161,18 @@ def _fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def record_ranks(step: TracedStep, *, limit_s: float = LIMIT_S) -> list[RankTrace]:
+    """The same step on real ranks of this machine over gloo: what a dry trace must equal.
+
+    Experts take tokens in turn, as in a dry trace.
+    """
+    return run_ranks(_record, step.settings.layout.devices, step, limit_s=limit_s)
+
+
+def _record(_: int, step: TracedStep) -> RankTrace:
+
+    return record_step(
+        step.shape, traceable_settings(step.settings), step.optim, state_dtype=step.state_dtype, fakes=None
+    )

@@ -22,7 +22,7 @@ from phalanx.train.tracing.log import RankTrace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TracedStep:
     """What every rank of a job is told: enough to build its engine."""
 
     shape: ModelShape
@@ -31,7 +31,7 @@ class Step:
     state_dtype: str
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False, allow_code: bool = False) -> Step:
+    def of(cls, job: Job, layout: Layout, *, on_gpu: bool = False, allow_code: bool = False) -> TracedStep:
         """The step of a planned job; on GPUs it is compiled unless the job says otherwise."""
         settings = Settings.of(job, layout, on_gpu=on_gpu, allow_code=allow_code)
         return cls(shape=job.model, settings=settings, optim=job.optim, state_dtype=job.precision.optimizer_state)
@@ -62,7 +62,7 @@ def check_rank(rank: int, layout: Layout) -> None:
 
 
 def trace_ranks(
-    step: Step, ranks: Sequence[int], *, workers: int = 0, done: Callable[[RankTrace], None] = lambda _: None
+    step: TracedStep, ranks: Sequence[int], *, workers: int = 0, done: Callable[[RankTrace], None] = lambda _: None
 ) -> list[RankTrace]:
     """The step of each rank, in the order asked for; one rank alone is traced in this process."""
     if len(ranks) == 1:
@@ -89,9 +89,11 @@ def trace_ranks(
 class _Worker:
     """A process that traces one rank; gone when its context ends, however it ends, and when its parent dies."""
 
-    def __init__(self, step: Step, rank: int) -> None:
+    def __init__(self, step: TracedStep, rank: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["phalanx.train.tracing.dry"])  # torch is imported once, not by every worker
+        context.set_forkserver_preload(
+            ["phalanx.train.tracing.traced_step"]
+        )  # torch is imported once, not by every worker
         self.rank = rank
         self.answers, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(theirs, step, rank), daemon=True)
@@ -127,7 +129,7 @@ class _Worker:
         self.answers.close()
 
 
-def _serve(pipe: Connection, step: Step, rank: int) -> None:
+def _serve(pipe: Connection, step: TracedStep, rank: int) -> None:
     """The life of a worker. Ctrl-C reaches the whole terminal: the parent answers it, and ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -181,7 +183,7 @@ def _ends_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _trace(step: Step, rank: int) -> RankTrace:
-    from phalanx.train.tracing.dry import trace_rank
+def _trace(step: TracedStep, rank: int) -> RankTrace:
+    from phalanx.train.tracing.traced_step import trace_rank
 
     return trace_rank(step.shape, step.settings, step.optim, rank=rank, state_dtype=step.state_dtype)
