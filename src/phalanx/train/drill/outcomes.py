@@ -44,16 +44,16 @@ def fault_outcomes(
     end_s = float(history.end["t"]) if history.end is not None else inf
     incidents = _attribute(history, firings, patience_s)
     found = [_outcome(history, one, incidents.get(at), texts) for at, one in enumerate(firings)]
-    return [replace(one, judged=not _is_open(one, end_s - patience_s)) for one in found]
+    late_s = end_s - patience_s
+    return [
+        replace(one, judged=not (_must_be_noticed(one) and one.detected_s is None and one.fired_s >= late_s))
+        for one in found
+    ]
 
 
 def _must_be_noticed(one: FaultOutcome) -> bool:
     """Whether somebody must recover from it; what passes by itself (`for_s`) may pass before it is noticed."""
     return FAULT_KINDS[one.kind].ends and "for_s=" not in one.fault
-
-
-def _is_open(one: FaultOutcome, late_s: float) -> bool:
-    return _must_be_noticed(one) and one.detected_s is None and one.fired_s >= late_s
 
 
 def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: float, drawn: bool = False) -> Verdict:
@@ -126,13 +126,19 @@ def _names(incident: Event, one: Firing) -> bool:
 
 
 def _epoch_of(history: DrillHistory, one: Firing) -> int:
-    return one.epoch if one.epoch >= 0 else _epoch_at(history, one.t_s)
+    if one.epoch >= 0:
+        return one.epoch
+    return max((epoch.number for epoch in history.epochs if epoch.began_s <= one.t_s), default=0)
 
 
 def _outcome(history: DrillHistory, fired: Firing, incident: Event | None, texts: Mapping[int, str]) -> FaultOutcome:
     epoch = _epoch_of(history, fired)
     later = _next_epoch(history, fired, int(incident.get("epoch", epoch))) if incident is not None else None
     first = _first_step(later)
+    lost = redone = None
+    if later is not None:
+        lost = max(0, max((one.held for one in later.undone), default=0) - later.restore_step)
+        redone = sum(one.complete for one in later.undone)  # one that was cut short was never done
     return FaultOutcome(
         fault=texts.get(fired.id, fired.kind),
         kind=fired.kind,
@@ -144,20 +150,11 @@ def _outcome(history: DrillHistory, fired: Firing, incident: Event | None, texts
         detected_s=_noticed_s(incident) - fired.t_s if incident is not None else None,
         blamed=int(incident["rank"]) if incident is not None else None,
         recovered_s=first.ended_s - fired.t_s if first is not None else None,
-        steps_lost=_lost(later) if later is not None else None,
-        steps_redone=_redone(later) if later is not None else None,
+        steps_lost=lost,
+        steps_redone=redone,
         source=later.source if later is not None else "",
         world=later.world if later is not None else None,
     )
-
-
-def _lost(epoch: EpochHistory) -> int:
-    return max(0, max((one.held for one in epoch.undone), default=0) - epoch.restore_step)
-
-
-def _redone(epoch: EpochHistory) -> int:
-    """Steps that every rank had told of. One that was cut short was never done."""
-    return sum(one.complete for one in epoch.undone)
 
 
 def _noticed_s(incident: Event) -> float:
@@ -174,10 +171,6 @@ def _next_epoch(history: DrillHistory, fired: Firing, epoch: int) -> EpochHistor
 def _first_step(epoch: EpochHistory | None) -> StepExecution | None:
     whole = [one for _, one in sorted(epoch.steps.items()) if one.complete] if epoch is not None else []
     return whole[0] if whole else None
-
-
-def _epoch_at(history: DrillHistory, t_s: float) -> int:
-    return max((one.number for one in history.epochs if one.began_s <= t_s), default=0)
 
 
 def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn: bool = False) -> list[Verdict]:

@@ -234,18 +234,14 @@ def judge_slow_rank(run: Run, *, slow_rank: int, world: int) -> Verdict:
 
 def claims_shown(part: SuitePart, result: DrillResult) -> list[tuple[str, tuple[str, ...], bool]]:
     """(claim, rules, whether it was put to the test) of each proof."""
-    fired = [one.fault for one in result.outcomes if one.judged and (one.kind != "damage" or _met(result))]
-    return [(one.claim, one.rules, any(_is_of(text, one) for text in fired)) for one in part.proofs]
-
-
-def _met(result: DrillResult) -> bool:
-    """Whether a restore met a damaged checkpoint; one that nobody read proves nothing."""
-    return any(one.name == REFUSED and MET in one.evidence for one in result.verdicts)
-
-
-def _is_of(text: str, proof: SuiteProof) -> bool:
-    kind, _, keys = text.partition(":")
-    return kind in proof.kinds and (not proof.point or f"point={proof.point}" in keys)
+    met = any(one.name == REFUSED and MET in one.evidence for one in result.verdicts)  # a restore read what was damaged
+    fired = [one.fault.partition(":") for one in result.outcomes if one.judged and (one.kind != "damage" or met)]
+    claims = []
+    for proof in part.proofs:
+        point = f"point={proof.point}" if proof.point else ""
+        tested = any(kind in proof.kinds and point in keys for kind, _, keys in fired)
+        claims.append((proof.claim, proof.rules, tested))
+    return claims
 
 
 # The smallest part of a schedule that still fails.

@@ -1,14 +1,19 @@
-"""How often to save, once it is known what saving costs."""
+"""How often to save, once it is known what saving costs; and that what was saved after the last sound step goes."""
 
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly
 from phalanx.plan.reliability import reliability as plan
-from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.retention import CheckpointInterval, delete_commits_after
+from phalanx.train.state.save import save_checkpoint
 
 MTBF_S = 10_000.0
 
@@ -68,3 +73,13 @@ def reliability():
     return plan(
         cluster, checkpoint=Checkpoint(interval_s=60.0), fault=Fault(), state_bytes=1e12, devices=16, step_s=5.0
     )
+
+
+def test_commits_after_the_sound_step_are_gone(tmp_path: Path) -> None:
+    piece = Piece(name="w", tensor=torch.ones(3), shape=(3,), start=(0,), replicas=1, owner=True, groups={})
+    for step in (4, 8, 12):
+        save_checkpoint(tmp_path, step=step, attempt="a", pieces=[piece], meta={}, rank=0, world=1, keep=9)
+    assert [place.name for place in delete_commits_after(tmp_path, 8)] == ["step-00000012"]
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 8
