@@ -146,7 +146,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
         ),
         (
             ["job.toml", "--fault", "kil"],
-            "--fault kil: 'kil' is no fault that can be injected\n  did you mean kill?\n",
+            "--fault kil: 'kil' is not a fault that can be injected\n  did you mean kill?\n",
         ),
         (
             ["job.toml", "--fault", "host"],

@@ -43,8 +43,8 @@ def test_what_is_meant_when_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kil:rank=2", "--fault kil:rank=2: 'kil' is no fault that can be injected\n  did you mean kill?"),
-        ("kill:rnk=1", "--fault kill:rnk=1: kill does not know 'rnk'\n  did you mean rank=…?"),
+        ("kil:rank=2", "--fault kil:rank=2: 'kil' is not a fault that can be injected\n  did you mean kill?"),
+        ("kill:rnk=1", "--fault kill:rnk=1: kill has no key 'rnk'\n  did you mean rank=…?"),
         (
             "kill:rank",
             "--fault kill:rank: 'rank' has no value\n  kill takes rank, point, step, at_s, epoch, times",
@@ -56,8 +56,8 @@ def test_what_is_meant_when_nothing_is_said() -> None:
         ("kill:step=-1", "--fault kill:step=-1: step=-1 is not a whole number from 0 on\n  write step=2"),
         ("slow:sleep_s=nan", "--fault slow:sleep_s=nan: sleep_s=nan is not a number from 0 on\n  write sleep_s=2"),
         ("lossy-link:share=2", "--fault lossy-link:share=2: share=2 is above 1\n  write share=0.05"),
-        ("memory:how=much", "--fault memory:how=much: how=much is not known\n  use one of raise, limit"),
-        ("kill:step=1,at_s=2", "--fault kill:step=1,at_s=2: step and at_s both say when\n  give one of them"),
+        ("memory:how=much", "--fault memory:how=much: how=much is unknown\n  use one of raise, limit"),
+        ("kill:step=1,at_s=2", "--fault kill:step=1,at_s=2: step and at_s exclude each other\n  give one of them"),
     ],
 )
 def test_mistakes(text: str, said: str) -> None:

@@ -130,9 +130,9 @@ def zombie_commits(story: Story) -> None:
         (restore_from_nowhere, "every restore was committed", "restored step 3, which was never on the disk"),
         (restore_of_the_future, "every restore was committed", "restored step 5, but only 4 were done"),
         (restore_behind_what_was_held, "every restore was committed", "step 2 from memory, which held 3"),
-        (sample_twice, "every sample in one step", "step 4: 1 sample more than once or from elsewhere, as 32"),
-        (sample_left_out, "every sample in one step", "step 4: 1 sample of the batch missing, as 37"),
-        (sample_unknown, "every sample in one step", "step 4: rank 1 did not say what it learnt from"),
+        (sample_twice, "every sample in one step", "step 4: 1 sample repeated or not of this step, such as 32"),
+        (sample_left_out, "every sample in one step", "step 4: 1 sample of the batch missing, such as 37"),
+        (sample_unknown, "every sample in one step", "step 4: rank 1 did not record its samples"),
         (zombie, "old epochs are fenced", "rank 1 of epoch 1 wrote step 2."),
         (zombie_commits, "old epochs are fenced", "rank 0 of epoch 1 committed a checkpoint 2.00 s after its end"),
     ],
@@ -168,7 +168,7 @@ def test_a_replay_with_other_members_proves_nothing(survived: Story, story: Stor
         replay.step(step, skipped=step == 6)
     found = verdicts(survived, replay)["equal to a fault-free replay"]
     assert not found.ok
-    assert "step 3: the replay came to it in another way" in found.evidence
+    assert "step 3: the replay reached it from another state" in found.evidence
 
 
 def test_a_record_without_digests_proves_nothing(survived: Story, replayed: Story) -> None:

@@ -127,12 +127,14 @@ def test_a_fault_that_nobody_had_time_to_notice_is_not_judged(survived: Story) -
     _, late = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3", patience_s=100)
     verdict = judge_noticed([late], asked=1, patience_s=100)
     assert (verdict.ok, verdict.judged, verdict.word) == (False, False, "not judged")
-    assert verdict.evidence.startswith("kill:rank=2,step=3 came less than 100 s before the end and nobody had noticed")
+    assert verdict.evidence.startswith(
+        "kill:rank=2,step=3 fired less than 100 s before the end of the run and had not been noticed"
+    )
     # Beside one that was noticed it still leaves the claim open, unless chance drew it.
     _, good = told(survived, shot(at), patience_s=100)
     assert judge_noticed([good, late], asked=2, patience_s=100).word == "not judged"
     drawn = judge_noticed([good, late], asked=2, patience_s=100, drawn=True)
-    assert (drawn.ok, drawn.evidence) == (True, "1 of 1 fault; 1 more came too late to be judged")
+    assert (drawn.ok, drawn.evidence) == (True, "1 of 1 fault; 1 more fired too late to be judged")
     assert judge_noticed([late], asked=1, patience_s=100, drawn=True).word == "not judged"
 
 
@@ -146,7 +148,7 @@ def test_a_flip_must_be_blamed_on_its_rank(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     _, outcome = told(survived, shot(at, kind="flip", rank=0), "flip:rank=0")
     verdict = judge_noticed([outcome], asked=1, patience_s=0)
-    assert (verdict.ok, verdict.evidence) == (False, "0 of 1 fault: flip:rank=0 was blamed on rank 2")
+    assert (verdict.ok, verdict.evidence) == (False, "0 of 1 fault: flip:rank=0 was attributed to rank 2")
 
 
 def test_a_drill_in_which_nothing_fired_proves_nothing() -> None:
@@ -157,7 +159,7 @@ def test_a_drill_in_which_nothing_fired_proves_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
-    [("nan", "nan:rank=2", "1 harmless"), ("mute", "mute:rank=2,for_s=1", "1 passing by themselves")],
+    [("nan", "nan:rank=2", "1 harmless"), ("mute", "mute:rank=2,for_s=1", "1 that pass by themselves")],
 )
 def test_nothing_to_notice_is_said_and_not_counted(survived: Story, kind: str, text: str, why: str) -> None:
     _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3), kind=kind), text)

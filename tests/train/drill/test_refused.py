@@ -46,7 +46,7 @@ def test_a_restore_that_took_it(story: Story) -> None:
     (verdict,) = judge(story, at_s)
     assert (verdict.ok, verdict.evidence) == (
         False,
-        "no restore met one: epoch 2 took step-00000005, which was damaged",
+        "no restore read one: epoch 2 took step-00000005, which was damaged",
     )
 
 
@@ -64,7 +64,7 @@ def test_what_nobody_read_proves_nothing(story: Story) -> None:
     story.write("ready", rank=0, step=5, source="memory")
     (verdict,) = judge(story, at_s)
     assert verdict.word == "not judged"
-    assert verdict.evidence == "no restore met one; 1 of 1 nobody read, which proves nothing of it"
+    assert verdict.evidence == "no restore read one; 1 of 1 never read, and so not judged"
     (drawn,) = judge(story, at_s, drawn=True)
     assert drawn.ok  # chance drew it: nobody asked for that proof
 

@@ -87,7 +87,7 @@ def test_only_what_happened_is_shown_as_proved() -> None:
         wall_s=1.0, steps=1, faults=1, recovery_s=None, recovery_worst_s=None, planned_recovery_s=1.0, effective=None,
         planned_effective=1.0,
     )  # fmt: skip
-    unread = Verdict(name="damaged files were refused", ok=True, evidence="no restore met one")
+    unread = Verdict(name="damaged files were refused", ok=True, evidence="no restore read one")
     result = DrillResult(
         run=None,
         state="done",

@@ -173,7 +173,7 @@ def parse_fault(text: str, *, id: int = 0) -> Fault:
         close = nearest(kind, FAULT_KINDS)
         raise mistake(
             f"--fault {text[:80]}",
-            f"{kind[:40]!r} is no fault that can be injected",
+            f"{kind[:40]!r} is not a fault that can be injected",
             fix=f"did you mean {close}?" if close else f"use one of {', '.join(FAULT_KINDS)}",
         )
     given: dict[str, str] = {}
@@ -206,7 +206,7 @@ def _key(text: str, kind: str, key: str, has_value: bool) -> str:
     close = nearest(key, allowed)
     raise mistake(
         f"--fault {text[:80]}",
-        f"{key[:40]!r} has no value" if key in allowed else f"{kind} does not know {key[:40]!r}",
+        f"{key[:40]!r} has no value" if key in allowed else f"{kind} has no key {key[:40]!r}",
         fix=f"did you mean {close}=…?" if close and key != close else f"{kind} takes {', '.join(allowed)}",
     )
 
@@ -257,11 +257,11 @@ def _example(kind: str, key: str) -> str:
 def _check(text: str, kind: str, values: Mapping[str, Any]) -> None:
     where = f"--fault {text[:80]}"
     if values.get("how") and values["how"] not in FAULT_KINDS[kind].hows:
-        raise mistake(where, f"how={values['how'][:40]} is not known", fix=_example(kind, "how"))
+        raise mistake(where, f"how={values['how'][:40]} is unknown", fix=_example(kind, "how"))
     if values.get("point") and values["point"] not in POINTS:
-        raise mistake(where, f"point={values['point'][:40]} is not known", fix=_example(kind, "point"))
+        raise mistake(where, f"point={values['point'][:40]} is unknown", fix=_example(kind, "point"))
     if values.get("step") is not None and values.get("at_s") is not None:
-        raise mistake(where, "step and at_s both say when", fix="give one of them")
+        raise mistake(where, "step and at_s exclude each other", fix="give one of them")
 
 
 def _whole(value: str, key: str) -> int:

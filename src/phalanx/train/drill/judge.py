@@ -77,7 +77,7 @@ def judge_replay(history: DrillHistory, replay: DrillHistory) -> Verdict:
     compared = 0
     for ours, theirs in zip(history.chain, replay.chain, strict=False):
         if ours.lineage != theirs.lineage:
-            wrong.append(f"step {ours.step}: the replay came to it in another way")
+            wrong.append(f"step {ours.step}: the replay reached it from another state")
         elif difference := _difference([ours, theirs]):
             wrong.append(difference)
         compared += len(ours.digests.keys() & theirs.digests.keys())
@@ -154,14 +154,14 @@ def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None
         unknown += bool(silent)
         holders = _holders(epoch)
         if silent and not _fell(history, one, silent):
-            wrong.append(f"step {one.step}: rank {_few(silent)} did not say what it learnt from")
+            wrong.append(f"step {one.step}: rank {_few(silent)} did not record its samples")
         elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
             wrong.append(f"step {one.step}: {difference}")
     if expected is None and (again := _again(history)):
         wrong.append(again)
     text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}"
     if unknown:
-        text += f"; of {plural(unknown, 'step')} a killed rank left no list (the replay stands in for it)"
+        text += f"; of {plural(unknown, 'step')} a killed rank left no list (covered by the replay)"
     return Verdict(name="every sample in one step", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
@@ -170,9 +170,9 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
     wanted = Counter(counts.keys()) if expected is None else Counter(expected)
     most = Counter({sample: count * holders for sample, count in wanted.items()})
     if more := counts - most:
-        return f"{plural(len(more), 'sample')} more than once or from elsewhere, as {_few(sorted(more))}"
+        return f"{plural(len(more), 'sample')} repeated or not of this step, such as {_few(sorted(more))}"
     if not partial and (fewer := most - counts):
-        return f"{plural(len(fewer), 'sample')} of the batch missing, as {_few(sorted(fewer))}"
+        return f"{plural(len(fewer), 'sample')} of the batch missing, such as {_few(sorted(fewer))}"
     return ""
 
 

@@ -68,7 +68,7 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
     late = [one for one in found if not one.judged]
     wrong = [f"{one.fault} was not noticed" for one in must if one.detected_s is None]
     flips = [one for one in must if one.kind == "flip" and one.blamed is not None]
-    wrong += [f"{one.fault} was blamed on rank {one.blamed}" for one in flips if one.blamed != one.rank]
+    wrong += [f"{one.fault} was attributed to rank {one.blamed}" for one in flips if one.blamed != one.rank]
     text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')}"
     if asked and not found:
         wrong, text = ["nothing was tried"], f"0 of {plural(asked, 'fault')} fired"
@@ -76,17 +76,19 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
         text = f"no fault fired that needs noticing: {_why_none(found)}"
     if wrong or not late:
         return Verdict(name=name, ok=not wrong, evidence=evidence_text(text, wrong))
-    told = f"{late[0].fault} came less than {patience_s:g} s before the end and nobody had noticed it by then"
+    told = (
+        f"{late[0].fault} fired less than {patience_s:g} s before the end of the run and had not been noticed by then"
+    )
     more = f", and {len(late) - 1:,} more" if len(late) > 1 else ""
     if drawn and must:
-        return Verdict(name=name, ok=True, evidence=f"{text}; {len(late):,} more came too late to be judged")
-    evidence = f"{text + '; ' if must else ''}{told}{more}: more steps, or an earlier fault, would tell"
+        return Verdict(name=name, ok=True, evidence=f"{text}; {len(late):,} more fired too late to be judged")
+    evidence = f"{text + '; ' if must else ''}{told}{more}: use more steps or an earlier fault"
     return Verdict(name=name, ok=False, judged=False, evidence=evidence)
 
 
 def _why_none(found: Sequence[FaultOutcome]) -> str:
     passes = sum(FAULT_KINDS[one.kind].ends for one in found)
-    counts = ((len(found) - passes, "harmless"), (passes, "passing by themselves"))
+    counts = ((len(found) - passes, "harmless"), (passes, "that pass by themselves"))
     return ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
 
 
@@ -191,9 +193,9 @@ def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn
         elif who := [event for event in readers if folder in str(event.get("warnings") or "")]:
             met.append(f"epoch {who[0].get('epoch')} refused {folder} and went back to step {who[0].get('step')}")
     unread = len(hits) - len(met) - len(wrong)
-    text = "; ".join(met) or "no restore met one"
+    text = "; ".join(met) or "no restore read one"
     if unread:
-        text += f"; {unread} of {len(hits)} nobody read, which proves nothing of {'it' if unread == 1 else 'them'}"
+        text += f"; {unread} of {len(hits)} never read, and so not judged"
     is_open = bool(unread) and not wrong and not drawn
     return [
         Verdict(name=REFUSED, ok=not wrong and not is_open, judged=not is_open, evidence=evidence_text(text, wrong))
