@@ -15,9 +15,9 @@ from phalanx.errors import SystemFailure
 from phalanx.train.state import object_store as objects_module
 from phalanx.train.state.index import DamagedCheckpoint
 from phalanx.train.state.paths import parse_location
-from phalanx.train.state.reader import newest_checkpoint, verify_checkpoint
+from phalanx.train.state.reader import list_commits, newest_checkpoint, verify_checkpoint
 from phalanx.train.state.restore import load_shards
-from phalanx.train.state.retention import list_commits, remove_drafts
+from phalanx.train.state.retention import remove_drafts
 from phalanx.train.state.save import save_checkpoint
 
 pytest.importorskip("s3fs")
