@@ -143,7 +143,7 @@ class Fault:
     def text(self) -> str:
         """As it is written on the command line.
 
-        >>> parse("kill:step=5,rank=2+3").text
+        >>> parse_fault("kill:step=5,rank=2+3").text
         'kill:rank=2+3,step=5'
         """
         written = ((item.name, getattr(self, item.name)) for item in fields(self) if item.name not in ("kind", "id"))
