@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from phalanx.hardware.catalog import find
+from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import failures_per_host_day
-from phalanx.plan.reliability import daly
+from phalanx.plan.reliability import daly_interval
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.async_saver import AsyncSaver
 from phalanx.train.state.index import RankIndex, StoredShard, decode_json, encode_rank_index
@@ -300,7 +300,7 @@ def main() -> None:
     best = min(slowest["raw"]) / min(slowest["write"])
     blocked_s = statistics.median(slowest["blocked"])
     stall_s = blocked_s + statistics.median(slowest["slowdown"])
-    interval_s = daly(blocked_s, DAY_S / failures_per_host_day(find("cpu"), 1))
+    interval_s = daly_interval(blocked_s, DAY_S / failures_per_host_day(find_accelerator("cpu"), 1))
     rates = {key: size_gb / statistics.median(slowest[key]) for key in ("raw", "write")}
     peaks = {key: size_gb / min(slowest[key]) for key in ("raw", "write")}
     print(f"{size_gb:.2f} GB of state on {RANKS} ranks, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")

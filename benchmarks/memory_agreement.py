@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.plan.request import PlanRequest, request_from_job
+
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.job.schema import Job
-from phalanx.plan.ask import Ask, from_job
 from phalanx.plan.layout import Layout
-from phalanx.plan.prediction import predict
+from phalanx.plan.prediction import predict_layout
 
 ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
@@ -70,12 +71,12 @@ class Subject:
         return load(Path(__file__).parents[1] / "examples/llama-3-8b-64xH100.toml", overrides=wishes).job
 
     @property
-    def ask(self) -> Ask:
-        return from_job(self.job, resolve(f"8xH100:{max(-(-self.layout.devices // 8), 1)}"))[0]
+    def ask(self) -> PlanRequest:
+        return request_from_job(self.job, resolve(f"8xH100:{max(-(-self.layout.devices // 8), 1)}"))[0]
 
-    def planned_bytes(self, ask: Ask) -> float:
+    def planned_bytes(self, ask: PlanRequest) -> float:
         """Of tensors: the planner's buffers are the communication library's and the allocator's."""
-        memory = predict(ask, self.layout)[1]
+        memory = predict_layout(ask, self.layout)[1]
         return memory.total_bytes - memory.parts_bytes.get("buffers", 0.0)
 
 

@@ -9,9 +9,10 @@ import sys
 import time
 from dataclasses import replace
 
+from phalanx.plan.request import request_from_job
+
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
 from phalanx.plan.layout import Layout
 from phalanx.train.tracing.trace_report import against_plan, render_against
 from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
@@ -69,7 +70,7 @@ def _one(model: str, sequence: int, name: str, layout: Layout, *, verbose: bool)
     sequences = layout.data * layout.micro_batch * layout.accumulation
     wishes = [f"model.preset={model}", f"data.sequence={sequence}", f"batch.global_sequences={sequences}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
-    ask, _ = from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))
+    ask, _ = request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))
     inside = layout.devices // layout.pipeline
     step = TracedStep.of(job, layout)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]

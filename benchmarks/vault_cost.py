@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
 
-from phalanx.elastic.vault import Vault
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
@@ -44,7 +44,7 @@ def state(size_gb: float, device: str) -> list[Piece]:
     ]
 
 
-def keeper_of(vault: Vault, rank: int, world: int, buddy: ReplicaAddress | None = None) -> InMemoryCheckpointer:
+def keeper_of(vault: ReplicaStore, rank: int, world: int, buddy: ReplicaAddress | None = None) -> InMemoryCheckpointer:
     return InMemoryCheckpointer(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
 
 
@@ -61,7 +61,7 @@ def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[Piece], step: int) 
 def measure_puts(
     pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: ReplicaAddress | None
 ) -> list[list[float]]:
-    vault = Vault(1)
+    vault = ReplicaStore(1)
     keeper = keeper_of(vault, 0, 1, buddy)
     if reserve:
         keeper.reserve(pieces)
@@ -75,7 +75,7 @@ def other_host() -> tuple[int, ReplicaAddress]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        server = ReplicaServer(Vault(1), secret=SECRET, address="127.0.0.1")
+        server = ReplicaServer(ReplicaStore(1), secret=SECRET, address="127.0.0.1")
         os.write(writing, server.port.to_bytes(4, "little"))
         signal.pause()
     return child, ReplicaAddress(host="127.0.0.1", port=int.from_bytes(os.read(reading, 4), "little"), slot=0)
@@ -123,7 +123,7 @@ def measure_steps(rank: int, steps: int) -> tuple[dict[bool, list[float]], list[
     job, (layout, rows) = load(JOB).job, first_run()
     engine = Engine(job.model, Settings.of(job, layout, on_gpu=False), job.optim, device=torch.device("cpu"))
     engine.initialise()
-    keeper = keeper_of(Vault(1), rank, layout.devices)
+    keeper = keeper_of(ReplicaStore(1), rank, layout.devices)
     found: dict[bool, list[float]] = {False: [], True: []}
     blocked: list[float] = []
     drawn = torch.Generator().manual_seed(rank // 2)

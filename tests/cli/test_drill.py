@@ -21,7 +21,7 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.make import plan
 from phalanx.record.run import Run
-from phalanx.rules.gather import Request, gather
+from phalanx.rules.gather import Request, gather_evidence
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
@@ -238,14 +238,14 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
     assert drill("--check", str(record))[0] == 0
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
     request = Request(drills=(record.parent,), look=False)
-    facts = gather(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
+    facts = gather_evidence(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
     assert [Path(one.path).name.startswith("cpu-gloo-other-drilled-") for one in facts] == [True, False], (
         "a copy, newer"
     )
     assert all(one.signed and one.clean and one.bitwise and one.profile == "cpu-gloo" for one in facts)
     assert [(one.job, one.other) for one in facts] == [("drilled", "")] * 2
     another = Request(drills=(record.parent,), look=False, overrides=("name=another",))
-    elsewhere = gather(str(folder / "job.toml"), another, today=date(2026, 11, 16), environ=environ).drills
+    elsewhere = gather_evidence(str(folder / "job.toml"), another, today=date(2026, 11, 16), environ=environ).drills
     assert {one.other for one in elsewhere} == {"job drilled, not another"}
     assert {"kill", "save-kill", "hang"} <= set(facts[0].fired)
     with (record.parent / "events-00000.jsonl").open("a") as file:

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from phalanx.plan.request import request_from_job
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
 from phalanx.plan.layout import Layout
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.search import DECIDES
@@ -50,7 +50,7 @@ def asked(layout):
     wishes = ["data.sequence=4096", f"batch.global_sequences={sequences}", "model.preset=llama-3-8b"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
     job = replace(job, model=replace(job.model, layers=8, vocab=32_064))
-    return job, from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))[0]
+    return job, request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))[0]
 
 
 @pytest.mark.parametrize("name", GRID)
@@ -81,7 +81,7 @@ def test_wide_layers_of_few_tokens_are_fullest_while_they_are_reduced(name):
     wishes = ["data.sequence=1024", f"batch.global_sequences={layout.data * layout.accumulation}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=[*wishes, f"model.preset={preset}"]).job
     job = replace(job, model=replace(job.model, layers=4, vocab=32_064))
-    ask, _ = from_job(job, resolve(f"{layout.devices}xH100:1"))
+    ask, _ = request_from_job(job, resolve(f"{layout.devices}xH100:1"))
     lines = against_plan(ask, layout, trace_ranks(TracedStep.of(job, layout, on_gpu=True), [0]))
     assert all(line.agrees for line in lines if line.kind == "memory"), render_against(lines)
 

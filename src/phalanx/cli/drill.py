@@ -220,7 +220,7 @@ def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
 
 
 def make_scene(args: argparse.Namespace, plan: Plan) -> DrillSettings:
-    from phalanx.elastic.client import rank_environ
+    from phalanx.elastic.local_launch import rank_environ
     from phalanx.train.drill.perform import DrillSettings
 
     return DrillSettings(
@@ -242,7 +242,7 @@ def keep_record(
 ) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.io.files import write_text
-    from phalanx.job.dump import to_dict
+    from phalanx.job.load import job_to_dict
     from phalanx.record.drill import drill_subject, key_path, store_path
     from phalanx.rules.profiles import profile_of
     from phalanx.train.drill.report import drill_key, store_record, write_record
@@ -260,7 +260,7 @@ def keep_record(
         "verdicts": plain(result.verdicts),
         "numbers": plain(result.numbers),
         "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
-        "subject": drill_subject(to_dict(plan.job), asdict(plan.layout), base=Path(args.job).parent),
+        "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(args.job).parent),
         **more,
     }
     path = write_record(result.run, body, drill_key(key_path(os.environ)))

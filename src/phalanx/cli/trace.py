@@ -114,10 +114,10 @@ def _progress(trace: RankTrace) -> None:
 
 
 def _against(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[PlanLine], TracedFit]:
-    from phalanx.plan.ask import from_job
+    from phalanx.plan.request import request_from_job
     from phalanx.train.tracing.trace_report import against_plan, traced_fit
 
-    ask, _ = from_job(plan.job, plan.cluster)
+    ask, _ = request_from_job(plan.job, plan.cluster)
     return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)
 
 

@@ -9,7 +9,7 @@ import time
 from phalanx.cli.options import add_job, add_json, add_ranks_per_gpu, take_ranks_per_gpu
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import mistake
-from phalanx.hardware.sharing import MOST_RANKS_PER_GPU
+from phalanx.hardware.local import MOST_RANKS_PER_GPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _terms(plan: Plan, args: argparse.Namespace) -> tuple[Terms, int]:
     """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
-    from phalanx.hardware.sharing import allowed_ranks
+    from phalanx.hardware.local import allowed_ranks
     from phalanx.train.prepare import check_gpus
     from phalanx.train.verify.terms import RANKS, Terms, refuse_terms
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.elastic.board import Phase
+from phalanx.elastic.heartbeat_board import Phase
 from phalanx.errors import SystemFailure
-from phalanx.plan.digests import digest_every
+from phalanx.plan.auto_settings import digest_every
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
@@ -78,7 +78,7 @@ class Loop:
         self.orders, self.hooks = orders, orders.hooks
         self.dataset = TokenDataset.open([folder.path / path for path in self.job.data.paths], "train")
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
-        dealing = Dealing.of(engine.settings.layout, reproducible=engine.settings.reproducible)
+        dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
         self.batches = Batches(
             self.dataset,
             self.dataset.sampler(self.job.data.sequence, self.job.data.seed),

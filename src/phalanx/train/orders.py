@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.elastic.board import Phase
-from phalanx.elastic.link import Interrupted
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.rank_link import Interrupted
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks
 from phalanx.train.state.async_saver import HostCopies

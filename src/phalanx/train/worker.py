@@ -23,23 +23,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.elastic.board import NO_STEP, Phase
-from phalanx.elastic.choose import Choice
-from phalanx.elastic.fence import fence
-from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.elastic.link import Interrupted, Link
-from phalanx.elastic.process import take_rank
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_process import take_rank
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import RestorePoint
 from phalanx.elastic.transports import facts_here, transport_notes
-from phalanx.elastic.vault import Vault
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train import last_words
+from phalanx.train import flight as last_words
 from phalanx.train.engine import Engine
 from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.guard.spikes import Spikes
@@ -78,8 +78,8 @@ class Rank:
         self,
         *,
         run: Path,
-        link: Link,
-        vault: Vault,
+        link: RankLink,
+        vault: ReplicaStore,
         host: str,
         address: str,
         secret: bytes,
@@ -97,12 +97,12 @@ class Rank:
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
-            formation = Formation.from_json(form)
-            rank = formation.rank(Seat(self.host, self.link.slot))
+            formation = Membership.from_json(form)
+            rank = formation.rank(HostSlot(self.host, self.link.slot))
             if rank is not None:
                 self._take_part(formation, rank)
 
-    def _take_part(self, formation: Formation, rank: int) -> None:
+    def _take_part(self, formation: Membership, rank: int) -> None:
         epoch = formation.epoch
         local = formation.of_host(self.host)
         take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
@@ -127,7 +127,7 @@ class Rank:
             }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
-            if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
+            if not (self.link.is_over(epoch) or last_words.is_lost_peer(error)):
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
@@ -145,7 +145,7 @@ class Rank:
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
+    def _train(self, formation: Membership, rank: int) -> tuple[str, int]:
         hooks = hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
@@ -179,7 +179,7 @@ class Rank:
                 copies=self._host_copies,
                 compared=self._compared,
                 hooks=hooks,
-                fence=lambda: fence(self.run, formation.epoch),
+                fence=lambda: commit_fence(self.run, formation.epoch),
                 over=lambda: self.link.is_over(formation.epoch),
             )
             copies = self._copies(go) if go.get("restore") else None
@@ -205,7 +205,7 @@ class Rank:
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, formation: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
         return watched(
@@ -228,7 +228,7 @@ class Rank:
         return self._server.port
 
     def _keeper(
-        self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter
+        self, formation: Membership, rank: int, go: Mapping[str, Any], events: EventWriter
     ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
@@ -262,7 +262,7 @@ class Rank:
     def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
         return ReplicaSource(
-            Choice.from_json(go["restore"]),
+            RestorePoint.from_json(go["restore"]),
             vault=self.vault,
             local_host=self.host,
             peers=peers,

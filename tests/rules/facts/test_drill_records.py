@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from phalanx.rules.facts.drills import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
 
 from phalanx.record.drill import NAME, drill_subject, key_path, sign, store_path
 from phalanx.record.run import Run
-from phalanx.rules.facts import records
-from phalanx.rules.facts.drill import DrillFacts, proof, proofs, why_none
-from phalanx.rules.facts.records import MOST_RECORDS, find_drills
+from phalanx.rules.facts import drills as records
 from phalanx.train.drill.report import MOST_STORED, drill_key, software_versions, store_record, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]

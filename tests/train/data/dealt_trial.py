@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from phalanx.plan.shrink_layout import BatchDeal
 
 from phalanx.job.schema import Batch
-from phalanx.plan.shrink import Dealing
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import GlobalSampler
@@ -29,7 +29,7 @@ class Drawn:
 
 def batches_of(trial: Trial, data_rank: int) -> Batches:
     """As the loop makes them."""
-    dealing = Dealing.of(trial.settings.layout, reproducible=trial.settings.reproducible)
+    dealing = BatchDeal.of(trial.settings.layout, reproducible=trial.settings.reproducible)
     sequence, sequences = trial.settings.sequence, trial.sequences
     return Batches(
         Drawn(trial.shape.vocab),

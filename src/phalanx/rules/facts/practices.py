@@ -1,8 +1,8 @@
-"""Our own trainer's habits, with where they are written; those of others are in rules/foreign/habits.py."""
+"""Our own trainer's habits, with where they are written; those of others are in rules/facts/trainers.py."""
 
 from __future__ import annotations
 
-from phalanx.rules.facts.practice import Practice
+from phalanx.rules.facts.trainers import Practice
 
 # Read in the code on 2026-11-15; each source names the page that describes it, and the page the file.
 PHALANX = Practice(
@@ -35,8 +35,8 @@ PHALANX = Practice(
         "atomic_commit": "docs/checkpoints.md: what counts as saved",
         "verifies_digests": "docs/checkpoints.md: all boxes are verified before a number changes",
         "resumes_exactly": "docs/checkpoints.md: what is remembered; train/state/training_state.py",
-        "heartbeat_s": "docs/recovery.md; rank to agent 0.1 s (elastic/link.py), agent to coordinator 0.25 s "
-        "(elastic/host.py)",
+        "heartbeat_s": "docs/recovery.md; rank to agent 0.1 s (elastic/rank_link.py), agent to coordinator 0.25 s "
+        "(elastic/host_agent.py)",
         "memory_copies": "docs/vault.md: on another host, and rack if there are two; else with the agent's process",
         "preflight": "docs/security.md: before a host takes part, and before every later formation",
         "step_transaction": "docs/recovery.md, docs/checkpoints.md: epochs, and the fence of a commit",

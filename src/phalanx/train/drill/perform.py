@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.elastic.client import HostSpec, launch, local_hosts
+from phalanx.elastic.local_launch import HostSpec, launch, local_hosts
 from phalanx.errors import PhalanxError
-from phalanx.job.dump import to_dict
+from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import provenance
 from phalanx.record.run import Run, create_run
@@ -132,7 +132,7 @@ def judge_injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdic
 
 def _make(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:
     plan = scene.plan
-    job = to_dict(plan.job)
+    job = job_to_dict(plan.job)
     run = create_run(root, plan.job.name, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
     run.set_launch(
         v=1,

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.elastic.secret import make_secret, read_secret
+from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.columns import table
 from phalanx.io.files import replace_text

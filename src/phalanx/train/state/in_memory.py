@@ -14,9 +14,14 @@ from functools import partial
 from typing import Any
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.generations import Needs, next_free, next_sequence
-from phalanx.elastic.vault import GENERATIONS, Vault
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import (
+    GENERATIONS,
+    MemorySegment,
+    NeededReplicas,
+    ReplicaStore,
+    next_free_buffer,
+    next_sequence_number,
+)
 from phalanx.record.redact import redact
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.snapshot import SnapshotDraft, decode_snapshot_index, seal_snapshot, take_snapshot
@@ -37,7 +42,7 @@ class InMemoryCheckpointer:
 
     def __init__(
         self,
-        vault: Vault,
+        vault: ReplicaStore,
         *,
         slot: int,
         rank: int,
@@ -52,7 +57,7 @@ class InMemoryCheckpointer:
     ) -> None:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
         self._segments = vault.generations("own", slot)
-        self._sequence = next_sequence(self._segments)
+        self._sequence = next_sequence_number(self._segments)
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
         self._safe = -1
@@ -120,8 +125,8 @@ class InMemoryCheckpointer:
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free(self, held: int, *, busy: Collection[int]) -> int | None:
-        needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
-        return next_free(self._segments, needs, busy=busy)
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take(
         self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
@@ -135,8 +140,8 @@ class InMemoryCheckpointer:
         else:
             self._sender.do(partial(self._send, self._replica, draft.segment, step, held))
 
-    def _send(self, replica: ReplicaSender, segment: Segment, step: int, held: int) -> None:
-        needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
+    def _send(self, replica: ReplicaSender, segment: MemorySegment, step: int, held: int) -> None:
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
         if replica.send(segment, needs):
             self._done(step)
 
@@ -171,7 +176,7 @@ class ReplicaSender:
         self._closing = threading.Event()
         self.trouble = ""
 
-    def send(self, segment: Segment, needs: Needs) -> bool:
+    def send(self, segment: MemorySegment, needs: NeededReplicas) -> bool:
         """Until the buddy has it, trying again after failures; False when this side is closing or is fenced.
 
         It gives up no snapshot by itself: the step that all ranks hold cannot pass one that is missing here.
@@ -191,7 +196,7 @@ class ReplicaSender:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return False
 
-    def _try(self, segment: Segment, needs: Needs) -> dict[str, Any]:
+    def _try(self, segment: MemorySegment, needs: NeededReplicas) -> dict[str, Any]:
         header = segment.header()
         if header is None:
             return {"op": "refused", "why": f"{segment.name} was wiped before it was sent"}

@@ -13,11 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.choose import Choice
-from phalanx.elastic.held import Place
-from phalanx.elastic.vault import Vault
-from phalanx.elastic.vault_header import Header
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import MemorySegment, ReplicaStore, SegmentHeader
+from phalanx.elastic.restore_point import ReplicaPlace, RestorePoint
 from phalanx.train.state.index import RankIndex, damaged_checkpoint
 from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard
 from phalanx.train.state.snapshot import SnapshotIndex, crc32_text, decode_snapshot_index, tensor_in_segment
@@ -39,7 +36,7 @@ class SnapshotId:
     step: int
     rank: int
 
-    def refuse_other(self, header: Header | None) -> Header:
+    def refuse_other(self, header: SegmentHeader | None) -> SegmentHeader:
         """The header, if it is the right one."""
         if header is None or (header.epoch, header.step, header.rank) != (self.epoch, self.step, self.rank):
             raise UnusableReplica("it is no longer there")
@@ -59,7 +56,7 @@ class SnapshotCopy(Protocol):
 class LocalReplica:
     """A segment of this host: tensors are views of it, not copies."""
 
-    def __init__(self, segment: Segment, wanted: SnapshotId) -> None:
+    def __init__(self, segment: MemorySegment, wanted: SnapshotId) -> None:
         self._segment, self._wanted = segment, wanted
 
     def index(self) -> bytes:
@@ -80,7 +77,7 @@ class LocalReplica:
 class RemoteReplica:
     """A segment of another host, through its replica server."""
 
-    def __init__(self, channel: Channel, place: Place, wanted: SnapshotId) -> None:
+    def __init__(self, channel: Channel, place: ReplicaPlace, wanted: SnapshotId) -> None:
         self._channel, self._place, self._wanted = channel, place, wanted
 
     def index(self) -> bytes:
@@ -131,7 +128,7 @@ def check_crc32(what: str, found: str, written: str) -> None:
 class _Vaults:
     """How to read the vaults: this host's directly, another's through a server of its at (address, port)."""
 
-    vault: Vault
+    vault: ReplicaStore
     local_host: str
     servers: Mapping[str, tuple[str, int]]
     secret: bytes
@@ -157,9 +154,9 @@ class ReplicaSource:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: RestorePoint,
         *,
-        vault: Vault,
+        vault: ReplicaStore,
         local_host: str,
         peers: Mapping[str, tuple[str, int]],
         secret: bytes,
@@ -216,7 +213,7 @@ class ReplicaSource:
 class SnapshotReader:
     """The snapshot of one rank, in all its copies. It remembers what it has read, so that nothing is sent twice."""
 
-    def __init__(self, where: str, places: Sequence[Place], wanted: SnapshotId, vaults: _Vaults) -> None:
+    def __init__(self, where: str, places: Sequence[ReplicaPlace], wanted: SnapshotId, vaults: _Vaults) -> None:
         self._where, self._wanted, self._vaults = where, wanted, vaults
         self._places = sorted(places, key=lambda place: place.host != vaults.local_host)  # ours first
         self._read: dict[str, torch.Tensor] = {}
@@ -264,7 +261,7 @@ class SnapshotReader:
         what = f"holds no sound copy of {what} of rank {self._wanted.rank}: {'; '.join(reasons)}"
         raise damaged_checkpoint(self._where, what, why="training would go on with wrong numbers")
 
-    def _copy(self, place: Place) -> SnapshotCopy:
+    def _copy(self, place: ReplicaPlace) -> SnapshotCopy:
         if place.host == self._vaults.local_host:
             return LocalReplica(self._vaults.vault.segment(place.kind, place.slot, place.generation), self._wanted)
         if place.host not in self._channels:

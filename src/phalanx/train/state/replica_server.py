@@ -10,11 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.elastic.channel import Channel, Listener
-from phalanx.elastic.generations import Needs, next_free, next_sequence
-from phalanx.elastic.held import kind_of
-from phalanx.elastic.vault import Vault
-from phalanx.elastic.vault_header import Header
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import (
+    MemorySegment,
+    NeededReplicas,
+    ReplicaStore,
+    SegmentHeader,
+    next_free_buffer,
+    next_sequence_number,
+)
+from phalanx.elastic.restore_point import kind_of
 from phalanx.errors import SystemFailure
 from phalanx.train.state.in_memory import interrupt_channel
 from phalanx.train.state.snapshot import decode_snapshot_index
@@ -31,7 +35,7 @@ Message = dict[str, Any]
 class ReplicaServer:
     """Lives as long as its process, across epochs; `admit` tells it of each new one."""
 
-    def __init__(self, vault: Vault, *, secret: bytes, address: str, host: str = "") -> None:
+    def __init__(self, vault: ReplicaStore, *, secret: bytes, address: str, host: str = "") -> None:
         self._vault = vault
         self._listener = Listener(address, 0, secret, {"role": "vault", "host": host})
         self._address = self._listener.address
@@ -99,7 +103,7 @@ class ReplicaServer:
         else:
             channel.send({"op": "data"}, segment.view()[begin:end])
 
-    def _find(self, message: Message) -> tuple[Segment, Header | None]:
+    def _find(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
         """The segment asked for, with its header when it still holds the snapshot that is meant."""
         segment = self._vault.segment(kind_of(message), int(message["slot"]), int(message["generation"]))
         header = segment.header()
@@ -108,7 +112,7 @@ class ReplicaServer:
         return segment, header
 
     def _put(self, channel: Channel, message: Message) -> None:
-        needs, header = _needs(message["needs"]), Header(**message["header"])
+        needs, header = _needs(message["needs"]), SegmentHeader(**message["header"])
         text = bytearray(_bounded(message["data_bytes"], MOST_INDEX_BYTES))
         channel.read_into(text)
         segments = self._vault.generations("guest", int(message["slot"]))
@@ -121,13 +125,13 @@ class ReplicaServer:
             if segment is None:
                 channel.send({"op": "busy", "why": "another copy is being written in its place"})
             else:
-                _receive(channel, segment, header, bytes(text), next_sequence(segments))
+                _receive(channel, segment, header, bytes(text), next_sequence_number(segments))
 
 
-def _needs(message: Message) -> Needs:
+def _needs(message: Message) -> NeededReplicas:
     restored = message["restored"]
     pair = None if restored is None else (int(restored[0]), int(restored[1]))
-    return Needs(epoch=int(message["epoch"]), restored=pair, held=int(message["held"]))
+    return NeededReplicas(epoch=int(message["epoch"]), restored=pair, held=int(message["held"]))
 
 
 def _bounded(size_bytes: int, most_bytes: int) -> int:
@@ -137,10 +141,10 @@ def _bounded(size_bytes: int, most_bytes: int) -> int:
 
 
 @contextmanager
-def _claim(segments: tuple[Segment, ...], needs: Needs) -> Iterator[Segment | None]:
+def _claim(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterator[MemorySegment | None]:
     """A generation nobody needs and nobody writes to, for the length of the block; None when there is none."""
     busy: set[int] = set()
-    while (place := next_free(segments, needs, busy=busy)) is not None:
+    while (place := next_free_buffer(segments, needs, busy=busy)) is not None:
         with segments[place].claimed() as mine:
             if mine:
                 yield segments[place]
@@ -149,7 +153,7 @@ def _claim(segments: tuple[Segment, ...], needs: Needs) -> Iterator[Segment | No
     yield None
 
 
-def _receive(channel: Channel, segment: Segment, header: Header, text: bytes, sequence: int) -> None:
+def _receive(channel: Channel, segment: MemorySegment, header: SegmentHeader, text: bytes, sequence: int) -> None:
     """Take the bytes of every tensor, checked on the way, and only then let the copy count."""
     segment.wipe()
     try:

@@ -9,7 +9,7 @@ from collections import deque
 from statistics import median
 
 from phalanx.job.schema import Checkpoint
-from phalanx.plan.reliability import Reliability, daly
+from phalanx.plan.reliability import Reliability, daly_interval
 from phalanx.train.state.index import DamagedCheckpoint, read_manifest
 from phalanx.train.state.paths import Location, commit_step
 from phalanx.train.state.reader import list_commits
@@ -99,5 +99,5 @@ class CheckpointInterval:
 
     def _update(self) -> None:
         if self._measured and self._blocked_s:
-            best_s = daly(median(self._blocked_s), self._mtbf_s)
+            best_s = daly_interval(median(self._blocked_s), self._mtbf_s)
             self.interval_s = max(best_s, median(self._persist_s) if self._persist_s else 0.0)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.elastic.vault_header import DATA_AT, Header
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import DATA_AT, MemorySegment, SegmentHeader
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.index import JSON
 from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard, lay_out_shards, owned_shards
@@ -98,7 +97,7 @@ def tensor_in_segment(view: memoryview, shard: StoredShard) -> torch.Tensor:
     return flat.view(shard.region.size)
 
 
-def pin_segment(segment: Segment, view: memoryview) -> None:
+def pin_segment(segment: MemorySegment, view: memoryview) -> None:
     """Pin a segment's memory, so that a GPU's copy into it is as fast as the bus; kept as long as the process lives.
 
     Memory that cannot be pinned is written to all the same, only slower.
@@ -116,13 +115,13 @@ def pin_segment(segment: Segment, view: memoryview) -> None:
 class SnapshotDraft:
     """A snapshot whose values are taken and which does not count yet."""
 
-    segment: Segment
+    segment: MemorySegment
     index: SnapshotIndex
 
 
 @torch.no_grad()
 def take_snapshot(
-    segment: Segment,
+    segment: MemorySegment,
     shards: Sequence[Piece],
     *,
     rank: int,
@@ -145,14 +144,16 @@ def take_snapshot(
     return SnapshotDraft(segment=segment, index=index)
 
 
-def seal_snapshot(draft: SnapshotDraft, *, sequence: int, rank: int, world: int, epoch: int, step: int) -> Header:
+def seal_snapshot(
+    draft: SnapshotDraft, *, sequence: int, rank: int, world: int, epoch: int, step: int
+) -> SegmentHeader:
     """Sum everything up, write the index and then the header; from then on the snapshot counts."""
     segment, view = draft.segment, draft.segment.view()
     index = draft.index.summed(view, threads=min(MOST_SUMMERS, torch.get_num_threads()))
     text = encode_snapshot_index(index)
     view = segment.reserve(index.end + len(text))
     view[index.end : index.end + len(text)] = text
-    header = Header(
+    header = SegmentHeader(
         sequence=sequence,
         epoch=epoch,
         step=step,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.ask import Ask
 from phalanx.plan.layout import Layout
-from phalanx.plan.mapping import mapping
+from phalanx.plan.mapping import map_axes
 from phalanx.plan.memory import MEMORY_ERROR
-from phalanx.plan.prediction import MemoryReport, executed_flops, predict
+from phalanx.plan.prediction import MemoryReport, executed_flops, predict_layout
+from phalanx.plan.request import PlanRequest
 from phalanx.train.tracing.log import RankTrace, message_rows
 from phalanx.train.tracing.meter import MEMORY_PARTS
 from phalanx.units import format_bytes, format_count, format_seconds
@@ -189,16 +189,16 @@ def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
     )
 
 
-def against_plan(ask: Ask, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
+def against_plan(ask: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
     """Every line of the comparison; `traces` holds one rank of every pipeline place."""
     stages = list({trace.stages: trace for trace in reversed(traces)}.values())
-    _, memory = predict(ask, layout)
+    _, memory = predict_layout(ask, layout)
     return [*_traffic(ask, layout, stages), *_flop_lines(ask, layout, stages), *_memory_lines(memory, stages)]
 
 
-def _traffic(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+def _traffic(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
     lines = []
-    for use in mapping(ask, layout):
+    for use in map_axes(ask, layout):
         sent = [trace.sent_bytes(use.axis) for trace in stages]
         traced = sum(sent) / len(sent) if use.axis in AVERAGE else max(sent)
         lines.append(PlanLine(kind="communication", name=use.axis, planned=use.bytes_per_step, traced=traced))
@@ -212,7 +212,7 @@ def _traffic(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[Plan
     return [*lines, total] if lines else []
 
 
-def _flop_lines(ask: Ask, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+def _flop_lines(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
     inside = layout.devices // layout.pipeline
     planned = executed_flops(ask, layout)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.elastic.gpus import check_nccl, loaded_nccl, shared_settings
-from phalanx.elastic.process import die_with
+from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError
 from phalanx.train.verify.server import CALLER
 from phalanx.units import plural

@@ -8,8 +8,8 @@ import torch
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
-from phalanx.plan.reliability import daly
-from phalanx.plan.reliability import reliability as plan
+from phalanx.plan.reliability import daly_interval
+from phalanx.plan.reliability import predict_reliability as plan
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.retention import CheckpointInterval, delete_commits_after
@@ -32,7 +32,7 @@ def test_the_plan_decides_until_something_was_measured():
 def test_the_measured_cost_takes_the_place_of_the_predicted_one():
     clock = interval()
     clock.saved(now_s=400.0, blocked_s=2.0)
-    assert clock.interval_s == pytest.approx(daly(2.0, MTBF_S))
+    assert clock.interval_s == pytest.approx(daly_interval(2.0, MTBF_S))
     assert not clock.due(400.0 + clock.interval_s - 1)
     assert clock.due(400.0 + clock.interval_s + 1)
 
@@ -41,10 +41,10 @@ def test_one_slow_save_changes_nothing():
     clock = interval()
     for blocked_s in (0.5, 0.5, 60.0, 0.5, 0.5):
         clock.saved(now_s=0.0, blocked_s=blocked_s)
-    assert clock.interval_s == pytest.approx(daly(0.5, MTBF_S))
+    assert clock.interval_s == pytest.approx(daly_interval(0.5, MTBF_S))
     for _ in range(5):
         clock.saved(now_s=0.0, blocked_s=3.0)  # but a lasting change does
-    assert clock.interval_s == pytest.approx(daly(3.0, MTBF_S))
+    assert clock.interval_s == pytest.approx(daly_interval(3.0, MTBF_S))
 
 
 def test_saves_do_not_pile_up():

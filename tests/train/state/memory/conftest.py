@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import find_restore_points
 
-from phalanx.elastic.choose import choices
-from phalanx.elastic.vault import Vault
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.replica_reader import ReplicaSource
@@ -84,7 +84,7 @@ def put_all(vault, tensors, world, *, step, epoch=1, held=-1, keepers=None):
 
 
 def source(vault, host="here", *, choice=None, peers=None):
-    choice = choice or choices({host: vault.held()})[0]
+    choice = choice or find_restore_points({host: vault.held()})[0]
     return ReplicaSource(choice, vault=vault, local_host=host, peers=peers or {}, secret=SECRET)
 
 
@@ -127,7 +127,7 @@ def kit():
 
 @pytest.fixture
 def vault():
-    made = Vault(4)
+    made = ReplicaStore(4)
     yield made
     made.close()
 

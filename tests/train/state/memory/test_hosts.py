@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import RestorePoint, find_restore_points
 
 from phalanx.elastic.channel import connect
-from phalanx.elastic.choose import Choice, choices
-from phalanx.elastic.vault import Vault
 from phalanx.errors import Problem, SystemFailure
 from phalanx.train.state.in_memory import ReplicaAddress, replica_peer_of
 from phalanx.train.state.index import DamagedCheckpoint
@@ -33,7 +33,7 @@ def newest(vault, slot):
 
 @pytest.fixture
 def vaults():
-    made = {host: Vault(2) for host in "ab"}
+    made = {host: ReplicaStore(2) for host in "ab"}
     yield made
     for one in made.values():
         one.close()
@@ -84,7 +84,7 @@ def test_the_host_that_is_left_has_everything(kit, vaults, job, lost):
     for step in (1, 2, 3):
         put(kit, keepers, step, held=step - 1)
     left = "ab".replace(lost, "")
-    (newest, *_) = choices({left: vaults[left].held()})
+    (newest, *_) = find_restore_points({left: vaults[left].held()})
     assert (newest.step, newest.world) == (3, 4)
     assert [place.kind for places in newest.places.values() for place in places] == (
         ["guest", "guest", "own", "own"] if lost == "a" else ["own", "own", "guest", "guest"]
@@ -97,9 +97,9 @@ def test_a_rank_reads_the_other_hosts_snapshots_over_the_network(kit, vaults, jo
     put(kit, job(), 1, held=-1)
     # Without its own memory, as on a host that has just joined.
     held = {host: vault.held() for host, vault in vaults.items()}
-    choice = Choice.from_json(choices(held)[0].to_json())
+    choice = RestorePoint.from_json(find_restore_points(held)[0].to_json())
     peers = {host: ("127.0.0.1", server.port) for host, server in job.servers.items()}
-    fresh = Vault(1)
+    fresh = ReplicaStore(1)
     source = ReplicaSource(choice, vault=fresh, local_host="c", peers=peers, secret=kit.SECRET)
     restored(kit, source, 1)
     assert source.meta == {"step": 1}
@@ -109,7 +109,7 @@ def test_a_rank_reads_the_other_hosts_snapshots_over_the_network(kit, vaults, jo
 def test_where_one_copy_is_damaged_the_other_is_taken(kit, vaults, job):
     put(kit, job(), 1, held=-1)
     held = {host: vault.held() for host, vault in vaults.items()}
-    choice = choices(held)[0]
+    choice = find_restore_points(held)[0]
     peers = {"b": ("127.0.0.1", job.servers["b"].port)}
 
     def source():
@@ -127,8 +127,8 @@ def test_where_one_copy_is_damaged_the_other_is_taken(kit, vaults, job):
 
 def test_a_host_that_is_gone_is_named(kit, vaults, job):
     put(kit, job(), 1, held=-1)
-    choice = choices({host: vault.held() for host, vault in vaults.items()})[0]
-    fresh = Vault(1)
+    choice = find_restore_points({host: vault.held() for host, vault in vaults.items()})[0]
+    fresh = ReplicaStore(1)
     source = ReplicaSource(choice, vault=fresh, local_host="c", peers={}, secret=kit.SECRET)
     with pytest.raises(DamagedCheckpoint, match="a: that host has left; b: that host has left"):
         restored(kit, source, 1)
@@ -168,7 +168,7 @@ def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, vaults, job
     for step in (3, 4):
         put(kit, keepers, step, held=-1)  # nobody has agreed on anything yet
     for host in "ab":  # either may be lost now: step 2 can still be restored, and so can 3 and 4
-        found = choices({host: vaults[host].held()})
+        found = find_restore_points({host: vaults[host].held()})
         assert [(one.epoch, one.step) for one in found] == [(2, 4), (2, 3), (1, 2)]
         source = ReplicaSource(found[-1], vault=vaults[host], local_host=host, peers={}, secret=kit.SECRET)
         restored(kit, source, 2)

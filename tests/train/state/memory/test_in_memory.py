@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from phalanx.elastic.rank_link import Interrupted
+from phalanx.elastic.replica_store import GENERATIONS, ReplicaStore
+from phalanx.elastic.restore_point import ReplicaInfo, find_restore_points
 
-from phalanx.elastic.choose import choices
-from phalanx.elastic.held import Held
-from phalanx.elastic.link import Interrupted
-from phalanx.elastic.vault import GENERATIONS, Vault
 from phalanx.errors import SystemFailure, UserError
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.index import StoredShard
@@ -54,11 +53,11 @@ def test_a_source_says_what_was_put(kit, vault):
 def test_what_is_held_is_told_without_reading_it(kit, vault):
     kit.put_all(vault, kit.state(), 2, step=7, epoch=2)
     first = vault.held()[0]
-    assert first == Held(
+    assert first == ReplicaInfo(
         rank=0, world=2, epoch=2, step=7, slot=0, kind="own", generation=0, tensors=6, size_bytes=first.size_bytes
     )
     assert first.size_bytes == sum(p.tensor.numel() * p.tensor.element_size() for p in kit.cut(kit.state(), 2)[0])
-    assert Held.from_json(first.to_json()) == first
+    assert ReplicaInfo.from_json(first.to_json()) == first
 
 
 def test_the_copy_is_taken_before_put_returns(kit, vault):
@@ -137,7 +136,7 @@ def test_a_new_epoch_keeps_what_it_was_restored_from_until_all_hold_more(kit, va
     keepers = [kit.keeper(vault, rank, 3, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((2, 0, 1))]
     for step in (3, 4):
         kit.put_all(vault, kit.state(step), 3, step=step, epoch=2, held=-1, keepers=keepers)
-    newest = choices({"here": vault.held()})
+    newest = find_restore_points({"here": vault.held()})
     assert [(one.epoch, one.step, one.world) for one in newest] == [(2, 4, 3), (2, 3, 3), (1, 2, 4)]
     load_all(kit, kit.source(vault, choice=newest[-1]), kit.state(2), 2)
     kit.put_all(vault, kit.state(5), 3, step=5, epoch=2, held=-1, keepers=keepers)
@@ -226,7 +225,7 @@ def test_several_threads_sum_up_the_same(kit, vault, monkeypatch):
     for step in (1, 2, 3):
         keeper.put(step, kit.cut(kit.state(step), 1)[0], {}, held=-1)
     keeper.close()
-    for choice in choices({"here": vault.held()}):
+    for choice in find_restore_points({"here": vault.held()}):
         load_all(kit, kit.source(vault, choice=choice), kit.state(choice.step), 3)
     assert {one.step for one in vault.held()} == {1, 2, 3}
 
@@ -243,7 +242,7 @@ def test_a_gpus_tensors_are_put_and_restored(kit, vault):
 
 def test_without_memfd_a_nameless_file_will_do(kit, monkeypatch):
     monkeypatch.delattr("os.memfd_create", raising=False)
-    vault = Vault(1)
+    vault = ReplicaStore(1)
     kit.put_all(vault, kit.state(6), 1, step=6)
     load_all(kit, kit.source(vault), kit.state(6), 2)
     vault.close()

@@ -14,10 +14,10 @@ import json, os, random, signal, sys, time
 import torch
 from phalanx.train.state.restore import load_shards
 from phalanx.train.parallel.pieces import Piece
-from phalanx.elastic.choose import choices
+from phalanx.elastic.restore_point import choices
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.replica_reader import ReplicaSource
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
 NAMES = [f"w{place}" for place in range(3)]
@@ -100,12 +100,12 @@ import torch.distributed as dist
 from phalanx.train.state.restore import load_shards
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.in_memory import replica_peer_of
-from phalanx.elastic.choose import choices
+from phalanx.elastic.restore_point import choices
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.in_memory import ReplicaAddress
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.state.replica_reader import ReplicaSource
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
 WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32

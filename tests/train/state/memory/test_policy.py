@@ -4,10 +4,9 @@ import random
 
 import pytest
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
 
-from phalanx.elastic.choose import Choice, Lineage, choices
-from phalanx.elastic.held import Held
-from phalanx.elastic.vault import Vault
 from phalanx.train.state.in_memory import ReplicaPeer, replica_peer_of
 from phalanx.train.state.replica_server import _claim
 
@@ -49,7 +48,7 @@ class Cluster:
 
     def __init__(self, kit, seed):
         self.kit, self.rng = kit, random.Random(seed)
-        self.vaults = {host: Vault(2) for host in "ab"}
+        self.vaults = {host: ReplicaStore(2) for host in "ab"}
         self.epoch, self.step, self.floor, self.held = 0, 0, 0, -1
         self.restored = None
         self.lineage = Lineage()
@@ -76,7 +75,7 @@ class Cluster:
             self.keepers.append(keeper)
 
     def restorable(self, hosts):
-        return choices({host: self.vaults[host].held() for host in hosts}, lineage=self.lineage)
+        return find_restore_points({host: self.vaults[host].held() for host in hosts}, lineage=self.lineage)
 
     def check(self):
         newest = self.restorable("ab")
@@ -159,34 +158,36 @@ def test_no_two_ranks_share_a_place_and_work_is_even():
 
 
 def held(rank, *, step=5, epoch=1, world=2, slot=0, kind="own"):
-    return Held(
+    return ReplicaInfo(
         rank=rank, world=world, epoch=epoch, step=step, slot=slot, kind=kind, generation=0, tensors=1, size_bytes=8
     )
 
 
 def test_only_a_step_that_every_rank_has_is_a_choice():
-    found = choices({"a": [held(0), held(0, step=6)], "b": [held(1), held(1, step=7), held(0, kind="guest")]})
+    found = find_restore_points(
+        {"a": [held(0), held(0, step=6)], "b": [held(1), held(1, step=7), held(0, kind="guest")]}
+    )
     assert [(one.epoch, one.step) for one in found] == [(1, 5)]
     assert [(place.host, place.kind) for place in found[0].places[0]] == [("a", "own"), ("b", "guest")]
-    assert Choice.from_json(found[0].to_json()) == found[0]
-    assert choices({"a": [held(0)]}) == []
-    assert choices({}) == []
+    assert RestorePoint.from_json(found[0].to_json()) == found[0]
+    assert find_restore_points({"a": [held(0)]}) == []
+    assert find_restore_points({}) == []
 
 
 def test_snapshots_of_two_epochs_make_no_whole():
-    assert choices({"a": [held(0, epoch=1), held(1, epoch=2)]}) == []
-    assert choices({"a": [held(0, world=2), held(1, world=3)]}) == []
+    assert find_restore_points({"a": [held(0, epoch=1), held(1, epoch=2)]}) == []
+    assert find_restore_points({"a": [held(0, world=2), held(1, world=3)]}) == []
 
 
 def test_the_newest_epoch_comes_first_and_steps_that_were_undone_not_at_all():
     old, new = [held(0, step=9), held(1, step=9)], [held(0, step=8, epoch=2), held(1, step=8, epoch=2)]
     everything = {"a": [*old, *new]}
-    assert [(one.epoch, one.step) for one in choices(everything)] == [(2, 8), (1, 9)]
+    assert [(one.epoch, one.step) for one in find_restore_points(everything)] == [(2, 8), (1, 9)]
     line = Lineage().begin(1, source=None).begin(2, source=(1, 7))
-    assert [(one.epoch, one.step) for one in choices(everything, lineage=line)] == [(2, 8)]
-    assert choices({"a": old}, lineage=line) == []
-    assert choices(everything, at_most=7) == []
-    assert [one.step for one in choices(everything, at_most=8)] == [8]
+    assert [(one.epoch, one.step) for one in find_restore_points(everything, lineage=line)] == [(2, 8)]
+    assert find_restore_points({"a": old}, lineage=line) == []
+    assert find_restore_points(everything, at_most=7) == []
+    assert [one.step for one in find_restore_points(everything, at_most=8)] == [8]
 
 
 def test_a_lineage_goes_through_every_epoch_the_run_came_from():
