@@ -28,13 +28,11 @@ from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import failures_per_host_day
 from phalanx.plan.reliability import daly_interval
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.state import load, newest
-from phalanx.train.state.background import AsyncSaver
-from phalanx.train.state.boxes import Box
-from phalanx.train.state.index import Entry, Index, encode
-from phalanx.train.state.jsontext import from_text
-from phalanx.train.state.route import find_route
-from phalanx.train.state.shard import owned
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.index import RankIndex, StoredShard, decode_json, encode_rank_index
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.restore import find_restore_route, load_shards
+from phalanx.train.state.shards import Region, owned_shards
 from phalanx.units import DAY_S
 
 RANKS, READERS = 2, 3
@@ -125,7 +123,7 @@ def reader(rank: int, folder: Path, rows: int, barrier: Any) -> list[float]:
     mine = pieces(rank, READERS, rows)
     for piece in mine:
         piece.tensor.fill_(-1)
-    commit = newest(folder / "checkpoints")
+    commit = newest_checkpoint(folder / "checkpoints")
     assert commit is not None
     assert isinstance(commit.path, Path)
     if rank == 0:
@@ -134,7 +132,7 @@ def reader(rank: int, folder: Path, rows: int, barrier: Any) -> list[float]:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     barrier.wait()
     began = time.perf_counter()
-    load(commit.path, mine, rank=rank, world=READERS)
+    load_shards(commit.path, mine, rank=rank, world=READERS)
     seconds = time.perf_counter() - began
     for place, piece in enumerate(mine):
         assert bool((piece.tensor == place // len(KINDS) + place % len(KINDS)).all()), piece.name
@@ -209,23 +207,23 @@ class Simulated:
 
     def __init__(self, split: Split) -> None:
         self.world, self.meta, self._split = split.world, dict[str, Any](), split
-        self._writers = {rank for rank in range(split.world) if owned(split.pieces(rank))}
+        self._writers = {rank for rank in range(split.world) if owned_shards(split.pieces(rank))}
 
     def count(self, rank: int) -> int:
         """Whether a rank wrote anything."""
         return int(rank in self._writers)
 
-    def index(self, rank: int) -> Index:
+    def index(self, rank: int) -> RankIndex:
         """As it is read: from its text."""
         entries, offset = [], 0
-        for piece in owned(self._split.pieces(rank)):
+        for piece in owned_shards(self._split.pieces(rank)):
             size_bytes = piece.tensor.numel() * 4
             entries.append(
-                Entry(
+                StoredShard(
                     name=piece.name,
                     dtype="float32",
                     shape=piece.shape,
-                    box=Box(piece.start, tuple(piece.tensor.shape)),
+                    region=Region(piece.start, tuple(piece.tensor.shape)),
                     rank=rank,
                     offset=offset,
                     size_bytes=size_bytes,
@@ -233,8 +231,8 @@ class Simulated:
                 )
             )
             offset += size_bytes
-        index = Index(rank=rank, header_bytes=0, header_sha256="", entries=tuple(entries), meta={})
-        from_text(encode(index))
+        index = RankIndex(rank=rank, header_bytes=0, header_sha256="", shards=tuple(entries), meta={})
+        decode_json(encode_rank_index(index))
         return index
 
     def open(self, rank: int) -> Any:
@@ -252,7 +250,7 @@ def planning(old: Split, new: Split) -> tuple[float, float, int]:
         rank = int(place * new.world)
         mine = new.pieces(rank)
         began = time.perf_counter()
-        route = find_route(source, mine, cast=False, rank=rank, world=new.world)
+        route = find_restore_route(source, mine, cast=False, rank=rank, world=new.world)
         load_s, indexes = max(load_s, time.perf_counter() - began), max(indexes, route.num_indexes_read)
     return save_s, load_s, indexes
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.plan.request import PlanRequest, request_from_job
+
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.job.schema import Job
@@ -160,10 +162,10 @@ ON_CPU = {
 
 def trace(subject: Subject) -> dict[str, Any]:
     """Every pipeline place in turn; the fullest counts."""
-    from phalanx.train.tracing.world import Step, trace_ranks
+    from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 
     began_s = time.perf_counter()
-    step, layout = Step.of(subject.job, subject.layout, on_gpu=True), subject.layout
+    step, layout = TracedStep.of(subject.job, subject.layout, on_gpu=True), subject.layout
     inside = layout.devices // layout.pipeline
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
     fullest = max(range(len(traces)), key=lambda place: traces[place].peak.nbytes)
@@ -178,10 +180,10 @@ def trace(subject: Subject) -> dict[str, Any]:
 
 def cpu(subject: Subject) -> dict[str, Any]:
     """Dry, and on real ranks of this machine heard by the same recorder."""
-    from phalanx.train.tracing.real import record_ranks
-    from phalanx.train.tracing.world import Step
+    from phalanx.train.tracing.traced_ranks import TracedStep
+    from phalanx.train.tracing.traced_step import record_ranks
 
-    measured = max(one.peak.nbytes for one in record_ranks(Step.of(subject.job, subject.layout), limit_s=900.0))
+    measured = max(one.peak.nbytes for one in record_ranks(TracedStep.of(subject.job, subject.layout), limit_s=900.0))
     return trace(subject) | {"measured": measured}
 
 
@@ -210,7 +212,7 @@ def one_rank(subject: Subject, place: int) -> dict[str, Any]:
     from phalanx.train.parallel.expert import balance_routing
     from phalanx.train.parallel.pipeline import assume_static
     from phalanx.train.settings import Settings
-    from phalanx.train.tracing.dry import constants
+    from phalanx.train.tracing.traced_step import constant_values
 
     warnings.simplefilter("ignore")
     layout, job, device = subject.layout, subject.job, torch.device("cuda")
@@ -221,7 +223,7 @@ def one_rank(subject: Subject, place: int) -> dict[str, Any]:
 
     def read(numbers: torch.Tensor) -> list[float]:
         torch.cuda.synchronize()  # as reading the numbers would: the clock of the step counts on it
-        return constants(numbers)
+        return constant_values(numbers)
 
     engine = Engine(job.model, settings, job.optim, device=device, read=read)
     engine.initialise()

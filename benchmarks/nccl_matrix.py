@@ -35,21 +35,21 @@ from phalanx.elastic.gpus import NcclLibrary, ask_nccl
 from phalanx.errors import PhalanxError
 from phalanx.hardware.discover import discover
 from phalanx.train.verify.matrix import (
-    CASES,
-    Case,
+    MATRIX_CASES,
+    MatrixCase,
     bounds_of,
-    judge,
+    judge_case,
     layout_of,
     reference_name,
     reference_of,
     refusals,
     runs_compiled,
-    sample,
+    sample_cases,
     trial_of,
 )
-from phalanx.train.verify.prove import CACHE
-from phalanx.train.verify.ranks import PRELOAD, Place, run_ranks, warm_up
-from phalanx.train.verify.trial import Outcome, Trial, run_trial
+from phalanx.train.verify.proof import CACHE
+from phalanx.train.verify.ranks import PRELOAD, RankPlace, run_ranks, warm_up
+from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
 
 MPS = "nvidia-cuda-mps-control"
 COMPILER = ["torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd"]
@@ -107,7 +107,7 @@ class Matrix:
         environ = {CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         if self.alone or not self.with_mps:
             environ |= without_mps()
-        place = Place(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)
+        place = RankPlace(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)
         line: dict[str, Any] = {"name": name, "start": start, "world": world, "reference": reference_name(trial)}
         try:
             line |= told(run_trial(trial, limit_s=limit_s, debug=self.args.debug, place=place))
@@ -124,12 +124,12 @@ class Matrix:
             line["again"] = True
         self.results.write(line)
 
-    def trial(self, case: Case) -> Trial:
+    def trial(self, case: MatrixCase) -> Trial:
         """With the compiler that was asked for."""
         made = trial_of(case, device=self.args.device)
         return replace(made, settings=replace(made.settings, compile_backend=self.args.backend))
 
-    def case(self, case: Case) -> None:
+    def case(self, case: MatrixCase) -> None:
         """All starts of a case, one after the other."""
         trial = self.trial(case)
         if not runs_compiled(case):
@@ -139,7 +139,7 @@ class Matrix:
             self.run(case.name, trial, "warm")
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def told(outcome: TrialOutcome) -> dict[str, Any]:
     """What a line keeps of an outcome."""
     return {
         "losses": outcome.losses,
@@ -151,10 +151,10 @@ def told(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def outcome_of(line: dict[str, Any]) -> Outcome:
+def outcome_of(line: dict[str, Any]) -> TrialOutcome:
     """The reverse."""
     count = len(line["losses"])
-    return Outcome(
+    return TrialOutcome(
         losses=line["losses"],
         norms=line["norms"],
         skipped=[False] * count,
@@ -203,7 +203,7 @@ def without_mps() -> dict[str, str]:
 
 def works(args: argparse.Namespace, environ: dict[str, str]) -> str:
     """Whether two ranks reach each other on the GPU; else why not."""
-    place = Place(device=args.device, shared=True, environ=environ)
+    place = RankPlace(device=args.device, shared=True, environ=environ)
     try:
         run_ranks(divmod, 2, 2, limit_s=90, debug=args.debug, place=place)
     except PhalanxError as error:
@@ -251,10 +251,10 @@ def about(args: argparse.Namespace, *, with_mps: bool) -> dict[str, Any]:
     }
 
 
-def chosen(args: argparse.Namespace) -> list[Case]:
+def chosen(args: argparse.Namespace) -> list[MatrixCase]:
     """The cases of this call."""
-    cases = [case for case in CASES if not args.only or any(word in case.name for word in args.only)]
-    return sample(cases, args.sample, args.seed) if args.sample else cases
+    cases = [case for case in MATRIX_CASES if not args.only or any(word in case.name for word in args.only)]
+    return sample_cases(cases, args.sample, args.seed) if args.sample else cases
 
 
 def perform(args: argparse.Namespace) -> None:
@@ -281,7 +281,7 @@ def perform(args: argparse.Namespace) -> None:
     print(summary(read(out)), flush=True)
 
 
-def run_all(matrix: Matrix, cases: Sequence[Case]) -> None:
+def run_all(matrix: Matrix, cases: Sequence[MatrixCase]) -> None:
     """Refusals at once, then references, then the cases, cheap ones first: time may run out."""
     device, runnable = matrix.args.device, []
     for case in cases:
@@ -301,7 +301,7 @@ def run_all(matrix: Matrix, cases: Sequence[Case]) -> None:
             pool.submit(matrix.case, case)
 
 
-def turn(case: Case) -> int:
+def turn(case: MatrixCase) -> int:
     """What is cheap first: eager; what shares its graphs with another case; formats; eight ranks; experts."""
     if not case.compiled:
         return 0
@@ -323,7 +323,7 @@ def verdicts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if "name" in one and ((one["name"], one["start"]) not in best or "error" not in one):
             best[one["name"], one["start"]] = one
     rows = []
-    for case in CASES:
+    for case in MATRIX_CASES:
         row: dict[str, Any] = {"case": case, "starts": {}, "verdict": "not run", "reason": ""}
         starts = ["cold", "warm"] if runs_compiled(case) else ["eager"]
         if (line := best.get((case.name, "refused"))) is not None:
@@ -338,7 +338,7 @@ def verdicts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             elif (reference := references.get(line["reference"])) is None:
                 row |= {"verdict": "not compared", "reason": f"no {line['reference']}"}
             else:
-                found = judge(case, outcome_of(line), outcome_of(reference))
+                found = judge_case(case, outcome_of(line), outcome_of(reference))
                 line["compared"] = found
                 if found.first is not None:
                     row |= {"verdict": "WRONG", "reason": f"{start}: {found.first.render()}"}
@@ -392,7 +392,9 @@ def page(lines: Sequence[dict[str, Any]], *, commit: str, note: str = "") -> str
         "Errors are relative, the largest of 5 steps. Allowed in the first step (4 times that later): "
         + "; ".join(
             f"{name} loss {bounds.loss:.1e}, norm {bounds.norm:.1e}"
-            for name, bounds in ((one, bounds_of(replace(CASES[0], precision=one))) for one in ("fp32", "bf16", "fp8"))
+            for name, bounds in (
+                (one, bounds_of(replace(MATRIX_CASES[0], precision=one))) for one in ("fp32", "bf16", "fp8")
+            )
         )
         + " (train/verify/compare.py says why). Compiled Ulysses in Phalanx 0.6 was 0.34 off in the norm of the "
         "first step.",

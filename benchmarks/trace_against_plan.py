@@ -9,6 +9,8 @@ import sys
 import time
 from dataclasses import replace
 
+from phalanx.plan.request import request_from_job
+
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
@@ -16,6 +18,8 @@ from phalanx.plan.request import request_from_job
 from phalanx.train.tracing.against import against_plan
 from phalanx.train.tracing.text import render_against
 from phalanx.train.tracing.world import Step, trace_ranks
+from phalanx.train.tracing.trace_report import against_plan, render_against
+from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 
 ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
@@ -72,7 +76,7 @@ def _one(model: str, sequence: int, name: str, layout: Layout, *, verbose: bool)
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
     ask, _ = request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))
     inside = layout.devices // layout.pipeline
-    step = Step.of(job, layout)
+    step = TracedStep.of(job, layout)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
     lines = against_plan(ask, layout, traces)
     worst = {line.kind: line.difference for line in lines if line.limit}

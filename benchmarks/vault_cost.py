@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.job.load import load
@@ -24,9 +25,8 @@ from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.settings import Settings
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
+from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.verify.ranks import run_ranks
 
 FLOOR_S = 0.5  # of blocking for 1 GB: issue 4
@@ -45,11 +45,11 @@ def state(size_gb: float, device: str) -> list[Piece]:
     ]
 
 
-def keeper_of(vault: ReplicaStore, rank: int, world: int, buddy: BuddyAddress | None = None) -> Keeper:
-    return Keeper(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
+def keeper_of(vault: ReplicaStore, rank: int, world: int, buddy: ReplicaAddress | None = None) -> InMemoryCheckpointer:
+    return InMemoryCheckpointer(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
 
 
-def put_alone(keeper: Keeper, pieces: Sequence[Piece], step: int) -> tuple[float, float, float]:
+def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[Piece], step: int) -> tuple[float, float, float]:
     """Seconds of blocking, processor seconds of this thread in it, and seconds until the snapshot is safe."""
     began_s, used_s = time.perf_counter(), time.thread_time()
     blocked_s = keeper.put(step, pieces, {}, held=keeper.safe_step)
@@ -59,7 +59,9 @@ def put_alone(keeper: Keeper, pieces: Sequence[Piece], step: int) -> tuple[float
     return blocked_s, used_s, time.perf_counter() - began_s
 
 
-def measure_puts(pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: BuddyAddress | None) -> list[list[float]]:
+def measure_puts(
+    pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: ReplicaAddress | None
+) -> list[list[float]]:
     vault = ReplicaStore(1)
     keeper = keeper_of(vault, 0, 1, buddy)
     if reserve:
@@ -69,15 +71,15 @@ def measure_puts(pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: Bu
     return [list(column) for column in zip(*found, strict=True)]
 
 
-def other_host() -> tuple[int, BuddyAddress]:
+def other_host() -> tuple[int, ReplicaAddress]:
     """A process with a vault of its own that takes copies; forked before this one has threads."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        server = VaultServer(ReplicaStore(1), secret=SECRET, address="127.0.0.1")
+        server = ReplicaServer(ReplicaStore(1), secret=SECRET, address="127.0.0.1")
         os.write(writing, server.port.to_bytes(4, "little"))
         signal.pause()
-    return child, BuddyAddress(host="127.0.0.1", port=int.from_bytes(os.read(reading, 4), "little"), slot=0)
+    return child, ReplicaAddress(host="127.0.0.1", port=int.from_bytes(os.read(reading, 4), "little"), slot=0)
 
 
 def report_puts(size_gb: float, puts: int, device: str) -> None:

@@ -26,7 +26,7 @@ from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 from phalanx.train.drill import perform
-from phalanx.train.drill.fault import parse_all
+from phalanx.train.drill.faults import parse_faults
 
 JOB = """\
 name = "drilled"
@@ -146,7 +146,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
         ),
         (
             ["job.toml", "--fault", "kil"],
-            "--fault kil: 'kil' is no fault that can be injected\n  did you mean kill?\n",
+            "--fault kil: 'kil' is not a fault that can be injected\n  did you mean kill?\n",
         ),
         (
             ["job.toml", "--fault", "host"],
@@ -169,15 +169,17 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 40 faults two are guilty together; each attempt lasts as long as its own faults, not the whole drill."""
-    faults = [dataclasses.replace(fault, at_s=float(fault.id)) for fault in parse_all(["kill"] * 38 + ["hang", "nan"])]
+    faults = [
+        dataclasses.replace(fault, at_s=float(fault.id)) for fault in parse_faults(["kill"] * 38 + ["hang", "nan"])
+    ]
     lengths: list[float] = []
 
     def fake(scene: Any, some: Any) -> Any:
         lengths.append(scene.minutes)
         return SimpleNamespace(broken={"hang", "nan"} <= {fault.kind for fault in some})
 
-    monkeypatch.setattr(perform, "perform", fake)
-    scene = perform.Scene(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(perform, "perform_drill", fake)
+    scene = perform.DrillSettings(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
     args = SimpleNamespace(job="job.toml", agents=1, spares=2)
     _shrink(args, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [

@@ -66,9 +66,9 @@ def test_json(job, capsys):
 
 
 def test_a_difference_is_exit_1_with_its_tensor(job, capsys, monkeypatch):
-    from phalanx.train.verify import prove
+    from phalanx.train.verify import proof
 
-    honest = prove.run_trial
+    honest = proof.run_trial
 
     def wrong(trial, **options):
         """One weight's gradient is lost on the split run, as a forgotten all-reduce would lose it."""
@@ -78,7 +78,7 @@ def test_a_difference_is_exit_1_with_its_tensor(job, capsys, monkeypatch):
         lost = found.grads[0] | {"layers.0.attn.wq.weight": found.grads[0]["layers.0.attn.wq.weight"] / 2}
         return replace(found, grads=[lost, *found.grads[1:]])
 
-    monkeypatch.setattr(prove, "run_trial", wrong)
+    monkeypatch.setattr(proof, "run_trial", wrong)
     assert main(["verify", job, "--set", "parallel.data=4", "--steps", "2"]) == 1
     verdict = capsys.readouterr().out.splitlines()[1]
     assert verdict.startswith("DIFFERS: gradient of layers.0.attn.wq.weight differs by ")
@@ -116,15 +116,15 @@ def test_without_a_gpu_there_is_no_proof_on_one(job, capsys, monkeypatch):
 @pytest.mark.slow
 def test_compiled_in_the_format_of_training(job, capsys, monkeypatch):
     """Started twice, the second time with the compile cache of the first. Without C++, which takes minutes."""
-    from phalanx.train.verify import prove
+    from phalanx.train.verify import proof
 
-    honest = prove.shrink
+    honest = proof.make_small_trial
 
     def quick(*args, **options):
         made = honest(*args, **options)
         return replace(made, settings=replace(made.settings, compile_backend="aot_eager"))
 
-    monkeypatch.setattr(prove, "shrink", quick)
+    monkeypatch.setattr(proof, "make_small_trial", quick)
     call = ["verify", job, "--cluster", "local-cpu:2", "--set", "parallel.context=2", "--steps", "2", "--compile"]
     assert main([*call, "--set", "parallel.context_kind=ulysses", "--precision", "bf16"]) == 0
     out = capsys.readouterr().out

@@ -11,8 +11,8 @@ import pytest
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import Bounds, Comparison, compare
-from phalanx.train.verify.trial import Outcome, Trial, run_trial
+from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
+from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
 
 ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
@@ -39,7 +39,7 @@ def make(shape: ModelShape = LLAMA, kind: str = "fp64", **changes: object) -> Tr
 
 
 @cache
-def run_once(trial: Trial) -> Outcome:
+def run_once(trial: Trial) -> TrialOutcome:
     """A trial that several tests want."""
     return run_trial(trial)
 
@@ -59,7 +59,7 @@ def trial() -> Callable[..., Trial]:
 
 
 @pytest.fixture(scope="session")
-def once() -> Callable[[Trial], Outcome]:
+def once() -> Callable[[Trial], TrialOutcome]:
     return run_once
 
 
@@ -71,7 +71,7 @@ def llama() -> ModelShape:
 @pytest.fixture(scope="session")
 def prove() -> Callable[..., Comparison]:
     def run(trial: Trial, bounds: Bounds | None = None) -> Comparison:
-        found = compare(run_trial(trial), run_once(alone(trial)), bounds or Bounds())
+        found = compare_outcomes(run_trial(trial), run_once(alone(trial)), bounds or Bounds())
         assert found.first is None, found.first.render()
         return found
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from phalanx.job.schema import Optim
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.verify.trial import batch, run_trial
+from phalanx.train.verify.trial import make_batch, run_trial
 
 
 def test_loss_is_per_valid_token_of_the_whole_batch(trial, once):
@@ -34,7 +34,7 @@ def test_one_process_is_a_plain_torch_loop(tied, trial, llama):
     groups = [{"params": decayed[True], "weight_decay": 0.1}, {"params": decayed[False], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=made.lr, betas=(0.9, 0.95))
     for step in range(made.steps):
-        tokens_BS, targets_BS = batch(step, sequences=8, sequence=16, vocab=64)
+        tokens_BS, targets_BS = make_batch(step, sequences=8, sequence=16, vocab=64)
         loss = F.cross_entropy(model(tokens_BS).flatten(0, 1), targets_BS.flatten())
         optimizer.zero_grad()
         loss.backward()

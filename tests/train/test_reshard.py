@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.job.schema import Optim
-from phalanx.train.verify.compare import compare
+from phalanx.train.verify.compare import compare_outcomes
 from phalanx.train.verify.trial import run_trial
 
 SP = {"tensor": 2, "sequence_parallel": True, "micro_batch": 4}
@@ -43,7 +43,7 @@ def test_goes_on_in_another_layout(name, trial, once, llama, tmp_path):
     first, second = resumed(trial, shape, before, after, tmp_path)
     whole = once(trial(shape, steps=6))
     assert max(abs(a - b) for a, b in zip(first.losses + second.losses, whole.losses, strict=True)) < 1e-10
-    difference = compare(second, second_half(whole, second)).first
+    difference = compare_outcomes(second, second_half(whole, second)).first
     assert difference is None, difference.render()
 
 

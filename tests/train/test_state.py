@@ -19,5 +19,5 @@ def test_damaged_manifests_are_no_reason_to_start_again(trial, tmp_path):
     flip(next(tmp_path.glob("step-*/manifest.json")))
     with pytest.raises(SystemFailure) as caught:
         run_trial(trial(steps=1, resume=str(tmp_path)), debug=False)
-    assert "no checkpoint of 1 can be read" in str(caught.value)
+    assert "none of 1 checkpoint can be read" in str(caught.value)
     assert "start a new run, or delete the damaged folders" in str(caught.value)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from phalanx.plan.request import request_from_job
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
@@ -13,9 +14,8 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.request import request_from_job
 from phalanx.plan.search import DECIDES
-from phalanx.train.tracing.against import Line, TracedFit, against_plan, traced_fit
-from phalanx.train.tracing.text import render_against, render_fit
-from phalanx.train.tracing.world import Step, trace_ranks
+from phalanx.train.tracing.trace_report import PlanLine, TracedFit, against_plan, render_against, render_fit, traced_fit
+from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 
 ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
@@ -59,7 +59,7 @@ def test_the_plan_agrees_with_the_trace(name):
     layout = replace(ONE, **GRID[name])
     job, ask = asked(layout)
     inside = layout.devices // layout.pipeline
-    step = Step.of(job, layout, on_gpu=True)
+    step = TracedStep.of(job, layout, on_gpu=True)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
     lines = against_plan(ask, layout, traces)
     assert all(line.agrees for line in lines), render_against(lines)
@@ -83,12 +83,12 @@ def test_wide_layers_of_few_tokens_are_fullest_while_they_are_reduced(name):
     job = load("examples/llama-3-8b-64xH100.toml", overrides=[*wishes, f"model.preset={preset}"]).job
     job = replace(job, model=replace(job.model, layers=4, vocab=32_064))
     ask, _ = request_from_job(job, resolve(f"{layout.devices}xH100:1"))
-    lines = against_plan(ask, layout, trace_ranks(Step.of(job, layout, on_gpu=True), [0]))
+    lines = against_plan(ask, layout, trace_ranks(TracedStep.of(job, layout, on_gpu=True), [0]))
     assert all(line.agrees for line in lines if line.kind == "memory"), render_against(lines)
 
 
 def test_a_line_out_of_its_limit_says_so():
-    good = Line(kind="memory", name="peak", planned=100e9, traced=109e9, limit=0.1)
+    good = PlanLine(kind="memory", name="peak", planned=100e9, traced=109e9, limit=0.1)
     bad = replace(good, traced=120e9)
     assert good.agrees
     assert not bad.agrees
@@ -115,7 +115,7 @@ def drawn(seed):
 def traced(plan):
     """The fullest rank of a plan, traced."""
     inside = plan.layout.devices // plan.layout.pipeline
-    step = Step.of(plan.job, plan.layout, on_gpu=True)
+    step = TracedStep.of(plan.job, plan.layout, on_gpu=True)
     return traced_fit(plan.memory, [trace_ranks(step, [at * inside])[0] for at in range(plan.layout.pipeline)])
 
 

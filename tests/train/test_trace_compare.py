@@ -6,21 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.train.tracing.compare import find_hang
-from phalanx.train.tracing.log import Group, Operation, Peak, RankTrace, rows
+from phalanx.train.tracing.hang_check import find_hang
+from phalanx.train.tracing.log import MemoryPeak, RankTrace, TracedOperation, TraceGroup, message_rows
 
-PAIR = Group(axis="pipeline", ranks=(0, 1))
-DATA = {0: Group(axis="data", ranks=(0, 2)), 1: Group(axis="data", ranks=(1, 3))}
-WORLD = Group(axis="world", ranks=(0, 1, 2, 3))
-PEAK = Peak(nbytes=1, phase="forward", parts_bytes={}, rest_bytes=0, host_bytes=0)
+PAIR = TraceGroup(axis="pipeline", ranks=(0, 1))
+DATA = {0: TraceGroup(axis="data", ranks=(0, 2)), 1: TraceGroup(axis="data", ranks=(1, 3))}
+WORLD = TraceGroup(axis="world", ranks=(0, 1, 2, 3))
+PEAK = MemoryPeak(nbytes=1, phase="forward", parts_bytes={}, rest_bytes=0, host_bytes=0)
 
 
 def collective(group, nbytes=1000, kind="all-reduce"):
-    return Operation(kind=kind, nbytes=nbytes, dtype="float32", group=group, phase="backward")
+    return TracedOperation(kind=kind, nbytes=nbytes, dtype="float32", group=group, phase="backward")
 
 
 def message(kind, peer, *, batch, nbytes=64):
-    return Operation(kind=kind, nbytes=nbytes, dtype="bfloat16", group=PAIR, phase="forward", peer=peer, batch=batch)
+    return TracedOperation(
+        kind=kind, nbytes=nbytes, dtype="bfloat16", group=PAIR, phase="forward", peer=peer, batch=batch
+    )
 
 
 def trace(rank, *operations, stage=None):
@@ -84,8 +86,8 @@ def test_a_batch_of_messages_is_posted_at_once():
 
 
 def test_collectives_in_another_order():
-    both = Group(axis="tensor", ranks=(0, 1))
-    other = Group(axis="context", ranks=(0, 1))
+    both = TraceGroup(axis="tensor", ranks=(0, 1))
+    other = TraceGroup(axis="context", ranks=(0, 1))
     hang = find_hang([trace(0, collective(both), collective(other)), trace(1, collective(other), collective(both))])
     assert hang is not None
     assert "axis context" in hang.render()
@@ -96,7 +98,7 @@ def test_twins_of_one_stage_must_run_one_program():
     """Ranks 0 and 5 share no group here; both stand on stage 0."""
     first, _ = pair()
     alone = [replace(one, peer=9) if one.is_message else one for one in first[:3]]
-    other = [*alone[:2], collective(Group(axis="data", ranks=(5, 7)))]
+    other = [*alone[:2], collective(TraceGroup(axis="data", ranks=(5, 7)))]
     assert find_hang([trace(0, *alone), trace(5, *other, stage=0)]) is None
     hang = find_hang([trace(0, *alone), trace(5, *other[:2], stage=0)])
     assert hang is not None
@@ -116,7 +118,7 @@ def test_bytes_on_the_wire_of_a_ring_of_four(kind, sent):
 
 def test_a_table_adds_up_by_axis_kind_and_phase():
     first, _ = pair()
-    table = rows(trace(0, *first, first[0]))
+    table = message_rows(trace(0, *first, first[0]))
     assert [(row.axis, row.kind, row.calls, row.nbytes) for row in table] == [
         ("pipeline", "receive", 1, 64),
         ("pipeline", "send", 2, 128),

@@ -16,8 +16,8 @@ from phalanx.units import MINUTE_S, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.train.drill.fault import Fault
-    from phalanx.train.drill.perform import Result, Scene
+    from phalanx.train.drill.faults import Fault
+    from phalanx.train.drill.perform import DrillResult, DrillSettings
 
 USUAL = "kill:rank=1,step=5,point=collective"
 RATE_PER_MIN = 6.0  # of chaos
@@ -77,23 +77,23 @@ def run(args: argparse.Namespace) -> int:
         from phalanx.cli.drill_suite import run_suite
 
         return run_suite(args)
-    from phalanx.train.drill.fault import parse_all
+    from phalanx.train.drill.faults import parse_faults
     from phalanx.train.prepare import need_torch
 
-    faults = parse_all(args.faults)  # before anything is planned: a typing error costs nothing
+    faults = parse_faults(args.faults)  # before anything is planned: a typing error costs nothing
     need_torch()
     plan = make_plan(args)
     if args.chaos:
         faults = _draw(args, plan)
     elif not faults:
-        faults = parse_all([USUAL])
+        faults = parse_faults([USUAL])
     _check_hosts(args, faults)
     scene = make_scene(args, plan)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     note(f"drill of {plan.job.name} on {on}: {plural(len(faults), 'fault')}")
-    from phalanx.train.drill.perform import perform
+    from phalanx.train.drill.perform import perform_drill
 
-    result = perform(scene, faults)
+    result = perform_drill(scene, faults)
     path = keep_record(args, faults, result, plan)
     _print(args, result, path)
     if result.broken and args.chaos and not args.no_shrink:
@@ -213,17 +213,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _draw(args: argparse.Namespace, plan: Plan) -> tuple[Fault, ...]:
-    from phalanx.train.drill.schedule import Stage, draw
+    from phalanx.train.drill.schedule import DrillTarget, draw_faults
 
-    stage = Stage(world=plan.layout.devices, hosts=args.agents, spares=args.spares)
-    return draw(rate_per_min=args.rate, minutes=args.minutes, seed=args.seed, stage=stage)
+    target = DrillTarget(world=plan.layout.devices, hosts=args.agents, spares=args.spares)
+    return draw_faults(rate_per_min=args.rate, minutes=args.minutes, seed=args.seed, target=target)
 
 
-def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
+def make_scene(args: argparse.Namespace, plan: Plan) -> DrillSettings:
     from phalanx.elastic.local_launch import rank_environ
-    from phalanx.train.drill.perform import Scene
+    from phalanx.train.drill.perform import DrillSettings
 
-    return Scene(
+    return DrillSettings(
         plan=plan,
         runs=Path(args.runs),
         hosts=args.agents,
@@ -237,13 +237,15 @@ def make_scene(args: argparse.Namespace, plan: Plan) -> Scene:
     )
 
 
-def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Result, plan: Plan, **more: object) -> Path:
+def keep_record(
+    args: argparse.Namespace, faults: Sequence[Fault], result: DrillResult, plan: Plan, **more: object
+) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.io.files import write_text
     from phalanx.job.load import job_to_dict
     from phalanx.record.drill import drill_subject, key_path, store_path
     from phalanx.rules.profiles import profile_of
-    from phalanx.train.drill.record import key, store, write_record
+    from phalanx.train.drill.report import drill_key, store_record, write_record
 
     body = {
         "run": result.run.name,
@@ -261,10 +263,10 @@ def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Resul
         "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(args.job).parent),
         **more,
     }
-    path = write_record(result.run, body, key(key_path(os.environ)))
+    path = write_record(result.run, body, drill_key(key_path(os.environ)))
     if result.ok:
         try:
-            store(path, store_path(os.environ))
+            store_record(path, store_path(os.environ))
         except SystemFailure as error:  # the record itself is written: its result is worth more than the copy
             warn(error.problems)
     if args.out:
@@ -272,30 +274,30 @@ def keep_record(args: argparse.Namespace, faults: Sequence[Fault], result: Resul
     return path
 
 
-def _print(args: argparse.Namespace, result: Result, path: Path) -> None:
-    from phalanx.train.drill.text import render
+def _print(args: argparse.Namespace, result: DrillResult, path: Path) -> None:
+    from phalanx.train.drill.report import render_drill
 
     if args.json:
         print_json({"ok": result.ok, "record": path, "result": result})
         return
-    say(render(result))
+    say(render_drill(result))
     say(f"record: {path}")
     if result.message:
         note(result.message)
 
 
-def _shrink(args: argparse.Namespace, scene: Scene, faults: Sequence[Fault], result: Result) -> None:
-    from phalanx.train.drill.perform import perform
-    from phalanx.train.drill.shrink import shrink
+def _shrink(args: argparse.Namespace, scene: DrillSettings, faults: Sequence[Fault], result: DrillResult) -> None:
+    from phalanx.train.drill.perform import perform_drill
+    from phalanx.train.drill.schedule import shrink_schedule
 
     budget_s = max(LEAST_SHRINK_S, SHRINK_FACTOR * result.numbers.wall_s)
     note(f"looking for the smallest schedule that fails, for up to {budget_s:.0f} s")
 
     def fails(some: Sequence[Fault]) -> bool:
         quiet = replace(scene, minutes=_length_min(some), tell=lambda text: None)
-        return perform(quiet, some).broken
+        return perform_drill(quiet, some).broken
 
-    smallest = shrink(faults, fails, budget_s=budget_s)
+    smallest = shrink_schedule(faults, fails, budget_s=budget_s)
     words = " ".join(f"--fault {fault.text}" for fault in smallest)
     note(f"{len(smallest)} of {len(faults)} faults are enough:")
     note(
@@ -311,9 +313,9 @@ def _length_min(faults: Sequence[Fault]) -> float:
 
 def _check(path: Path, *, as_json: bool) -> int:
     from phalanx.record.drill import check_record, key_path
-    from phalanx.train.drill.record import key
+    from phalanx.train.drill.report import drill_key
 
-    record, wrong = check_record(path, key(key_path(os.environ)))
+    record, wrong = check_record(path, drill_key(key_path(os.environ)))
     failed = [str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"]]
     if as_json:
         print_json({"ok": not wrong and not failed, "wrong": wrong, "failed": failed, "record": record})

@@ -16,28 +16,28 @@ from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.train.drill.perform import Result
-    from phalanx.train.drill.suite import Part
+    from phalanx.train.drill.perform import DrillResult
+    from phalanx.train.drill.schedule import SuitePart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
     """One run of the suite, judged and on record."""
 
-    part: Part
-    result: Result
+    part: SuitePart
+    result: DrillResult
     record: Path
 
 
 def run_suite(args: argparse.Namespace) -> int:
     """0 when every verdict of every run holds, 1 when one does not."""
-    from phalanx.train.drill.suite import parts
+    from phalanx.train.drill.schedule import suite_parts
     from phalanx.train.prepare import need_torch
 
     need_torch()
     began_s = time.monotonic()
     plan = _first_plan(args)
-    played = [_play(args, part) for part in parts(plan.prediction.step_s)]
+    played = [_play(args, part) for part in suite_parts(plan.prediction.step_s)]
     _print(args, played, took_s=time.monotonic() - began_s)
     return 0 if all(one.result.ok for one in played) else 1
 
@@ -45,7 +45,7 @@ def run_suite(args: argparse.Namespace) -> int:
 def _first_plan(args: argparse.Namespace) -> Plan:
     """The job as it is: how long its steps are, and whether there is anybody to lose."""
     from phalanx.cli.drill import make_plan
-    from phalanx.train.drill.suite import LEAST_WORLD
+    from phalanx.train.drill.schedule import LEAST_WORLD
 
     plan = make_plan(args)
     if plan.layout.devices < LEAST_WORLD:
@@ -58,26 +58,26 @@ def _first_plan(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def _play(args: argparse.Namespace, part: Part) -> Played:
+def _play(args: argparse.Namespace, part: SuitePart) -> Played:
     from phalanx.cli.drill import keep_record, make_plan, make_scene
-    from phalanx.train.drill.perform import perform
-    from phalanx.train.drill.suite import faults_of, named
+    from phalanx.train.drill.perform import perform_drill
+    from phalanx.train.drill.schedule import judge_slow_rank, suite_faults
 
     mine = _arguments(args, part)
-    plan, faults = make_plan(mine), faults_of(part)
+    plan, faults = make_plan(mine), suite_faults(part)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     note(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
-    result = perform(make_scene(mine, plan), faults)
+    result = perform_drill(make_scene(mine, plan), faults)
     more: dict[str, Any] = {"suite": True, "part": part.name}
     if part.slow_rank is not None:
-        verdict = named(result.run, slow_rank=part.slow_rank, world=plan.layout.devices)
+        verdict = judge_slow_rank(result.run, slow_rank=part.slow_rank, world=plan.layout.devices)
         result = dataclasses.replace(result, verdicts=(*result.verdicts, verdict))
         more["named_right"] = verdict.ok
     record = keep_record(mine, faults, result, plan, **more)
     return Played(part=part, result=result, record=record)
 
 
-def _arguments(args: argparse.Namespace, part: Part) -> argparse.Namespace:
+def _arguments(args: argparse.Namespace, part: SuitePart) -> argparse.Namespace:
     """The call as if this part alone had been asked for; what the person set goes before what the part sets."""
     return argparse.Namespace(
         **{
@@ -110,7 +110,7 @@ def _print(args: argparse.Namespace, played: list[Played], *, took_s: float) -> 
 
 def _told(one: Played) -> str:
     """What one run proved, or what went wrong in it."""
-    from phalanx.train.drill.suite import shown
+    from phalanx.train.drill.schedule import claims_shown
 
     numbers = one.result.numbers
     counts = f"{plural(numbers.faults, 'fault')}, {plural(numbers.steps, 'step')}"
@@ -120,7 +120,7 @@ def _told(one: Played) -> str:
     ]
     lines = [
         f"  {_word(one, happened):<9} {claim:<52} {' '.join(rules)}"
-        for claim, rules, happened in shown(one.part, one.result)
+        for claim, rules, happened in claims_shown(one.part, one.result)
     ]
     return "\n".join([head, *wrong, *lines, f"  record: {one.record}"])
 

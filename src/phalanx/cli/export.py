@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.train.prepare import need_torch
 
     need_torch()
-    from phalanx.train.export import export
+    from phalanx.train.export import export_weights
 
     out = Path(args.out)
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise mistake(args.out, "exists already and is not empty", fix="name a folder that does not exist yet")
-    made = export(args.run, out, step=args.step, dtype=args.dtype)
+    made = export_weights(args.run, out, step=args.step, dtype=args.dtype)
     if args.json:
         print_json({"out": str(out), "step": made.step, "files": list(made.files), "bytes": made.bytes})
     else:

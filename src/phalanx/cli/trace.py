@@ -15,10 +15,10 @@ from phalanx.io.files import write_text
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.train.tracing.against import Line, TracedFit
-    from phalanx.train.tracing.compare import Hang
+    from phalanx.train.tracing.hang_check import TraceHang
     from phalanx.train.tracing.log import RankTrace
-    from phalanx.train.tracing.world import Step
+    from phalanx.train.tracing.trace_report import PlanLine, TracedFit
+    from phalanx.train.tracing.traced_ranks import TracedStep
 
 MOST_RANKS = 64  # of --all-ranks: a minute or two each for a large model
 
@@ -51,10 +51,12 @@ def run(args: argparse.Namespace) -> int:
         raise mistake("phalanx trace", f"--workers {args.workers} is below 0", fix="use 1 or more")
     plan = _plan(args)
     check_code(plan.job, allowed=args.allow_code)
-    from phalanx.train.tracing.compare import find_hang
-    from phalanx.train.tracing.world import Step, trace_ranks
+    from phalanx.train.tracing.hang_check import find_hang
+    from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 
-    step = Step.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=args.allow_code)
+    step = TracedStep.of(
+        plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=args.allow_code
+    )
     ranks = _ranks(args, plan)
     _say_what_differs(step)
     note(f"{plan.job.name}: {plan.layout.name}, {len(ranks)} of {plan.layout.devices:,} ranks")
@@ -79,7 +81,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _ranks(args: argparse.Namespace, plan: Plan) -> list[int]:
-    from phalanx.train.tracing.world import check_rank, stage_ranks
+    from phalanx.train.tracing.traced_ranks import check_rank, stage_ranks
 
     if args.all_ranks:
         if plan.layout.devices > MOST_RANKS:
@@ -97,7 +99,7 @@ def _ranks(args: argparse.Namespace, plan: Plan) -> list[int]:
     return [rank]
 
 
-def _say_what_differs(step: Step) -> None:
+def _say_what_differs(step: TracedStep) -> None:
     """Where the traced step is not quite the one a GPU runs."""
     if step.settings.compute == "fp8":
         note("fp8 is traced as bf16: a CPU has no fp8 products")
@@ -111,9 +113,9 @@ def _progress(trace: RankTrace) -> None:
     note(f"rank {trace.rank:,} traced in {trace.seconds:.0f} s")
 
 
-def _against(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[Line], TracedFit]:
+def _against(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[PlanLine], TracedFit]:
     from phalanx.plan.request import request_from_job
-    from phalanx.train.tracing.against import against_plan, traced_fit
+    from phalanx.train.tracing.trace_report import against_plan, traced_fit
 
     ask, _ = request_from_job(plan.job, plan.cluster)
     return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)
@@ -143,33 +145,33 @@ def _print(
     args: argparse.Namespace,
     plan: Plan,
     traces: Sequence[RankTrace],
-    hang: Hang | None,
-    lines: Sequence[Line],
+    hang: TraceHang | None,
+    lines: Sequence[PlanLine],
     fit: TracedFit | None,
 ) -> None:
-    from phalanx.train.tracing import text
+    from phalanx.train.tracing import trace_report
 
     if args.json:
         print_json(_as_json(plan, traces, hang, lines, fit))
         return
     if len(traces) == 1:
-        say(text.render_rank(traces[0]))
+        say(trace_report.render_rank(traces[0]))
     else:
         fullest = max(traces, key=lambda trace: trace.peak.nbytes)
-        say("\n".join(["RANKS", text.SHORT_HEAD, *(text.render_short(trace) for trace in traces), ""]))
-        say("FULLEST: " + text.render_rank(fullest) + "\n")
+        say("\n".join(["RANKS", trace_report.SHORT_HEAD, *(trace_report.render_short(trace) for trace in traces), ""]))
+        say("FULLEST: " + trace_report.render_rank(fullest) + "\n")
         say(f"HANG: {hang.render()}" if hang is not None else "the traced ranks meet in every operation")
     if lines:
-        say("\n" + text.render_against(lines))
+        say("\n" + trace_report.render_against(lines))
     if fit is not None:
-        say("\n" + text.render_fit(fit, recompute=plan.layout.recompute))
+        say("\n" + trace_report.render_fit(fit, recompute=plan.layout.recompute))
 
 
 def _as_json(
-    plan: Plan, traces: Sequence[RankTrace], hang: Hang | None, lines: Sequence[Line], fit: TracedFit | None
+    plan: Plan, traces: Sequence[RankTrace], hang: TraceHang | None, lines: Sequence[PlanLine], fit: TracedFit | None
 ) -> dict[str, object]:
     from phalanx.cli.output import plain
-    from phalanx.train.tracing.log import rows
+    from phalanx.train.tracing.log import message_rows
 
     ranks = [
         {
@@ -178,7 +180,7 @@ def _as_json(
             "stages": trace.stages,
             "layers": trace.layers,
             "operations": len(trace.operations),
-            "messages": [plain(row) for row in rows(trace)],
+            "messages": [plain(row) for row in message_rows(trace)],
             "flops": trace.flops,
             "peak": plain(trace.peak),
             "seconds": trace.seconds,

@@ -62,16 +62,15 @@ def run(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan, resolved) if args.plan else make(resolved)
     from phalanx.train.models.support import refuse_untrainable
     from phalanx.train.verify.ranks import warm_up
-    from phalanx.train.verify.shrink import refuse_own
+    from phalanx.train.verify.small_trial import refuse_own_model
 
-    refuse_own(plan.job)
+    refuse_own_model(plan.job)
     refuse_untrainable(plan.job.model)
     terms, gpus = _terms(plan, args)
     warm_up()  # both processes import torch, side by side
-    from phalanx.train.verify.page import render
-    from phalanx.train.verify.prove import prove
+    from phalanx.train.verify.proof import prove_layout, render_proof
 
-    proof = prove(
+    proof = prove_layout(
         plan.job,
         plan.layout,
         steps=args.steps,
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"proven": proof.holds, "proof": proof})
     else:
-        say(render(proof))
+        say(render_proof(proof))
     return 0 if proof.holds else 1
 
 

@@ -21,14 +21,14 @@ from phalanx.record.run import open_run
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.models.hf_weights import save_hf, save_named
 from phalanx.train.models.own import PREFIX
-from phalanx.train.state.export import read_state
-from phalanx.train.state.find import Checkpoint, candidates
+from phalanx.train.state.reader import CommittedCheckpoint, sound_checkpoints
+from phalanx.train.state.whole_tensors import read_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class ExportedWeights:
     """What was written."""
 
     step: int
@@ -36,11 +36,11 @@ class Exported:
     bytes: int
 
 
-def export(run: str, out: Path, *, step: int | None, dtype: str) -> Exported:
+def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> ExportedWeights:
     """Write the weights of one checkpoint; the newest when no step is named."""
     folder = open_run(run)
     plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
-    found = [one for one in candidates(folder.checkpoints) if step is None or one.step == step]
+    found = [one for one in sound_checkpoints(folder.checkpoints) if step is None or one.step == step]
     if not found:
         steps = ", ".join(f"{one:,}" for one in folder.saved_steps()) or "none"
         raise mistake(
@@ -53,10 +53,10 @@ def export(run: str, out: Path, *, step: int | None, dtype: str) -> Exported:
         save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
     files = tuple(sorted(path.name for path in out.iterdir()))
-    return Exported(step=found[0].step, files=files, bytes=sum((out / name).stat().st_size for name in files))
+    return ExportedWeights(step=found[0].step, files=files, bytes=sum((out / name).stat().st_size for name in files))
 
 
-def _save_own(checkpoint: Checkpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:
+def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:
     """Weights in `dtype`; buffers as they are, since running statistics and tables are ruined by fewer bits."""
     names: Any = checkpoint.meta.get("own") or {}  # checkpoints before 0.7 have none
     tied = {str(other): str(first) for other, first in names.get("tied", {}).items()}

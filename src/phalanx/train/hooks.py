@@ -48,7 +48,7 @@ def hooks_of(run: Run, rank: int, slot: int) -> Hooks:
     """
     if run.launch().get("drill") is not True:
         return Hooks()
-    from phalanx.train.drill.fired import schedule_path
+    from phalanx.train.drill.firings import schedule_path
 
     if not schedule_path(run).is_file():
         return Hooks()

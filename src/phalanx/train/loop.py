@@ -33,11 +33,11 @@ from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
 from phalanx.train.patience import Patience
 from phalanx.train.sample import sample_texts
-from phalanx.train.state.background import AsyncSaver
-from phalanx.train.state.interval import Interval
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
 from phalanx.train.telemetry.compiling import compiled_s
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
-from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of
 from phalanx.units import plural
 
 # What is said of a buffer of the user's own network.
@@ -105,7 +105,7 @@ class Loop:
         self.memory, self.patience = memory, Patience.of(plan)
         self._saved_step = self._taken_step = -1
         self._taken_for = ""  # why the save that is being written was made
-        self.interval = Interval.of(
+        self.interval = CheckpointInterval.of(
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
         self._skipped, self._is_last = 0, False
@@ -233,7 +233,11 @@ class Loop:
         skipped = self.orders.keeper.skipped
         began_s = time.perf_counter()
         self.orders.keeper.put(
-            step, pieces_of(self.engine), self._meta(step), held=self._held, rank_meta=rank_meta_of(self.engine)
+            step,
+            checkpoint_shards(self.engine),
+            self._meta(step),
+            held=self._held,
+            rank_meta=checkpoint_rank_meta(self.engine),
         )
         self._hold_s = time.perf_counter() - began_s
         if self.orders.keeper.skipped == skipped:
@@ -390,10 +394,10 @@ class Loop:
         began_s, self._saved_step = time.monotonic(), step
         self._rest(step)
         self._tell_saved()
-        meta, rank_meta = self._meta(step), rank_meta_of(self.engine)
+        meta, rank_meta = self._meta(step), checkpoint_rank_meta(self.engine)
         self._warn_once(self.engine.changed_unsaved(), UNSAVED)
         try:
-            self.saver.save(step=step, pieces=pieces_of(self.engine), meta=meta, rank_meta=rank_meta)
+            self.saver.save(step=step, pieces=checkpoint_shards(self.engine), meta=meta, rank_meta=rank_meta)
         except SystemFailure as error:  # of the save before; this one has begun
             self._tell_unsaved(self._taken_step, error)
         self._taken_step, self._taken_for = step, reason
@@ -422,7 +426,7 @@ class Loop:
 
     def _meta(self, step: int) -> dict[str, Any]:
         tokens = self.batch_plan.tokens_before(step)
-        return meta_of(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
+        return checkpoint_meta(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
 
     def _tell_saved(self, *, wait: bool = False) -> None:
         """Record a checkpoint once it is on the disk, or that it will never be."""

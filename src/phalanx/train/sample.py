@@ -10,17 +10,17 @@ from phalanx.job.schema import Job
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.state.export import read_state
-from phalanx.train.state.find import newest
-from phalanx.train.state.url import Place
+from phalanx.train.state.paths import Location
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.whole_tensors import read_state
 
 MOST_PARAMETERS = 2 * 10**9  # 8 GB in fp32: a larger model is sampled elsewhere
 TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty
 
 
-def sample_texts(checkpoints: Place | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
+def sample_texts(checkpoints: Location | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
     """Continue an empty document, `train.samples` times; nothing for a model too large for one process."""
-    found = newest(checkpoints)
+    found = newest_checkpoint(checkpoints)
     if job.model.module:
         return  # a model of the user's own is theirs to sample
     with torch.device("meta"):

@@ -27,17 +27,23 @@ from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.local_launch import LauncherTask
+from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.elastic.transports import facts_here, transport_notes
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
+from phalanx.train import flight as last_words
 from phalanx.train.engine import Engine
 from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
 from phalanx.train.guard.spikes import Spikes
@@ -49,19 +55,26 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
 from phalanx.train.orders import Astray, Orders
 from phalanx.train.settings import Settings
-from phalanx.train.state import sweep
-from phalanx.train.state.copies import Copies
-from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
-from phalanx.train.state.memory_source import MemorySource
-from phalanx.train.state.prune import drop_after
-from phalanx.train.state.random_state import seed_random
+from phalanx.train.state.async_saver import HostCopies
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.replica_server import ReplicaServer
+from phalanx.train.state.retention import delete_commits_after, remove_drafts
+from phalanx.train.state.training_state import (
+    RestoredRun,
+    checkpoint_shards,
+    load_hf_weights,
+    restore_from_replicas,
+    restore_newest_checkpoint,
+)
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sharing import Sharers, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, watched
 from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
+from phalanx.train.telemetry.sensors import sensors_of
+from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
+from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.units import plural
 
 
@@ -89,8 +102,8 @@ class Rank:
         self._task = task
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
-        self._server: VaultServer | None = None
-        self._host_copies = Copies()
+        self._server: ReplicaServer | None = None
+        self._host_copies = HostCopies()
         self._compared: set[str] = set()
         self._sensors = KeptSensors()
 
@@ -233,7 +246,7 @@ class Rank:
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
-            self._server = VaultServer(self.vault, secret=self._secret, address=self.address, host=self.host)
+            self._server = ReplicaServer(self.vault, secret=self._secret, address=self.address, host=self.host)
         self._server.admit(epoch)
         return self._server.port
 
@@ -244,13 +257,13 @@ class Rank:
         hosts = {number: machines.get(one.host, one.host) for number, one in enumerate(membership.slots)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
-        buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
+        buddy = replica_peer_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
         where = None
         if buddy is not None:
             host, port = go["vaults"][str(buddy.rank)]
-            where = BuddyAddress(host=host, port=int(port), slot=buddy.slot)
+            where = ReplicaAddress(host=host, port=int(port), slot=buddy.slot)
         restore = go.get("restore")
-        return Keeper(
+        return InMemoryCheckpointer(
             self.vault,
             slot=self.link.slot,
             rank=rank,
@@ -268,7 +281,7 @@ class Rank:
         if self.link.is_over(epoch):
             raise Interrupted
 
-    def _copies(self, go: Mapping[str, Any]) -> MemorySource:
+    def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
         return MemorySource(
             RestorePoint.from_json(go["restore"]),
@@ -287,7 +300,7 @@ def train(
     events: EventWriter,
     orders: Orders,
     *,
-    copies: MemorySource | None = None,
+    copies: ReplicaSource | None = None,
     at_most: int | None = None,
     store: Store | None = None,
     joined_s: float = 0.0,
@@ -319,12 +332,12 @@ def train(
     )
     orders.hooks.restoring(orders.epoch, dist.get_rank())
     if dist.get_rank() == 0:
-        sweep(folder.checkpoints)  # what dead processes left half done
+        remove_drafts(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
-            drop_after(folder.checkpoints, at_most)
+            delete_commits_after(folder.checkpoints, at_most)
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
-        take_weights(engine, Path(job.train.weights))
+        load_hf_weights(engine, Path(job.train.weights))
     loop = Loop(folder, plan, engine, events, memory, orders)
     try:
         if restored.data and restored.data != loop.dataset.digest:
@@ -344,27 +357,27 @@ def train(
             warnings=warnings,
         )
         if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            orders.keeper.reserve(pieces_of(engine))
-            loop.saver.reserve(pieces_of(engine))
+            orders.keeper.reserve(checkpoint_shards(engine))
+            loop.saver.reserve(checkpoint_shards(engine))
         orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:
         loop.close()
 
 
-def _restore(engine: Engine, folder: Run, copies: MemorySource | None, at_most: int | None) -> tuple[Restored, str]:
+def _restore(engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None) -> tuple[RestoredRun, str]:
     """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
     warnings: tuple[str, ...] = ()
     engine.initialise_unsaved()
     if copies is not None:
-        found = restore_copies(engine, copies)
+        found = restore_from_replicas(engine, copies)
         if not found.warnings:
             return found, "memory"
         warnings = found.warnings
-    found = restore_newest(engine, folder.checkpoints, at_most=at_most)
+    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most)
     if not found.step:
         engine.initialise()
-        seed_random(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
+        seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
     return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
 
 

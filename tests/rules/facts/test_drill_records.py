@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from phalanx.rules.facts.drills import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
 
 from phalanx.record.drill import NAME, drill_subject, key_path, sign, store_path
 from phalanx.record.run import Run
 from phalanx.rules.facts import drills
 from phalanx.rules.facts.drills import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
 from phalanx.train.drill.record import MOST_STORED, key, store, versions, write_record
+from phalanx.rules.facts import drills as records
+from phalanx.train.drill.report import MOST_STORED, drill_key, software_versions, store_record, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
 JOB: dict[str, Any] = {
@@ -57,7 +60,7 @@ def write(folder: Path, environ: dict[str, str], *, made_s: float | None = None,
     (folder / "events-00000.jsonl").write_text('{"event":"step"}\n')
     (folder / "launch.json").write_text('{"v":1,"world":4}')
     clock = time.time if made_s is None else lambda: made_s
-    return write_record(Run(path=folder), {**BODY, **changes}, key(key_path(environ)), clock=clock)
+    return write_record(Run(path=folder), {**BODY, **changes}, drill_key(key_path(environ)), clock=clock)
 
 
 def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -68,7 +71,7 @@ def test_what_a_record_proves(tmp_path: Path, environ: dict[str, str]) -> None:
     assert found.save_points == ("commit",)
     assert found.detect_s == (0.03, 5.0)  # a flipped bit is found by a comparison, not by a heartbeat
     assert found.recovery_s == (0.6, 0.9, 5.6)
-    assert (found.version, found.profile, found.part) == (versions()["phalanx"], "cpu-gloo", "recovery")
+    assert (found.version, found.profile, found.part) == (software_versions()["phalanx"], "cpu-gloo", "recovery")
     assert found.world == 4
 
 
@@ -77,14 +80,14 @@ def test_a_record_of_other_code(tmp_path: Path, environ: dict[str, str], monkeyp
     write(tmp_path / "runs" / "a", environ)
     monkeypatch.setattr(drills, "our_code", lambda: "sha256:0")
     [found] = find_drills([tmp_path / "runs"], environ=environ, subject=SUBJECT)
-    assert (found.signed, found.version, found.current) == (True, versions()["phalanx"], False)
+    assert (found.signed, found.version, found.current) == (True, software_versions()["phalanx"], False)
 
 
 def test_a_record_that_names_no_code_is_of_other_code(tmp_path: Path, environ: dict[str, str]) -> None:
     path = write(tmp_path / "runs" / "a", environ)
     body = json.loads(path.read_text())
     del body["code"], body["signature"]
-    path.write_text(json.dumps(body | {"signature": sign(body, key(key_path(environ)))}))
+    path.write_text(json.dumps(body | {"signature": sign(body, drill_key(key_path(environ)))}))
     [found] = find_drills([tmp_path / "runs"], environ=environ, subject=SUBJECT)
     assert (found.signed, found.current) == (True, False)
 
@@ -148,7 +151,7 @@ def test_a_record_of_somebody_else(tmp_path: Path, environ: dict[str, str]) -> N
 
 def test_the_store_outlives_the_run(tmp_path: Path, environ: dict[str, str]) -> None:
     path = write(tmp_path / "runs" / "a", environ)
-    kept = store(path, store_path(environ))
+    kept = store_record(path, store_path(environ))
     assert re.fullmatch(r"cpu-gloo-recovery-first-[0-9a-f]{12}\.json", kept.name)
     (path.parent / "events-00000.jsonl").unlink()
     path.unlink()
@@ -161,15 +164,17 @@ def test_the_store_outlives_the_run(tmp_path: Path, environ: dict[str, str]) -> 
 def test_the_store_is_bounded_and_keeps_the_newest_of_a_part(tmp_path: Path, environ: dict[str, str]) -> None:
     folder = store_path(environ)
     for number in range(MOST_STORED + 3):
-        store(write(tmp_path / "runs" / str(number), environ, part=f"part-{number}"), folder)
+        store_record(write(tmp_path / "runs" / str(number), environ, part=f"part-{number}"), folder)
     assert len(list(folder.iterdir())) == MOST_STORED
-    store(write(tmp_path / "runs" / "again", environ, part="part-9", faults=["nan"]), folder)
+    store_record(write(tmp_path / "runs" / "again", environ, part="part-9", faults=["nan"]), folder)
     [kept] = folder.glob("cpu-gloo-part-9-*.json")
     assert json.loads(kept.read_text())["faults"] == ["nan"]
 
 
 def test_a_store_name_leads_nowhere(tmp_path: Path, environ: dict[str, str]) -> None:
-    kept = store(write(tmp_path / "runs" / "a", environ, profile="../../etc", part="x/../y"), store_path(environ))
+    kept = store_record(
+        write(tmp_path / "runs" / "a", environ, profile="../../etc", part="x/../y"), store_path(environ)
+    )
     assert kept.parent == store_path(environ)
     assert kept.name.startswith("-etc-x-y-first-")
 
@@ -190,7 +195,7 @@ def test_a_store_name_leads_nowhere(tmp_path: Path, environ: dict[str, str]) -> 
     ],
 )
 def test_anything_may_lie_there(text: str, tmp_path: Path, environ: dict[str, str]) -> None:
-    key(key_path(environ))
+    drill_key(key_path(environ))
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     (folder / NAME).write_bytes(text.encode("utf-8", "replace"))
@@ -259,7 +264,7 @@ def test_a_drill_counts_for_its_own_job_alone(
     key: str, value: Any, said: str, tmp_path: Path, environ: dict[str, str]
 ) -> None:
     """Wherever its record lies: two projects of one user share the store, and often the folder of runs."""
-    store(write(tmp_path / "runs" / "a", environ), store_path(environ))
+    store_record(write(tmp_path / "runs" / "a", environ), store_path(environ))
     subject = drill_subject({**JOB, key: value}, LAYOUT, base=Path())
     found = find_drills([tmp_path / "runs"], environ=environ, subject=subject)
     assert len(found) == 2

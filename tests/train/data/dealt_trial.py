@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from phalanx.plan.shrink_layout import BatchDeal
 
 from phalanx.job.schema import Batch
 from phalanx.plan.shrink_layout import BatchDeal
@@ -56,5 +57,5 @@ def dealt(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.
 
 def on_rank(rank: int, trial: Trial) -> RankOutcome:
     """A trial's rank with the loop's batches; the process is this task's own, so nothing is put back."""
-    trials._mine = dealt
-    return trials.on_rank(rank, trial)
+    trials.rank_batch = dealt
+    return trials.run_trial_rank(rank, trial)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train.verify.compare import Bounds, compare
+from phalanx.train.verify.compare import Bounds, compare_outcomes
 from phalanx.train.verify.ranks import run_ranks
-from phalanx.train.verify.trial import Outcome, Trial, put_together
+from phalanx.train.verify.trial import Trial, TrialOutcome, join_rank_outcomes
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
 tasks = importlib.import_module("dealt_trial")
@@ -38,8 +38,8 @@ CASES = {
 
 
 @cache
-def run_dealt(trial: Trial) -> Outcome:
-    return put_together(run_ranks(tasks.on_rank, trial.settings.layout.devices, trial))
+def run_dealt(trial: Trial) -> TrialOutcome:
+    return join_rank_outcomes(run_ranks(tasks.on_rank, trial.settings.layout.devices, trial))
 
 
 def prove(trial: Trial) -> None:
@@ -51,7 +51,7 @@ def prove(trial: Trial) -> None:
     wanted = run_dealt(replace(trial, settings=replace(trial.settings, layout=one)))
     found = run_dealt(trial)
     assert found.tokens == wanted.tokens == [trial.sequences * trial.settings.sequence] * trial.steps
-    difference = compare(found, wanted, Bounds()).first
+    difference = compare_outcomes(found, wanted, Bounds()).first
     assert difference is None, difference.render()
 
 

@@ -17,10 +17,9 @@ import pytest
 
 from phalanx.record.run import Run
 from phalanx.train.drill import driver as module
-from phalanx.train.drill import fired, processes
-from phalanx.train.drill.damage import damage
-from phalanx.train.drill.driver import Driver, Stuck
-from phalanx.train.drill.fault import parse_all
+from phalanx.train.drill import firings
+from phalanx.train.drill.driver import DrillStuck, FaultDriver, damage_checkpoint
+from phalanx.train.drill.faults import parse_faults
 
 # An "agent" with two "ranks", which it names on its first line.
 AGENT = """
@@ -38,7 +37,7 @@ PATIENCE_S = 120.0
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of drivers and notes; only the test moves it."""
     now_s = [1_000.0]
-    for one in (module, fired):
+    for one in (module, firings):
         monkeypatch.setattr(one, "time", SimpleNamespace(time=lambda: now_s[0], monotonic=lambda: now_s[0]))
     return now_s
 
@@ -60,7 +59,7 @@ def host(run: Run) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     members = [{"rank": number, "host": "host-1", "slot": number, "pid": pid} for number, pid in enumerate(ranks)]
     write(run.path / "supervisor.jsonl", event="epoch", epoch=3, members=members)
     yield agent, ranks
-    processes.tell([agent.pid, *ranks], signal.SIGKILL)
+    module.signal_processes([agent.pid, *ranks], signal.SIGKILL)
     agent.stdout.close()
     agent.wait()
 
@@ -70,10 +69,10 @@ def write(path: Path, **event: Any) -> None:
         file.write(json.dumps({"t": time.time(), "rank": 0, **event}) + "\n")
 
 
-def driver(run: Run, *texts: str, **options: Any) -> Driver:
-    faults = parse_all(texts)
-    fired.write_schedule(run, faults)
-    return Driver(run, faults, hosts=["host-0", "host-1"], **options)
+def driver(run: Run, *texts: str, **options: Any) -> FaultDriver:
+    faults = parse_faults(texts)
+    firings.write_schedule(run, faults)
+    return FaultDriver(run, faults, hosts=["host-0", "host-1"], **options)
 
 
 def state(pid: int) -> str:
@@ -103,7 +102,7 @@ def test_a_lost_host_is_the_agent_and_its_ranks_at_the_step(run: Run, host: Any)
     drill.tick()
     assert agent.wait(PATIENCE_S) == -signal.SIGKILL
     assert all(becomes(pid, "XZ") for pid in ranks)
-    [note] = fired.read_fired(run)
+    [note] = firings.read_firings(run)
     assert (note.host, note.epoch, note.step, note.note) == ("host-1", 3, 4, "SIGKILL to 3 processes")
     drill.tick()
     assert told == ["  epoch 3, step 4: host:step=4 host-1"]
@@ -137,7 +136,7 @@ def test_a_rank_that_stopped_itself_is_woken(run: Run, host: Any, clock: list[fl
     _, [rank, _] = host
     drill = driver(run, "hang:rank=0,for_s=20")
     os.kill(rank, signal.SIGSTOP)
-    fired.claim(run, parse_all(["hang:rank=0,for_s=20"])[0], whom=0, rank=0, pid=rank)
+    firings.claim_firing(run, parse_faults(["hang:rank=0,for_s=20"])[0], whom=0, rank=0, pid=rank)
     drill.tick()
     assert becomes(rank, "T")
     clock[0] += 25
@@ -149,11 +148,11 @@ def test_a_host_that_is_down_is_hit_when_it_is_back(run: Run) -> None:
     drill = driver(run, "host:host=1")
     write(run.events(0), event="step", step=0)
     drill.tick()
-    assert fired.read_fired(run) == []
+    assert firings.read_firings(run) == []
 
 
 def test_the_coordinator_of_this_run_and_no_other(run: Run, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(600)", processes.COORDINATOR]
+    command = [sys.executable, "-c", "import time; time.sleep(600)", module.COORDINATOR]
     mine = subprocess.Popen([*command, str(run.path)])
     other = subprocess.Popen([*command, str(tmp_path / "other")])
     try:
@@ -171,14 +170,14 @@ def test_the_coordinator_of_this_run_and_no_other(run: Run, tmp_path: Path) -> N
 def test_seconds_and_the_clock_of_the_ranks(run: Run, clock: list[float]) -> None:
     drill = driver(run, "port:at_s=0.1")
     drill.tick()
-    assert fired.clock(run) is None
+    assert firings.drill_clock(run) is None
     write(run.events(0), event="step", step=0)
     drill.tick()
-    assert fired.clock(run) == clock[0]
-    assert fired.read_fired(run) == []
+    assert firings.drill_clock(run) == clock[0]
+    assert firings.read_firings(run) == []
     clock[0] += 0.12
     drill.tick()
-    assert len(fired.read_fired(run)) == 1
+    assert len(firings.read_firings(run)) == 1
     drill.close()
 
 
@@ -199,7 +198,7 @@ def test_a_run_that_stands_still_is_left(run: Run, clock: list[float]) -> None:
     write(run.events(0), event="step", step=7)
     drill.tick()
     clock[0] += 0.06
-    with pytest.raises(Stuck, match=r"no step and no event for 0.05 s, after step 7"):
+    with pytest.raises(DrillStuck, match=r"no step and no event for 0.05 s, after step 7"):
         drill.tick()
 
 
@@ -209,7 +208,7 @@ def test_processes_that_outlive_the_end_are_left(run: Run, clock: list[float], m
     drill = driver(run)
     drill.tick()
     clock[0] += 0.06
-    with pytest.raises(Stuck, match=r"its processes are still there 0.05 s after its end"):
+    with pytest.raises(DrillStuck, match=r"its processes are still there 0.05 s after its end"):
         drill.tick()
 
 
@@ -239,14 +238,14 @@ def test_damage_hits_one_commit_alone(run: Run, saved: Path, how: str, said: str
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     older, before = contents(saved.parent / "step-00000003"), contents(saved)
-    assert said in damage(run, int(saved.name[5:]), how=how, seed=4)
+    assert said in damage_checkpoint(run, int(saved.name[5:]), how=how, seed=4)
     assert contents(saved) != before
     assert contents(saved.parent / "step-00000003") == older
 
 
 def test_no_commit_no_damage(run: Run) -> None:
-    assert damage(run, 7, how="flip", seed=0) == ""
+    assert damage_checkpoint(run, 7, how="flip", seed=0) == ""
     drill = driver(run, "damage")
     write(run.events(0), event="step", step=0)
     drill.tick()
-    assert fired.read_fired(run) == []
+    assert firings.read_firings(run) == []

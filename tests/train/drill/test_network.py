@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.errors import SystemFailure
-from phalanx.train.drill.network import Net
+from phalanx.train.drill.network import DrillNetwork
 
 
 @pytest.fixture
-def net() -> Iterator[Net]:
+def net() -> Iterator[DrillNetwork]:
     try:
-        with Net(2) as found:
+        with DrillNetwork(2) as found:
             yield found
     except SystemFailure as error:
         pytest.skip(str(error).splitlines()[0])
@@ -24,7 +24,7 @@ def spaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-def reaches(net: Net, timeout_s: float = 1.0) -> bool:
+def reaches(net: DrillNetwork, timeout_s: float = 1.0) -> bool:
     """Whether host 0 can connect to a server on host 1."""
     address = net.address(1)
     listen = f"import socket; server = socket.create_server(('{address}', 0))"
@@ -40,7 +40,7 @@ def reaches(net: Net, timeout_s: float = 1.0) -> bool:
         process.communicate()
 
 
-def test_a_cable_is_pulled_and_plugged_in_again(net: Net) -> None:
+def test_a_cable_is_pulled_and_plugged_in_again(net: DrillNetwork) -> None:
     assert reaches(net)
     net.cut(1)
     assert not reaches(net)
@@ -48,7 +48,7 @@ def test_a_cable_is_pulled_and_plugged_in_again(net: Net) -> None:
     assert reaches(net, timeout_s=10.0)
 
 
-def test_bad_links_still_carry(net: Net) -> None:
+def test_bad_links_still_carry(net: DrillNetwork) -> None:
     assert net.slow(1, 0.01)
     assert net.lose(0, 0.05)
     assert reaches(net, timeout_s=10.0)
@@ -56,7 +56,7 @@ def test_bad_links_still_carry(net: Net) -> None:
     net.heal(1)
 
 
-def test_nothing_stays_behind(net: Net) -> None:
+def test_nothing_stays_behind(net: DrillNetwork) -> None:
     mark = net.prefix(0)[3].rpartition("-")[0]
     assert mark in spaces()
     net.__exit__(None, None, None)
@@ -66,5 +66,5 @@ def test_nothing_stays_behind(net: Net) -> None:
 def test_without_the_tools_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemFailure) as caught:
-        Net(2).__enter__()
+        DrillNetwork(2).__enter__()
     assert str(caught.value).startswith("network namespaces: not allowed here: ip and tc are not installed")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from phalanx.train.drill import perform
-from phalanx.train.drill.fault import parse_all
+from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.history import build_history
-from phalanx.train.drill.perform import injected
+from phalanx.train.drill.perform import judge_injected
 
 Story = Any
 
@@ -49,7 +49,7 @@ def test_how_a_run_should_end(story: Story, texts: list[str], minutes: float, st
     story.epoch(2, step=0, source="start")
     story.end(state)
     history = build_history(story.supervisor, story.ranks)
-    assert perform._ending(state, history, parse_all(texts), minutes=minutes).ok is ok
+    assert perform._ending(state, history, parse_faults(texts), minutes=minutes).ok is ok
 
 
 def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> None:
@@ -59,7 +59,13 @@ def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> Non
 
 
 def test_what_was_asked_for_must_have_happened_as_often_as_it_was_asked_for() -> None:
-    faults = parse_all(["kill:rank=1,step=3", "nan:rank=0,step=5,times=3", "crash-loop"])
-    assert injected(faults, {0: 1, 1: 3, 2: 4}).ok
-    assert injected(faults, {0: 1, 1: 1, 2: 4}).evidence == "nan:rank=0,step=5,times=3 fired 1 of 3 times"
-    assert injected(faults, {1: 3, 2: 4}).evidence == "kill:step=3"
+    faults = parse_faults(["kill:rank=1,step=3", "nan:rank=0,step=5,times=3", "crash-loop"])
+    assert judge_injected(faults, {0: 1, 1: 3, 2: 4}).ok
+    assert judge_injected(faults, {0: 1, 1: 1, 2: 4}).evidence == "nan:rank=0,step=5,times=3 fired 1 of 3 times"
+    assert judge_injected(faults, {1: 3, 2: 4}).evidence == "kill:step=3"
+
+
+def test_a_run_without_a_membership_took_no_time() -> None:
+    """One that fails its preflight has an end and no beginning."""
+    end = {"event": "end", "t": 1_795_000_000.0, "state": "failed"}
+    assert perform._wall_s(build_history([end], [])) == 0.0

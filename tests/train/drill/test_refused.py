@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.train.drill.fault import parse_all
-from phalanx.train.drill.fired import Fired
+from phalanx.train.drill.faults import parse_faults
+from phalanx.train.drill.firings import Firing
 from phalanx.train.drill.history import build_history
-from phalanx.train.drill.oracle import Verdict
-from phalanx.train.drill.refused import refused
-from phalanx.train.drill.timing import outcomes
+from phalanx.train.drill.judge import Verdict
+from phalanx.train.drill.outcomes import fault_outcomes, judge_refused
 
 Story = Any
 NAME = "damaged files were refused"
@@ -26,9 +25,9 @@ def begin(story: Story) -> float:
 
 
 def judge(story: Story, at_s: float, drawn: bool = False) -> list[Verdict]:
-    shot = Fired(id=0, kind="damage", t_s=at_s, monotonic_s=0.0, epoch=1, step=5, note="step-00000005: flip")
+    shot = Firing(id=0, kind="damage", t_s=at_s, monotonic_s=0.0, epoch=1, step=5, note="step-00000005: flip")
     history = build_history(story.supervisor, story.ranks)
-    return refused(history, outcomes(history, parse_all(["damage:step=5"]), [shot]), drawn=drawn)
+    return judge_refused(history, fault_outcomes(history, parse_faults(["damage:step=5"]), [shot]), drawn=drawn)
 
 
 def test_a_restore_that_went_further_back(story: Story) -> None:
@@ -47,7 +46,7 @@ def test_a_restore_that_took_it(story: Story) -> None:
     (verdict,) = judge(story, at_s)
     assert (verdict.ok, verdict.evidence) == (
         False,
-        "no restore met one: epoch 2 took step-00000005, which was damaged",
+        "no restore read one: epoch 2 took step-00000005, which was damaged",
     )
 
 
@@ -65,10 +64,10 @@ def test_what_nobody_read_proves_nothing(story: Story) -> None:
     story.write("ready", rank=0, step=5, source="memory")
     (verdict,) = judge(story, at_s)
     assert verdict.word == "not judged"
-    assert verdict.evidence == "no restore met one; 1 of 1 nobody read, which proves nothing of it"
+    assert verdict.evidence == "no restore read one; 1 of 1 never read, and so not judged"
     (drawn,) = judge(story, at_s, drawn=True)
     assert drawn.ok  # chance drew it: nobody asked for that proof
 
 
 def test_without_damage_there_is_no_verdict(survived: Story) -> None:
-    assert refused(build_history(survived.supervisor, survived.ranks), []) == []
+    assert judge_refused(build_history(survived.supervisor, survived.ranks), []) == []

@@ -20,10 +20,10 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.train.engine import IGNORED
 from phalanx.train.models.hf_weights import read_named, save_named
-from phalanx.train.state.export import read_state
-from phalanx.train.state.find import newest
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.whole_tensors import read_state
 from phalanx.train.verify.ranks import run_ranks
-from phalanx.train.verify.trial import HELD_OUT, Outcome, Trial, batch, put_together
+from phalanx.train.verify.trial import HELD_OUT, Trial, TrialOutcome, join_rank_outcomes, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
 networks, tasks = importlib.import_module("own_networks"), importlib.import_module("own_tasks")
@@ -55,7 +55,7 @@ def plainly(name: str, steps: int) -> tuple[list[float], float, State]:
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=optim.betas, eps=optim.eps)
     losses = []
     for step in range(steps):
-        tokens, targets = batch(step, sequences=SEQUENCES, sequence=SEQUENCE, vocab=64)
+        tokens, targets = make_batch(step, sequences=SEQUENCES, sequence=SEQUENCE, vocab=64)
         valid = (targets != IGNORED).sum()
         total = 0.0
         for x, y in zip(tokens.split(MICRO), targets.split(MICRO), strict=True):
@@ -67,7 +67,7 @@ def plainly(name: str, steps: int) -> tuple[list[float], float, State]:
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
-    tokens, targets = batch(HELD_OUT, sequences=SEQUENCES, sequence=SEQUENCE, vocab=64)
+    tokens, targets = make_batch(HELD_OUT, sequences=SEQUENCES, sequence=SEQUENCE, vocab=64)
     with torch.no_grad():
         pairs = zip(tokens.split(MICRO), targets.split(MICRO), strict=True)
         held_out = sum(summed(model(x), y).item() for x, y in pairs)
@@ -89,12 +89,12 @@ def trials_of(
     return made
 
 
-def run_all(trials: list[Trial]) -> list[Outcome]:
+def run_all(trials: list[Trial]) -> list[TrialOutcome]:
     ranks = run_ranks(tasks.run_all, trials[0].settings.layout.devices, trials)
-    return [put_together(list(each)) for each in zip(*ranks, strict=True)]
+    return [join_rank_outcomes(list(each)) for each in zip(*ranks, strict=True)]
 
 
-def compare(name: str, outcome: Outcome, folder: Path, *, first: int = 0) -> None:
+def compare(name: str, outcome: TrialOutcome, folder: Path, *, first: int = 0) -> None:
     steps = first + len(outcome.losses)
     losses, held_out, state = plainly(name, steps)
     assert outcome.quarrels == []
@@ -104,7 +104,7 @@ def compare(name: str, outcome: Outcome, folder: Path, *, first: int = 0) -> Non
 
 
 def saved(root: Path) -> State:
-    found = newest(root)
+    found = newest_checkpoint(root)
     assert found is not None
     return {name.removeprefix("network."): tensor for name, tensor in read_state(found.path).items()}
 

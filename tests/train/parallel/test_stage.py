@@ -10,8 +10,8 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
-from phalanx.train.tracing.real import record_ranks
-from phalanx.train.tracing.world import Step, trace_ranks
+from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
+from phalanx.train.tracing.traced_step import record_ranks
 
 SHAPE = ModelShape(name="tiny", layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=256)
 PIPELINE = Layout(
@@ -30,7 +30,7 @@ SCHEDULES = {
 
 def step(**changes):
     settings = Settings(layout=replace(PIPELINE, **changes), sequence=64, compute="fp32")
-    return Step(shape=SHAPE, settings=settings, optim=Optim(), state_dtype="fp32")
+    return TracedStep(shape=SHAPE, settings=settings, optim=Optim(), state_dtype="fp32")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

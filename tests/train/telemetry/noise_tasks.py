@@ -11,7 +11,7 @@ import torch
 
 from phalanx.train.engine import Engine, StepResult
 from phalanx.train.telemetry.timeline import TimelineSampler
-from phalanx.train.verify.trial import Trial, _mine
+from phalanx.train.verify.trial import Trial, rank_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ def steps(rank: int, trial: Trial, hearing: bool = True) -> Seen:
     engine = _engine(trial)
     if engine.listener is not None:
         engine.listener.norms.enabled, engine.listener.norms.every = hearing, 1
-    results = [engine.step(*_mine(engine, trial, step), lr=trial.lr) for step in range(trial.steps)]
+    results = [engine.step(*rank_batch(engine, trial, step), lr=trial.lr) for step in range(trial.steps)]
     digest = hashlib.sha256(b"".join(piece.tensor.numpy().tobytes() for piece in engine.pieces)).hexdigest()
     return Seen(steps=results, weights=digest)
 
@@ -40,8 +40,8 @@ def sampled(rank: int, trial: Trial) -> dict[str, Any]:
     sampler = TimelineSampler(engine.meshes, device, every=1, compiled=False, tell=told.append)
     for step in range(2):
         with sampler.step(step) as samples:
-            result = engine.step(*_mine(engine, trial, step), lr=trial.lr)
-    engine.step(*_mine(engine, trial, 2), lr=trial.lr)  # everything is as it was
+            result = engine.step(*rank_batch(engine, trial, step), lr=trial.lr)
+    engine.step(*rank_batch(engine, trial, 2), lr=trial.lr)  # everything is as it was
     (sample,) = samples
     fields = sample.fields(result.phases, data_s=0.5, before_s=0.75)
     return fields | {"told": told, "seconds": sample.collective_s, "nbytes": sample.collective_bytes}

@@ -176,12 +176,12 @@ def test_the_estimate_is_that_of_the_gradients_themselves(trial, alone):
     import torch.nn.functional as F
 
     from phalanx.train.models.decoder import Decoder
-    from phalanx.train.verify.trial import batch
+    from phalanx.train.verify.trial import make_batch
 
     made = trial()
     model = Decoder(made.shape).double()
     model.init_weights(0)
-    tokens_BS, targets_BS = batch(0, sequences=8, sequence=16, vocab=64)
+    tokens_BS, targets_BS = make_batch(0, sequences=8, sequence=16, vocab=64)
     valid = int((targets_BS != IGNORED).sum())
     local, whole = 0.0, 0.0
     for x, y in zip(tokens_BS.split(2), targets_BS.split(2), strict=True):

@@ -21,7 +21,7 @@ from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.kernels import Kernel, op_of, timed_by
 from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, fitting, merged
 from phalanx.train.telemetry.wiretap import METHODS, Call
-from phalanx.train.tracing.dry import trace_rank
+from phalanx.train.tracing.traced_step import trace_rank
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too

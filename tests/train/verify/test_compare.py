@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.train.verify.compare import Bounds, compare
-from phalanx.train.verify.trial import Outcome, Part, RankOutcome, put_together
+from phalanx.train.verify.compare import Bounds, compare_outcomes
+from phalanx.train.verify.trial import OutcomeShard, RankOutcome, TrialOutcome, join_rank_outcomes
 
 
-def outcome(**changes) -> Outcome:
+def outcome(**changes) -> TrialOutcome:
     tensors = {"embed.tokens.weight": np.ones((4, 2)), "layers.0.attn.wq.weight": np.full((2, 2), 0.5)}
-    made = Outcome(
+    made = TrialOutcome(
         losses=[4.0, 3.9],
         norms=[1.0, 0.9],
         skipped=[False, False],
@@ -29,13 +29,13 @@ def outcome(**changes) -> Outcome:
 
 
 def test_the_same_is_the_same():
-    found = compare(outcome(), outcome())
+    found = compare_outcomes(outcome(), outcome())
     assert (found.first, found.loss, found.parameter) == (None, 0.0, 0.0)
 
 
 def test_rounding_passes():
     near = {name: values + 1e-14 for name, values in outcome().params[0].items()}
-    found = compare(outcome(params=[near, near], grads=[near, near]), outcome())
+    found = compare_outcomes(outcome(params=[near, near], grads=[near, near]), outcome())
     assert found.first is None
     assert 0 < found.parameter < 1e-13
 
@@ -52,13 +52,13 @@ def test_rounding_passes():
     ],
 )  # fmt: skip
 def test_numbers(changes, text):
-    assert compare(outcome(**changes), outcome()).first.render() == text
+    assert compare_outcomes(outcome(**changes), outcome()).first.render() == text
 
 
 def test_a_gradient_is_named_before_what_follows_from_it():
     wrong = outcome().grads[1] | {"layers.0.attn.wq.weight": np.zeros((2, 2))}
     changes = {"grads": [outcome().grads[0], wrong], "norms": [1.0, 0.5], "params": [outcome().params[0], wrong]}
-    first = compare(outcome(**changes), outcome()).first
+    first = compare_outcomes(outcome(**changes), outcome()).first
     assert first.render() == "gradient of layers.0.attn.wq.weight differs by 5.0e-01 at step 2, 0 of 1 other tensor too"
 
 
@@ -66,19 +66,19 @@ def test_small_gradients_must_be_right_too():
     small = {"embed.tokens.weight": np.full((4, 2), 1e-9)}
     wrong = {"embed.tokens.weight": np.full((4, 2), 2e-9)}
     args = {"params": [small, small]}
-    first = compare(outcome(grads=[wrong, wrong], **args), outcome(grads=[small, small], **args)).first
+    first = compare_outcomes(outcome(grads=[wrong, wrong], **args), outcome(grads=[small, small], **args)).first
     assert first.render().startswith("gradient of embed.tokens.weight differs by 1.0e-09 at step 1")
 
 
 def test_nan_is_a_difference():
     bad = outcome().params[0] | {"embed.tokens.weight": np.full((4, 2), np.nan)}
-    assert compare(outcome(params=[outcome().params[0], bad]), outcome()).first.what == "embed.tokens.weight"
-    assert compare(outcome(losses=[4.0, float("nan")]), outcome()).first.what == "loss"
+    assert compare_outcomes(outcome(params=[outcome().params[0], bad]), outcome()).first.what == "embed.tokens.weight"
+    assert compare_outcomes(outcome(losses=[4.0, float("nan")]), outcome()).first.what == "loss"
 
 
 def test_a_missing_tensor_is_a_difference():
     less = {"embed.tokens.weight": np.ones((4, 2))}
-    assert compare(outcome(params=[less, less]), outcome()).first.what == "layers.0.attn.wq.weight"
+    assert compare_outcomes(outcome(params=[less, less]), outcome()).first.what == "layers.0.attn.wq.weight"
 
 
 # ---- narrower formats: bounds are shares, multiples of the format's rounding -----------------------------------------
@@ -89,11 +89,11 @@ def test_an_error_like_that_of_compiled_ulysses_is_far_outside(compute):
     """Gradient norm 2.370 instead of 3.569 in the first step, its loss right; then 5.702 instead of 5.962."""
     bounds = Bounds.rounded(compute)
     wanted = outcome(losses=[6.3, 5.962], norms=[3.569, 3.5])
-    first = compare(outcome(losses=[6.3, 5.702], norms=[2.370, 3.5]), wanted, bounds).first
+    first = compare_outcomes(outcome(losses=[6.3, 5.702], norms=[2.370, 3.5]), wanted, bounds).first
     assert (first.what, first.step) == ("gradient norm", 1)
     assert first.size > 3 * bounds.norm
     if compute != "fp8":  # there 4 % lies within four times the bound of the first step
-        assert compare(outcome(losses=[6.3, 5.702], norms=[3.569, 3.5]), wanted, bounds).first.step == 2
+        assert compare_outcomes(outcome(losses=[6.3, 5.702], norms=[3.569, 3.5]), wanted, bounds).first.step == 2
 
 
 def test_one_rounding_passes_and_a_part_of_a_gradient_does_not():
@@ -102,16 +102,18 @@ def test_one_rounding_passes_and_a_part_of_a_gradient_does_not():
     near = {name: values * (1 + noise.uniform(-(2**-8), 2**-8, values.shape)) for name, values in wanted.items()}
     # Parameters are not held: Adam turns a rounding into a whole step.
     far = {name: values + 0.02 for name, values in wanted.items()}
-    assert compare(outcome(grads=[near, far], params=[far, far]), outcome(), bounds).first is None
+    assert compare_outcomes(outcome(grads=[near, far], params=[far, far]), outcome(), bounds).first is None
     part = wanted | {"layers.0.attn.wq.weight": wanted["layers.0.attn.wq.weight"] * 0.9}
-    first = compare(outcome(grads=[part, wanted]), outcome(), bounds).first
+    first = compare_outcomes(outcome(grads=[part, wanted]), outcome(), bounds).first
     assert first.render().startswith("gradient of layers.0.attn.wq.weight differs by ")
     # What is next to nothing beside the others may be all rounding; what is missing may not.
     small = wanted | {"bias": np.full(2, 1e-5)}
     other = wanted | {"bias": np.full(2, -1e-5)}
-    assert compare(outcome(grads=[other, wanted]), outcome(grads=[small, wanted]), bounds).first is None
-    assert compare(outcome(grads=[wanted, wanted]), outcome(grads=[small, wanted]), bounds).first.what == "bias"
-    assert compare(outcome(losses=[4.0, float("nan")]), outcome(), bounds).first.what == "loss"
+    assert compare_outcomes(outcome(grads=[other, wanted]), outcome(grads=[small, wanted]), bounds).first is None
+    assert (
+        compare_outcomes(outcome(grads=[wanted, wanted]), outcome(grads=[small, wanted]), bounds).first.what == "bias"
+    )
+    assert compare_outcomes(outcome(losses=[4.0, float("nan")]), outcome(), bounds).first.what == "loss"
 
 
 # ---- putting the boxes of all ranks together -------------------------------------------------------------------------
@@ -124,36 +126,36 @@ def rank(*parts, loss=4.0) -> RankOutcome:
     )  # fmt: skip
 
 
-def part(first, values, *, owner=True, whole=4) -> Part:
+def part(first, values, *, owner=True, whole=4) -> OutcomeShard:
     array = np.array(values, dtype=float)
-    return Part(
+    return OutcomeShard(
         name="w", shape=(whole,), start=(first,), size=array.shape, owner=owner, digest=str(values),
         values=array if owner else None,
     )  # fmt: skip
 
 
 def test_boxes_make_a_whole():
-    made = put_together([rank(part(0, [1, 2])), rank(part(2, [3, 4]))])
+    made = join_rank_outcomes([rank(part(0, [1, 2])), rank(part(2, [3, 4]))])
     assert made.quarrels == []
     assert made.params[0]["w"].tolist() == [1, 2, 3, 4]
 
 
 def test_empty_boxes_are_no_copies_of_full_ones():
-    made = put_together([rank(part(0, [1, 2])), rank(part(2, [])), rank(part(2, [3, 4]))])
+    made = join_rank_outcomes([rank(part(0, [1, 2])), rank(part(2, [])), rank(part(2, [3, 4]))])
     assert made.quarrels == []
 
 
 def test_copies_that_differ_are_told():
-    made = put_together([rank(part(0, [1, 2, 3, 4])), rank(part(0, [1, 2, 3, 5], owner=False))])
+    made = join_rank_outcomes([rank(part(0, [1, 2, 3, 4])), rank(part(0, [1, 2, 3, 5], owner=False))])
     assert made.quarrels == ["step 1: rank 1 holds another copy of w"]
 
 
 def test_holes_and_double_owners_are_told():
-    assert put_together([rank(part(0, [1, 2]))]).quarrels == ["step 1: w has 4 values, owners hold 2"]
-    twice = put_together([rank(part(0, [1, 2, 3, 4])), rank(part(0, [1, 2, 3, 4]))])
+    assert join_rank_outcomes([rank(part(0, [1, 2]))]).quarrels == ["step 1: w has 4 values, owners hold 2"]
+    twice = join_rank_outcomes([rank(part(0, [1, 2, 3, 4])), rank(part(0, [1, 2, 3, 4]))])
     assert twice.quarrels == ["step 1: w has 4 values, owners hold 8"]
 
 
 def test_ranks_must_see_the_same_loss():
-    made = put_together([rank(part(0, [1] * 4)), rank(part(0, [1] * 4, owner=False), loss=4.1)])
+    made = join_rank_outcomes([rank(part(0, [1] * 4)), rank(part(0, [1] * 4, owner=False), loss=4.1)])
     assert made.quarrels == ["rank 1 saw other losses than rank 0"]

@@ -11,20 +11,20 @@ from importlib.metadata import version
 
 import pytest
 
-from phalanx.train.verify.compare import compare
+from phalanx.train.verify.compare import compare_outcomes
 from phalanx.train.verify.matrix import (
-    CASES,
     LAYOUTS,
-    Case,
+    MATRIX_CASES,
+    MatrixCase,
     exact_trial_of,
     layout_of,
     reference_of,
     refusals,
     runs_compiled,
-    sample,
+    sample_cases,
     trial_of,
 )
-from phalanx.train.verify.shrink import eager
+from phalanx.train.verify.small_trial import eager_trial
 from phalanx.train.verify.trial import run_trial
 
 COUNT = 3
@@ -35,34 +35,38 @@ def seed() -> str:
     return os.environ.get("PHALANX_MATRIX_SEED") or version("phalanx")
 
 
-def small(case: Case) -> bool:
+def small(case: MatrixCase) -> bool:
     return runs_compiled(case) and layout_of(case).devices <= 4 and not refusals(case, device="cpu")
 
 
 SEED = seed()
 # Each layout once: in float64 its formats and compressions are all the same case.
-UNIQUE = list({(case.layout_name, case.recompute, case.offload): case for case in CASES if small(case)}.values())
+UNIQUE = list({(case.layout_name, case.recompute, case.offload): case for case in MATRIX_CASES if small(case)}.values())
 
 
 def test_it_is_a_matrix():
     """As many combinations as were promised, each once, each either run or refused with a reason."""
-    assert len(CASES) == len({case.name for case in CASES}) >= 60
-    refused = {case.name: refusals(case, device="cuda") for case in CASES}
+    assert len(MATRIX_CASES) == len({case.name for case in MATRIX_CASES}) >= 60
+    refused = {case.name: refusals(case, device="cuda") for case in MATRIX_CASES}
     assert sum(bool(found) for found in refused.values()) == 9
     assert all(problem.what and problem.fix for found in refused.values() for problem in found)
-    runnable = [case for case in CASES if not refused[case.name]]
+    runnable = [case for case in MATRIX_CASES if not refused[case.name]]
     assert {layout_of(case).devices for case in runnable} == {4, 8}
     assert {case.layout_name for case in runnable} >= set(LAYOUTS)
     for case in runnable:
         trial = trial_of(case, device="cuda")
         assert trial.settings.compile == runs_compiled(case), case.name
         assert reference_of(trial).settings.layout.devices == 1
-    assert sample(CASES, 5, "a") == sample(CASES[::-1], 5, "a") != sample(CASES, 5, "b")
+    assert (
+        sample_cases(MATRIX_CASES, 5, "a")
+        == sample_cases(MATRIX_CASES[::-1], 5, "a")
+        != sample_cases(MATRIX_CASES, 5, "b")
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(UNIQUE, COUNT, SEED), ids=lambda case: f"{SEED}: {case.name}")
+@pytest.mark.parametrize("case", sample_cases(UNIQUE, COUNT, SEED), ids=lambda case: f"{SEED}: {case.name}")
 def test_compiled_layouts_equal_one_process(case):
     trial = exact_trial_of(case)
-    found = compare(run_trial(trial), run_trial(reference_of(eager(trial))))
+    found = compare_outcomes(run_trial(trial), run_trial(reference_of(eager_trial(trial))))
     assert found.first is None, f"PHALANX_MATRIX_SEED={SEED}: {found.first.render()}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run
-from phalanx.train.drill import fired, processes
-from phalanx.train.drill.damage import damage
-from phalanx.train.drill.fault import Fault
-from phalanx.train.drill.network import Net
+from phalanx.train.drill import firings
+from phalanx.train.drill.faults import Fault
+from phalanx.train.drill.network import DrillNetwork
 from phalanx.units import MINUTE_S, plural
 
 TAKEN_PORTS = 500  # of the loopback, when ports are to be taken
@@ -22,11 +23,11 @@ ENDED = ("done", "stopped", "failed")
 LEAVE_S = 20.0  # after its end, for the processes of a run to be gone
 
 
-class Stuck(Exception):
+class DrillStuck(Exception):
     """The run neither goes on nor ends; whoever launched it leaves, and takes its processes along."""
 
 
-class Driver:
+class FaultDriver:
     """Follows a run and fires what is due. `hosts` are the names of the hosts in their order."""
 
     def __init__(
@@ -35,7 +36,7 @@ class Driver:
         faults: Sequence[Fault],
         *,
         hosts: Sequence[str],
-        net: Net | None = None,
+        net: DrillNetwork | None = None,
         minutes: float = 0.0,
         until_step: int | None = None,
         patience_s: float = 300.0,
@@ -90,14 +91,14 @@ class Driver:
             return
         self.epoch = int(event["epoch"])
         for member in event.get("members") or ():
-            agent = processes.parent_of(int(member.get("pid") or 0))
+            agent = parent_of(int(member.get("pid") or 0))
             if agent is not None and agent > 1:
                 self._agents[str(member["host"])] = agent
 
     def _begin(self) -> None:
         if self._first_s is None:
             self._first_s = time.monotonic()
-            fired.start_clock(self._run)
+            firings.start_clock(self._run)
 
     def _is_due(self, fault: Fault) -> bool:
         if self._first_s is None:
@@ -118,21 +119,21 @@ class Driver:
         """A drill has an end, whatever it found."""
         now = time.monotonic()
         if now - self._moved_s > self._patience_s:
-            raise Stuck(f"no step and no event for {self._patience_s:g} s, after step {self.step}")
+            raise DrillStuck(f"no step and no event for {self._patience_s:g} s, after step {self.step}")
         if self._run.status().get("state") in ENDED:
             self._ended_s = self._ended_s or now
             if now - self._ended_s > LEAVE_S:
-                raise Stuck(f"its processes are still there {LEAVE_S:g} s after its end")
+                raise DrillStuck(f"its processes are still there {LEAVE_S:g} s after its end")
 
     def _follow_faults(self) -> None:
         """Say what was fired; a rank that stopped itself gets its SIGCONT in time, if nobody has ended it."""
-        for one in fired.new_fired(self._run, self._seen):
+        for one in firings.new_firings(self._run, self._seen):
             whom = f"rank {one.rank}" if one.rank >= 0 else one.host
             self._tell(f"  epoch {one.epoch}, step {one.step}: {self._texts.get(one.id, one.kind)} {whom}".rstrip())
             for_s = self._wakes.get(one.id)
             if for_s is not None:
                 due_s = time.monotonic() + one.t_s + for_s - time.time()
-                self._later.append((due_s, lambda pid=one.pid: processes.tell([pid], signal.SIGCONT)))  # type: ignore[misc]
+                self._later.append((due_s, lambda pid=one.pid: signal_processes([pid], signal.SIGCONT)))  # type: ignore[misc]
 
     # ---- firing ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Driver:
             case "host" | "freeze":
                 return self._hit_host(fault, host)
             case "coordinator":
-                pid = processes.coordinator_of(self._run)
+                pid = coordinator_of(self._run)
                 return pid is not None and self._signal(fault, [pid], signal.SIGKILL)
             case "sigterm":
                 return self._signal(fault, [os.getpid()], signal.SIGTERM)  # whoever launched the run listens for it
@@ -154,21 +155,21 @@ class Driver:
         return self._hit_link(fault, host)
 
     def _claim(self, fault: Fault, *, host: str = "", note: str = "") -> bool:
-        return fired.claim(self._run, fault, host=host, epoch=self.epoch, step=self.step, note=note)
+        return firings.claim_firing(self._run, fault, host=host, epoch=self.epoch, step=self.step, note=note)
 
     def _signal(self, fault: Fault, pids: list[int], number: signal.Signals, host: str = "") -> bool:
         if self._claim(fault, host=host, note=f"{number.name} to {plural(len(pids), 'process')}"):
-            processes.tell(pids, number)
+            signal_processes(pids, number)
         return True
 
     def _hit_host(self, fault: Fault, host: str) -> bool:
         agent = self._agents.get(host)
-        if agent is None or processes.parent_of(agent) is None:
+        if agent is None or parent_of(agent) is None:
             return False  # it is down already: wait until it is back
-        everybody = [agent, *processes.children_of(agent)]  # the agent first: it must not note that its ranks fall
+        everybody = [agent, *children_of(agent)]  # the agent first: it must not note that its ranks fall
         if fault.kind == "host":
             return self._signal(fault, everybody, signal.SIGKILL, host)
-        self._afterwards(fault, lambda: processes.tell(everybody, signal.SIGCONT))
+        self._afterwards(fault, lambda: signal_processes(everybody, signal.SIGCONT))
         return self._signal(fault, everybody, signal.SIGSTOP, host)
 
     def _damage(self, fault: Fault) -> bool:
@@ -176,7 +177,7 @@ class Driver:
         if step is None:
             return False
         if self._claim(fault, note=f"step-{step:08d}: {fault.how}"):
-            damage(self._run, step, how=fault.how, seed=fault.seed)
+            damage_checkpoint(self._run, step, how=fault.how, seed=fault.seed)
         return True
 
     def _take_ports(self, fault: Fault) -> bool:
@@ -209,3 +210,109 @@ class Driver:
 def _close(taken: Sequence[socket.socket]) -> None:
     for one in taken:
         one.close()
+
+
+# Damage to a checkpoint, as disks and people do it.
+
+
+def damage_checkpoint(run: Run, step: int, *, how: str, seed: int) -> str:
+    """Spoil one file of the commit of a step; says what was done, empty when there is no such commit."""
+    try:
+        return _damage(run, step, how=how, seed=seed)
+    except (OSError, StopIteration):  # it was pruned under our hands
+        return ""
+
+
+def _damage(run: Run, step: int, *, how: str, seed: int) -> str:
+    root = run.checkpoints
+    if isinstance(root, str):  # an object store is not ours to damage
+        return ""
+    draw = random.Random(seed)
+    folder = next(root.glob(f"step-*{step:08d}"))  # the name of a commit, as train.state.paths has it
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    if not files:
+        return ""
+    path = folder / "manifest.json" if how == "manifest" else files[draw.randrange(len(files))]
+    match how:
+        case "flip" | "manifest":
+            what = _flip(path, draw)
+        case "truncate":
+            what = _truncate(path, draw)
+        case "swap":
+            what = _swap(path, files[(files.index(path) + 1) % len(files)])
+        case _:
+            path.unlink()
+            what = "deleted"
+    return f"{folder.name}/{path.name}: {what}"
+
+
+def _flip(path: Path, draw: random.Random) -> str:
+    data = bytearray(path.read_bytes())
+    place, bit = draw.randrange(len(data)), draw.randrange(8)
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+    return f"bit {bit} of byte {place:,} flipped"
+
+
+def _truncate(path: Path, draw: random.Random) -> str:
+    size = path.stat().st_size
+    kept = draw.randrange(size)
+    with path.open("r+b") as file:
+        file.truncate(kept)
+    return f"cut from {size:,} to {kept:,} bytes"
+
+
+def _swap(first: Path, second: Path) -> str:
+    if first == second:
+        return "nothing to swap with"
+    aside = first.with_suffix(".aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    return f"swapped with {second.name}"
+
+
+# The processes of a run, found through the ranks that its record names; a drill touches no others.
+
+COORDINATOR = "phalanx.elastic.coordinator"
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a process; None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[1])  # the name in brackets may hold anything
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children, spares and coordinator included."""
+    return [other for other in _all() if parent_of(other) == pid]
+
+
+def command_of(pid: int) -> list[str]:
+    """The command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return []
+
+
+def coordinator_of(run: Run) -> int | None:
+    """The process that coordinates this run."""
+    return next((pid for pid in _all() if COORDINATOR in (words := command_of(pid)) and str(run.path) in words), None)
+
+
+def signal_processes(pids: list[int], number: signal.Signals) -> int:
+    """Send a signal; how many of the processes were there to get it."""
+    reached = 0
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            reached += 1
+    return reached
+
+
+def _all() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]

@@ -20,7 +20,7 @@ START = "start"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class EpochMember:
     """A rank of an epoch, and where it ran."""
 
     rank: int
@@ -30,7 +30,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class Execution:
+class StepExecution:
     """One step in one epoch, as its ranks told it. `step` is the step's number, from 0."""
 
     epoch: int
@@ -64,22 +64,22 @@ class Execution:
 
 
 @dataclass(slots=True)
-class Epoch:
+class EpochHistory:
     """One membership: what it began from and what it did."""
 
     number: int
     began_s: float
     layout: dict[str, Any]
     world: int
-    members: tuple[Member, ...]
+    members: tuple[EpochMember, ...]
     reason: str = ""
     restore_step: int = 0
     source: str = START  # memory, disk or start
     restored: bool = False  # whether a restore was logged
     went_s: float | None = None  # when all members had left what they were in, and were let go
     found: dict[int, tuple[int, str]] = field(default_factory=dict)  # step and source, as each rank found them
-    steps: dict[int, Execution] = field(default_factory=dict)
-    undone: list[Execution] = field(default_factory=list)  # of earlier epochs, by this one's restore
+    steps: dict[int, StepExecution] = field(default_factory=dict)
+    undone: list[StepExecution] = field(default_factory=list)  # of earlier epochs, by this one's restore
     kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this epoch found it
 
     @property
@@ -89,11 +89,11 @@ class Epoch:
 
 
 @dataclass(slots=True)
-class History:
+class DrillHistory:
     """All epochs, and the chain of executions that stayed: index = step."""
 
-    epochs: list[Epoch]
-    chain: list[Execution]
+    epochs: list[EpochHistory]
+    chain: list[StepExecution]
     incidents: list[Event]
     replacements: list[Event]  # processes that were lost while they left an epoch that had ended
     quarantines: list[Event]
@@ -103,26 +103,26 @@ class History:
     torn: int  # lines that were no events
 
     @property
-    def trained(self) -> list[Epoch]:
+    def trained(self) -> list[EpochHistory]:
         """Epochs that came to be: a member may fall before the others have answered, and nothing was restored then."""
         return [epoch for epoch in self.epochs if epoch.restored or epoch.steps]
 
     @property
-    def executions(self) -> list[Execution]:
+    def executions(self) -> list[StepExecution]:
         """Everything that was done, undone or not, in order."""
         return [one for epoch in self.epochs for _, one in sorted(epoch.steps.items())]
 
     @property
-    def undone(self) -> list[Execution]:
+    def undone(self) -> list[StepExecution]:
         """What restores took back."""
         return [one for epoch in self.epochs for one in epoch.undone]
 
-    def epoch(self, number: int) -> Epoch | None:
+    def epoch(self, number: int) -> EpochHistory | None:
         """The epoch of a number."""
         return next((one for one in self.epochs if one.number == number), None)
 
 
-def read_history(run: Run) -> History:
+def read_history(run: Run) -> DrillHistory:
     """The history of a run that has ended, or as far as it has come."""
     supervisor, torn = read_events(run.path / "supervisor.jsonl")
     ranks: list[Event] = []
@@ -133,10 +133,10 @@ def read_history(run: Run) -> History:
     return build_history(supervisor, ranks, torn=torn)
 
 
-def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: int = 0) -> History:
+def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: int = 0) -> DrillHistory:
     """Epochs from the supervisor's events, executions from the ranks', and the chain that stayed."""
     told = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
-    history = History(
+    history = DrillHistory(
         epochs=[],
         chain=[],
         incidents=[],
@@ -161,8 +161,8 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
     return history
 
 
-def _read_supervisor(history: History, events: Iterable[Event]) -> None:
-    epochs: dict[int, Epoch] = {}
+def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
+    epochs: dict[int, EpochHistory] = {}
     for event in events:
         number = int(event.get("epoch", -1))
         match event["event"]:
@@ -183,9 +183,9 @@ def _read_supervisor(history: History, events: Iterable[Event]) -> None:
     history.epochs = [epochs[number] for number in sorted(epochs)]
 
 
-def _epoch(event: Event) -> Epoch:
+def _epoch(event: Event) -> EpochHistory:
     members = tuple(
-        Member(
+        EpochMember(
             rank=int(one.get("rank", -1)),
             host=str(one.get("host", "")),
             slot=int(one.get("slot", -1)),
@@ -194,7 +194,7 @@ def _epoch(event: Event) -> Epoch:
         for one in event.get("members") or ()
     )
     layout = event.get("layout")
-    return Epoch(
+    return EpochHistory(
         number=int(event["epoch"]),
         began_s=float(event.get("t") or 0.0),
         layout=dict(layout) if isinstance(layout, Mapping) else {"name": layout},
@@ -204,23 +204,23 @@ def _epoch(event: Event) -> Epoch:
     )
 
 
-def _add_ready(epoch: Epoch, event: Event) -> None:
+def _add_ready(epoch: EpochHistory, event: Event) -> None:
     """What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back."""
     source = str(event.get("source") or epoch.source)
     epoch.found[int(event["rank"])] = (int(event.get("step") or 0), source)
     epoch.restore_step, epoch.source = epoch.found[int(event["rank"])]
 
 
-def _add_step(epoch: Epoch, event: Event) -> None:
+def _add_step(epoch: EpochHistory, event: Event) -> None:
     step = int(event["step"])
-    one = epoch.steps.setdefault(step, Execution(epoch=epoch.number, step=step, world=epoch.world))
+    one = epoch.steps.setdefault(step, StepExecution(epoch=epoch.number, step=step, world=epoch.world))
     one.ranks[int(event["rank"])] = event
     one.skipped |= bool(event.get("skipped"))
     one.loss = event.get("loss") if one.loss is None else one.loss
     one.ended_s = max(one.ended_s, float(event["t"]))
 
 
-def _chain(history: History) -> None:
+def _chain(history: DrillHistory) -> None:
     """Apply the restores: each cuts the chain, each epoch grows it. Steps that leave a gap are not in it."""
     saved: dict[int, str] = {}  # checkpoint step -> lineage of what it holds
     commits = {(int(event.get("epoch", -1)), int(event["step"])) for event in history.checkpoints}
@@ -238,7 +238,7 @@ def _chain(history: History) -> None:
                 saved[step + 1] = lineage
 
 
-def _lineage_at(chain: list[Execution], epoch: Epoch, saved: Mapping[int, str]) -> str:
+def _lineage_at(chain: list[StepExecution], epoch: EpochHistory, saved: Mapping[int, str]) -> str:
     step = epoch.restore_step
     if step == 0:
         return START
@@ -252,7 +252,7 @@ def _child(parent: str, formation: str, step: int, *, skipped: bool) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def formations(history: History) -> list[dict[str, Any]]:
+def layout_sequence(history: DrillHistory) -> list[dict[str, Any]]:
     """The member sequence of the chain: `[{"from_step": 0, "layout": {...}}, …]`, for a replay without faults."""
     found: list[dict[str, Any]] = []
     before = ""

@@ -18,7 +18,7 @@ NARROW = ("tbf", "rate", "20mbit", "burst", "16kb", "latency", "400ms")
 SHORT = ("tbf", "rate", "100mbit", "burst", "16kb", "limit", "17kb")
 
 
-class Net:
+class DrillNetwork:
     """`hosts` namespaces and a switch; a context that takes them away again."""
 
     def __init__(self, hosts: int) -> None:
@@ -26,7 +26,7 @@ class Net:
         self._mark = f"phx{os.getpid()}"
         self._stack = ExitStack()
 
-    def __enter__(self) -> Net:
+    def __enter__(self) -> DrillNetwork:
         if shutil.which("ip") is None or shutil.which("tc") is None:
             raise _refused("ip and tc are not installed")
         try:
@@ -110,13 +110,13 @@ class Net:
         return f"{self._mark}-{host}"
 
     def _ip(self, *words: str) -> None:
-        _run("ip", *words)
+        _run_command("ip", *words)
 
     def _tc(self, *words: str) -> None:
-        _run("tc", *words)
+        _run_command("tc", *words)
 
 
-def _run(*words: str) -> None:
+def _run_command(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
 
 

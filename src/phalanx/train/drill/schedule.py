@@ -1,22 +1,37 @@
-"""Chaos: faults drawn at a rate, with exponential gaps between them, from one seed."""
+"""Which faults a drill injects: two standard drills, faults drawn at a rate (chaos), the smallest set that fails.
+
+In the first standard drill ranks are killed in a collective and at every point of a save, one hangs, a gradient is
+poisoned, a bit flips, both hosts fail and the newest checkpoint is damaged before they are back; then SIGTERM. It is
+replayed without faults, bit by bit. In the second a rank is slow, and another fails at each of its starts, until the
+run gives up.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
 
-from phalanx.errors import mistake
-from phalanx.train.drill.fault import SAVE_POINTS, Fault, parse
+from phalanx.errors import PhalanxError, mistake
+from phalanx.record.account.stragglers import scores
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.drill import MET, REFUSED
+from phalanx.record.run import Run
+from phalanx.train.drill.faults import SAVE_POINTS, Fault, parse_fault, parse_faults
+from phalanx.train.drill.judge import Verdict
+from phalanx.train.drill.perform import DrillResult
 from phalanx.units import MINUTE_S
 
 MOST_FAULTS = 100_000
-LOSSES = 3  # of one host in a run: a launcher brings a host back so often (supervise.client), and no more
+LOSSES = 3  # of one host in a run: a launcher brings a host back so often (elastic.client), and no more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class DrillTarget:
     """What there is to break."""
 
     world: int
@@ -24,43 +39,44 @@ class Stage:
     spares: int = 0
 
 
+DAMAGES = ("flip", "truncate", "swap", "missing")
 # (weight, least hosts, what to inject). Bit flips are not drawn: each takes a place out of service for good, and a
 # long run on one machine would end for want of places, rightly.
-Draw = Callable[[random.Random, Stage], str]
+Draw = Callable[[random.Random, DrillTarget], str]
 MIX: tuple[tuple[float, int, Draw], ...] = (
-    (3, 1, lambda draw, stage: f"kill:rank={_rank(draw, stage)}"),
-    (4, 1, lambda draw, stage: f"kill:rank={_rank(draw, stage)},point=collective"),
-    (1, 1, lambda draw, stage: f"kill:rank={_several(draw, stage)}"),
-    (1, 1, lambda draw, stage: f"kill:rank={_rank(draw, stage)},point=init"),
-    (1, 1, lambda draw, stage: f"kill:rank={_rank(draw, stage)},point=restore"),
-    (2, 1, lambda draw, stage: f"kill:rank={_saver(draw)}"),
-    (1, 1, lambda draw, stage: f"hang:rank={_rank(draw, stage)}"),
-    (1, 1, lambda draw, stage: f"raise:rank={_rank(draw, stage)}"),
-    (1, 1, lambda draw, stage: f"memory:rank={_rank(draw, stage)},how={draw.choice(('raise', 'limit'))}"),
-    (2, 1, lambda draw, stage: f"nan:rank={_rank(draw, stage)}"),
-    (1, 1, lambda draw, stage: f"slow:rank={_rank(draw, stage)},sleep_s=0.05,for_s=2"),
-    (1, 1, lambda draw, stage: f"disk-full:rank={_rank(draw, stage)},for_s=3"),
-    (1, 1, lambda draw, stage: f"damage:how={draw.choice(('flip', 'truncate', 'swap', 'missing'))},seed={_seed(draw)}"),
-    (1, 1, lambda draw, stage: "coordinator"),
-    (1, 2, lambda draw, stage: f"host:host={draw.randrange(stage.hosts)}"),
+    (3, 1, lambda source, target: f"kill:rank={_rank(source, target)}"),
+    (4, 1, lambda source, target: f"kill:rank={_rank(source, target)},point=collective"),
+    (1, 1, lambda source, target: f"kill:rank={_several(source, target)}"),
+    (1, 1, lambda source, target: f"kill:rank={_rank(source, target)},point=init"),
+    (1, 1, lambda source, target: f"kill:rank={_rank(source, target)},point=restore"),
+    (2, 1, lambda source, target: f"kill:rank={_saver(source)}"),
+    (1, 1, lambda source, target: f"hang:rank={_rank(source, target)}"),
+    (1, 1, lambda source, target: f"raise:rank={_rank(source, target)}"),
+    (1, 1, lambda source, target: f"memory:rank={_rank(source, target)},how={source.choice(('raise', 'limit'))}"),
+    (2, 1, lambda source, target: f"nan:rank={_rank(source, target)}"),
+    (1, 1, lambda source, target: f"slow:rank={_rank(source, target)},sleep_s=0.05,for_s=2"),
+    (1, 1, lambda source, target: f"disk-full:rank={_rank(source, target)},for_s=3"),
+    (1, 1, lambda source, target: f"damage:how={source.choice(DAMAGES)},seed={_seed(source)}"),
+    (1, 1, lambda source, target: "coordinator"),
+    (1, 2, lambda source, target: f"host:host={source.randrange(target.hosts)}"),
 )
 
 
-def draw(*, rate_per_min: float, minutes: float, seed: int, stage: Stage) -> tuple[Fault, ...]:
+def draw_faults(*, rate_per_min: float, minutes: float, seed: int, target: DrillTarget) -> tuple[Fault, ...]:
     """The faults of a chaos run: the same for the same seed, the gaps between them exponential."""
     if rate_per_min * minutes > MOST_FAULTS:
         raise mistake("--chaos", f"{rate_per_min:g} per minute for {minutes:g} minutes is too much", fix="ask for less")
     source = random.Random(seed)
     found: list[Fault] = []
-    for number, at_s in enumerate(times(source, rate_per_min=rate_per_min, until_s=minutes * MINUTE_S)):
-        fault = _pick(source, stage)
+    for number, at_s in enumerate(poisson_times(source, rate_per_min=rate_per_min, until_s=minutes * MINUTE_S)):
+        fault = _pick(source, target)
         while fault.kind == "host" and sum(one.kind == "host" and one.host == fault.host for one in found) >= LOSSES:
-            fault = _pick(source, stage)
+            fault = _pick(source, target)
         found.append(replace(fault, id=number, at_s=round(at_s, 3)))
     return tuple(found)
 
 
-def times(source: random.Random, *, rate_per_min: float, until_s: float) -> list[float]:
+def poisson_times(source: random.Random, *, rate_per_min: float, until_s: float) -> list[float]:
     """Moments of a Poisson process, in seconds: every gap is drawn, none is the mean."""
     found: list[float] = []
     at_s = 0.0
@@ -72,19 +88,19 @@ def times(source: random.Random, *, rate_per_min: float, until_s: float) -> list
     return found
 
 
-def _pick(source: random.Random, stage: Stage) -> Fault:
-    possible = [(weight, make) for weight, hosts, make in MIX if stage.hosts >= hosts]
+def _pick(source: random.Random, target: DrillTarget) -> Fault:
+    possible = [(weight, make) for weight, hosts, make in MIX if target.hosts >= hosts]
     [(_, make)] = source.choices(possible, weights=[weight for weight, _ in possible])
-    return parse(make(source, stage))
+    return parse_fault(make(source, target))
 
 
-def _rank(source: random.Random, stage: Stage) -> int:
-    return source.randrange(stage.world)
+def _rank(source: random.Random, target: DrillTarget) -> int:
+    return source.randrange(target.world)
 
 
-def _several(source: random.Random, stage: Stage) -> str:
-    count = min(2, stage.world)
-    return "+".join(map(str, sorted(source.sample(range(stage.world), count))))
+def _several(source: random.Random, target: DrillTarget) -> str:
+    count = min(2, target.world)
+    return "+".join(map(str, sorted(source.sample(range(target.world), count))))
 
 
 def _saver(source: random.Random) -> str:
@@ -94,3 +110,184 @@ def _saver(source: random.Random) -> str:
 
 def _seed(source: random.Random) -> int:
     return source.randrange(10**6)
+
+
+# The standard drills.
+
+LEAST_WORLD = 2
+LEAST_SLEEP_S = 0.2  # of the slow rank in every step: several times what ranks of one machine differ by
+NAMED = "the slow rank was named"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteProof:
+    """What a drill shows, by which faults, and the rules that ask for it."""
+
+    claim: str
+    kinds: tuple[str, ...]
+    rules: tuple[str, ...]
+    point: str = ""  # only faults at points that begin so
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuitePart:
+    """One run of the suite."""
+
+    name: str
+    faults: tuple[str, ...]
+    steps: int
+    agents: int
+    spares: int
+    replay: bool
+    proofs: tuple[SuiteProof, ...]
+    overrides: tuple[str, ...] = ()
+    slow_rank: int | None = None
+
+
+def suite_parts(step_s: float) -> tuple[SuitePart, ...]:
+    """The runs of the suite, for a job whose steps take about so long."""
+    return (_recovery(), _limits(step_s))
+
+
+def _recovery() -> SuitePart:
+    saves = tuple(f"kill:rank=0,point=save-{point},step=10" for point in SAVE_POINTS)  # a save each, one after another
+    return SuitePart(
+        name="recovery",
+        faults=(
+            "kill:rank=2,step=5,point=collective",
+            "nan:rank=0,step=7",
+            *saves,
+            "flip:rank=1,step=36",
+            "hang:rank=3,step=40",
+            # Every copy in memory goes, and nobody is left to save again when the newest checkpoint is damaged: so a
+            # restore meets it.
+            "host:host=0,step=48",
+            "host:host=1,step=48",
+            "damage:step=48",
+            "sigterm:step=54",
+        ),
+        steps=100,
+        agents=2,
+        spares=1,
+        replay=True,
+        overrides=("checkpoint.interval_s=0.05", "checkpoint.keep=3"),
+        proofs=(
+            SuiteProof(claim="a lost rank is noticed and replaced", kinds=("kill",), rules=("FLT001", "FLT002")),
+            SuiteProof(
+                claim="a rank that hangs is noticed by its heartbeat", kinds=("hang",), rules=("FLT001", "FLT002")
+            ),
+            SuiteProof(
+                claim="a save that is cut short leaves no half checkpoint",
+                kinds=("kill",),
+                rules=("CKP002",),
+                point="save-",
+            ),
+            SuiteProof(claim="a damaged checkpoint is refused", kinds=("damage",), rules=("CKP003",)),
+            SuiteProof(
+                claim="steps go on with the same bits", kinds=("kill", "hang", "host"), rules=("CKP006", "FLT006")
+            ),
+            SuiteProof(claim="a step that is not finite is skipped by all", kinds=("nan",), rules=("PRC004",)),
+            SuiteProof(claim="a flipped bit is found and its rank named", kinds=("flip",), rules=("FLT007",)),
+            SuiteProof(claim="SIGTERM saves within the grace", kinds=("sigterm",), rules=("CKP001",)),
+        ),
+    )
+
+
+def _limits(step_s: float) -> SuitePart:
+    sleep_s = max(LEAST_SLEEP_S, 2 * step_s)
+    return SuitePart(
+        name="limits",
+        faults=(
+            f"slow:rank=2,step=3,sleep_s={sleep_s:.3g},for_s=3600",
+            "kill:rank=1,step=20",
+            "crash-loop:rank=1,point=restore",  # from the second epoch on
+        ),
+        steps=60,
+        agents=1,
+        spares=0,
+        replay=False,
+        overrides=("fault.restarts=3",),
+        slow_rank=2,
+        proofs=(
+            SuiteProof(claim="a crash loop ends, with a reason", kinds=("crash-loop",), rules=("FLT004",)),
+            SuiteProof(claim="a slow rank is named, and nobody else", kinds=("slow",), rules=("TEL004",)),
+        ),
+    )
+
+
+def suite_faults(part: SuitePart) -> tuple[Fault, ...]:
+    """The faults, numbered."""
+    return parse_faults(part.faults)
+
+
+def judge_slow_rank(run: Run, *, slow_rank: int, world: int) -> Verdict:
+    """Whether the record names the rank that was slow, and nobody else."""
+    rank = slow_rank % world
+    try:
+        found = scores(RunHistory.open(run))
+    except (PhalanxError, KeyError, ValueError) as error:
+        return Verdict(name=NAMED, ok=False, evidence=f"{type(error).__name__}: {error}")
+    who = [one.rank for one in found.named]
+    shown = ", ".join(f"rank {one.rank} ({one.score:.1f} times its peers)" for one in found.named) or "nobody"
+    return Verdict(name=NAMED, ok=who == [rank], evidence=f"rank {rank} was slow; named: {shown}")
+
+
+def claims_shown(part: SuitePart, result: DrillResult) -> list[tuple[str, tuple[str, ...], bool]]:
+    """(claim, rules, whether it was put to the test) of each proof."""
+    met = any(one.name == REFUSED and MET in one.evidence for one in result.verdicts)  # a restore read what was damaged
+    fired = [one.fault.partition(":") for one in result.outcomes if one.judged and (one.kind != "damage" or met)]
+    claims = []
+    for proof in part.proofs:
+        point = f"point={proof.point}" if proof.point else ""
+        tested = any(kind in proof.kinds and point in keys for kind, _, keys in fired)
+        claims.append((proof.claim, proof.rules, tested))
+    return claims
+
+
+# The smallest part of a schedule that still fails.
+
+T = TypeVar("T")
+
+
+def shrink_schedule(
+    items: Sequence[T],
+    fails: Callable[[Sequence[T]], bool],
+    *,
+    budget_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[T, ...]:
+    """A part of `items` that still fails, as small as the time allows; `items` themselves are known to fail.
+
+    Delta debugging (Zeller and Hildebrandt 2002).
+
+    >>> shrink_schedule(range(100), lambda some: {7, 42} <= set(some), budget_s=10)
+    (7, 42)
+    """
+    until_s = clock() + budget_s
+    left, parts = tuple(items), 2
+    while len(left) >= 2:
+        for candidate in _candidates(left, parts):
+            if clock() >= until_s:
+                return left
+            if fails(candidate):
+                # A part that fails alone is cut in two again; one that only shed something keeps its grain.
+                parts = 2 if len(candidate) <= len(left) // parts + 1 else max(parts - 1, 2)
+                left = candidate
+                break
+        else:
+            if parts >= len(left):
+                break
+            parts = min(2 * parts, len(left))
+    return left
+
+
+def _candidates(items: tuple[T, ...], parts: int) -> list[tuple[T, ...]]:
+    """Each part alone, then all but each part."""
+    size, more = divmod(len(items), parts)
+    cuts = [0]
+    for number in range(parts):
+        cuts.append(cuts[-1] + size + (number < more))
+    ranges = list(pairwise(cuts))
+    alone = [items[low:high] for low, high in ranges]
+    without = [items[:low] + items[high:] for low, high in ranges] if parts > 2 else []
+    return [one for one in (*alone, *without) if one]

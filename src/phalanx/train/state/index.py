@@ -1,138 +1,316 @@
-"""The index of a rank: which box of which tensor lies where in its file, with a digest for each."""
+"""What a checkpoint says of itself: the index of each rank, and the manifest that vouches for all of them.
+
+The index of a rank lists the shards in its file, each with offset and digest. The manifest is written last; it makes
+a folder a checkpoint and holds the digest of every index. Both are JSON of which each value has one text only, so that
+any change is seen. Whatever is not what was written raises DamagedCheckpoint.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
-from phalanx.train.state import names
-from phalanx.train.state.boxes import Box
-from phalanx.train.state.damage import damaged
-from phalanx.train.state.dtypes import KINDS
-from phalanx.train.state.jsontext import JSON, from_text, to_line
-from phalanx.train.state.manifest import RankFiles, is_count
-from phalanx.train.state.storage import Folder
-from phalanx.train.state.streams import read_whole, reason
+from phalanx.errors import Problem, SystemFailure
+from phalanx.train.state import paths
+from phalanx.train.state.paths import os_error_text, read_small_file
+from phalanx.train.state.shards import (
+    RESERVED,
+    STORED_DTYPES,
+    Region,
+    StoredShard,
+    first_coverage_gap,
+    shared_region,
+)
+from phalanx.train.state.storage import CheckpointFolder
+from phalanx.units import plural
 
-MOST_BYTES = 2**28  # a million boxes on one rank, at 250 bytes a row
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+FORMAT = "phalanx-checkpoint"
+VERSION = 1
+MOST_MANIFEST_BYTES = 2**27  # 131,072 ranks at 190 bytes each are 24 MiB
+MOST_INDEX_BYTES = 2**28  # a million shards on one rank, at 250 bytes a row
 MOST_DIMS = 16
 
 
+class DamagedCheckpoint(SystemFailure):
+    """A file of a checkpoint is missing, cut, changed or forged; an earlier checkpoint may be whole."""
+
+
+def damaged_checkpoint(
+    where: object, what: str, *, why: str = "", fix: str = "restore the checkpoint before it"
+) -> DamagedCheckpoint:
+    """A DamagedCheckpoint with one problem."""
+    return DamagedCheckpoint(Problem(where=str(where), what=what, why=why, fix=fix))
+
+
+def encode_json(value: Any) -> bytes:
+    """The one text of a value: sorted keys, a line per entry, ASCII; raises ValueError for NaN and infinity."""
+    try:
+        return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _json_line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def decode_json(data: bytes) -> Any:
+    """The value of a text; raises ValueError for anything that is not plain JSON."""
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("it has the same key twice")
+        return found
+
+    def refuse(text: str) -> None:
+        raise ValueError(f"it holds {text}")
+
+    try:
+        return json.loads(data, parse_constant=refuse, object_pairs_hook=to_dict)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value from a file is a whole number from 0 on that fits 63 bits; True is none."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+# The manifest.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A box of one tensor in the file of one rank. `offset` counts from the start of the file."""
+class RankFiles:
+    """What a rank wrote: the size of its tensors, and size and digest of its index, which holds their digests."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    rank: int
-    offset: int
-    size_bytes: int
-    sha256: str
+    data_bytes: int
+    index_bytes: int
+    index_sha256: str
+    tensors: int  # how many shards it holds; the index of a rank without any need not be opened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
-    """Everything one rank wrote: its header, its boxes, and what it alone had to remember (its random state, say)."""
+class Manifest:
+    """A committed step: who wrote it, and the caller's own `meta`."""
+
+    step: int
+    world: int
+    attempt: str
+    code: str
+    meta: Mapping[str, JSON]
+    ranks: tuple[RankFiles, ...]
+    epoch: int = 0  # the generation of the membership that wrote it
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors and indexes."""
+        return sum(rank.data_bytes + rank.index_bytes for rank in self.ranks)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The text of a manifest, with the digest of the rest of it inside; raises ValueError for meta that is not JSON."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world": manifest.world,
+        "attempt": manifest.attempt,
+        "epoch": manifest.epoch,
+        "code": manifest.code,
+        "meta": manifest.meta,
+        "ranks": [asdict(rank) for rank in manifest.ranks],
+    }
+    return encode_json({**body, "sha256": hashlib.sha256(encode_json(body)).hexdigest()})
+
+
+def read_manifest(folder: CheckpointFolder) -> Manifest:
+    """The manifest of a committed folder; raises DamagedCheckpoint when a single bit of it is not what was written."""
+    path = folder.location / paths.MANIFEST
+    try:
+        data = read_small_file(folder.open(paths.MANIFEST), most_bytes=MOST_MANIFEST_BYTES)
+    except OSError as error:
+        why = "without it nothing vouches for the other files"
+        raise damaged_checkpoint(path, f"cannot be read: {os_error_text(error)}", why=why) from error
+    try:
+        manifest = _decode_manifest(data)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise damaged_checkpoint(path, f"is not a sound manifest: {reason}") from error
+    if manifest.step != paths.commit_step(folder.location.name):
+        what = f"is the manifest of step {manifest.step}, in the folder {folder.location.name}"
+        raise damaged_checkpoint(path, what, why="it vouches for other files")
+    return manifest
+
+
+def _decode_manifest(data: bytes) -> Manifest:
+    body = decode_json(data)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise ValueError(f"it does not say format {FORMAT}")
+    if body.get("version") != VERSION:
+        raise ValueError(f"it has version {body.get('version')!r}, and this Phalanx reads version {VERSION}")
+    digest = body.pop("sha256")
+    if digest != hashlib.sha256(encode_json(body)).hexdigest() or data != encode_json({**body, "sha256": digest}):
+        raise ValueError("its digest does not match its text")
+    for row in body["ranks"]:
+        counts = all(is_count(row[key]) for key in ("data_bytes", "index_bytes", "tensors"))
+        if not counts or not isinstance(row["index_sha256"], str):
+            raise ValueError("an entry of ranks is not two sizes, a digest and a number of tensors")
+    ranks = tuple(RankFiles(**row) for row in body["ranks"])
+    known = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
+    manifest = Manifest(ranks=ranks, epoch=body.get("epoch", 0), **known)
+    if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
+        raise ValueError(
+            f"it lists {plural(len(ranks), 'rank')} for step {manifest.step!r} of a world size of {manifest.world!r}"
+        )
+    if not paths.is_attempt(manifest.attempt) or not is_count(manifest.epoch):
+        raise ValueError(f"it is of attempt {manifest.attempt!r}, epoch {manifest.epoch!r}")
+    return manifest
+
+
+# The index of a rank, and the safetensors header that must agree with it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankIndex:
+    """Everything one rank wrote: its header, its shards, and what is its alone (its random state, say)."""
 
     rank: int
     header_bytes: int
     header_sha256: str
-    entries: tuple[Entry, ...]
+    shards: tuple[StoredShard, ...]
     meta: Mapping[str, JSON]
 
 
-def encode(index: Index) -> bytes:
+def safetensors_header(shards: Iterable[StoredShard]) -> bytes:
+    """The one header of these shards, in file order: eight bytes of length and a table, padded to eight."""
+    table: dict[str, object] = {RESERVED: {"format": "pt"}}
+    end = 0
+    for shard in shards:
+        begin, end = end, end + shard.size_bytes
+        tag = STORED_DTYPES[shard.dtype].tag
+        table[shard.name] = {"dtype": tag, "shape": list(shard.region.size), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def encode_rank_index(index: RankIndex) -> bytes:
     """The text of an index, a line per tensor."""
     rows = [
         {
-            "name": entry.name,
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "start": entry.box.start,
-            "local": entry.box.size,
-            "offset": entry.offset,
-            "bytes": entry.size_bytes,
-            "sha256": entry.sha256,
+            "name": shard.name,
+            "dtype": shard.dtype,
+            "shape": shard.shape,
+            "start": shard.region.start,
+            "local": shard.region.size,
+            "offset": shard.offset,
+            "bytes": shard.size_bytes,
+            "sha256": shard.sha256,
         }
-        for entry in index.entries
+        for shard in index.shards
     ]
     header = {"bytes": index.header_bytes, "sha256": index.header_sha256}
-    head = f'{{"rank":{index.rank},\n"header":{to_line(header)},\n"meta":{to_line(index.meta)},\n"tensors":[\n'
-    return (head + ",\n".join(map(to_line, rows)) + "\n]}\n").encode("ascii")
+    head = f'{{"rank":{index.rank},\n"header":{_json_line(header)},\n"meta":{_json_line(index.meta)},\n"tensors":[\n'
+    return (head + ",\n".join(map(_json_line, rows)) + "\n]}\n").encode("ascii")
 
 
-def read_index(parts: Folder, rank: int, files: RankFiles) -> Index:
-    """The index of a rank, as the manifest vouches for it; raises Damaged."""
-    path = parts.place / names.index_name(rank)
+def read_rank_index(folder: CheckpointFolder, rank: int, files: RankFiles) -> RankIndex:
+    """The index of a rank, as the manifest vouches for it; raises DamagedCheckpoint."""
+    path = folder.location / paths.index_name(rank)
     try:
-        data = read_whole(parts.open(path.name), most_bytes=min(files.index_bytes, MOST_BYTES))
+        data = read_small_file(folder.open(path.name), most_bytes=min(files.index_bytes, MOST_INDEX_BYTES))
     except OSError as error:
-        raise damaged(path, f"cannot be read: {reason(error)}") from error
+        raise damaged_checkpoint(path, f"cannot be read: {os_error_text(error)}") from error
     if len(data) != files.index_bytes or hashlib.sha256(data).hexdigest() != files.index_sha256:
-        raise damaged(path, "is not what the manifest says was written: its digest differs")
+        raise damaged_checkpoint(path, "is not what the manifest says was written: its digest differs")
     try:
-        return _decode(from_text(data), rank, files)
+        return _decode_rank_index(decode_json(data), rank, files)
     except (ValueError, TypeError, KeyError) as error:
-        raise damaged(path, f"is not a sound index: {error}") from error
+        raise damaged_checkpoint(path, f"is not a sound index: {error}") from error
 
 
-def _decode(body: Any, rank: int, files: RankFiles) -> Index:
+def _decode_rank_index(body: Any, rank: int, files: RankFiles) -> RankIndex:
     header = body["header"]
     if body["rank"] != rank or not is_count(header["bytes"]) or not isinstance(body["meta"], dict):
         raise ValueError(f"it is not the index of rank {rank}")
-    entries = tuple(_entry(row, rank) for row in body["tensors"])
-    if len(entries) != files.tensors:
-        raise ValueError(f"it lists {len(entries)} tensors, and the manifest counts {files.tensors}")
-    _check_places(entries, header["bytes"], files.data_bytes)
-    return Index(
+    shards = tuple(_decode_shard(row, rank) for row in body["tensors"])
+    if len(shards) != files.tensors:
+        raise ValueError(f"it lists {len(shards)} tensors, and the manifest counts {files.tensors}")
+    if len({shard.name for shard in shards}) != len(shards):
+        raise ValueError("it names a tensor twice")
+    # Shards follow each other without a gap from the header to the end, so that every byte has a digest.
+    end = header["bytes"]
+    for shard in shards:
+        if shard.offset != end:
+            raise ValueError(f"{shard.name} lies at byte {shard.offset:,}, not at {end:,}")
+        end += shard.size_bytes
+    if end != files.data_bytes:
+        raise ValueError(f"its tensors end at byte {end:,} of {files.data_bytes:,}")
+    return RankIndex(
         rank=rank,
         header_bytes=header["bytes"],
         header_sha256=header["sha256"],
-        entries=entries,
+        shards=shards,
         meta=body["meta"],
     )
 
 
-def _check_places(entries: Sequence[Entry], header_bytes: int, data_bytes: int) -> None:
-    """Boxes follow each other without a gap from the header to the end, so that every byte has a digest."""
-    if len({entry.name for entry in entries}) != len(entries):
-        raise ValueError("it names a tensor twice")
-    end = header_bytes
-    for entry in entries:
-        if entry.offset != end:
-            raise ValueError(f"{entry.name} lies at byte {entry.offset:,}, not at {end:,}")
-        end += entry.size_bytes
-    if end != data_bytes:
-        raise ValueError(f"its tensors end at byte {end:,} of {data_bytes:,}")
-
-
-def _entry(row: Any, rank: int) -> Entry:
-    shape, box = _ints(row["shape"]), Box(_ints(row["start"]), _ints(row["local"]))
-    entry = Entry(
+def _decode_shard(row: Any, rank: int) -> StoredShard:
+    shape, region = _decode_ints(row["shape"]), Region(_decode_ints(row["start"]), _decode_ints(row["local"]))
+    shard = StoredShard(
         name=row["name"],
         dtype=row["dtype"],
         shape=shape,
-        box=box,
+        region=region,
         rank=rank,
         offset=row["offset"],
         size_bytes=row["bytes"],
         sha256=row["sha256"],
     )
-    if not isinstance(entry.name, str) or entry.dtype not in KINDS or not is_count(entry.offset):
-        raise ValueError(f"{entry.name!r} has dtype {entry.dtype!r} and offset {entry.offset!r}")
-    if not len(shape) == len(box.start) == len(box.size) <= MOST_DIMS or any(map(int.__gt__, box.end, shape)):
-        raise ValueError(f"{entry.name}: the box {box} is not inside the shape {list(shape)}")
-    if not box.volume or entry.size_bytes != prod(box.size) * KINDS[entry.dtype].size_bytes:
-        raise ValueError(f"{entry.name}: {entry.size_bytes!r} bytes do not hold {list(box.size)} of {entry.dtype}")
-    return entry
+    if not isinstance(shard.name, str) or shard.dtype not in STORED_DTYPES or not is_count(shard.offset):
+        raise ValueError(f"{shard.name!r} has dtype {shard.dtype!r} and offset {shard.offset!r}")
+    if not len(shape) == len(region.start) == len(region.size) <= MOST_DIMS or any(map(int.__gt__, region.end, shape)):
+        raise ValueError(f"{shard.name}: {region} is not inside the shape {list(shape)}")
+    if not region.volume or shard.size_bytes != region.volume * STORED_DTYPES[shard.dtype].size_bytes:
+        raise ValueError(f"{shard.name}: {shard.size_bytes!r} bytes do not hold {list(region.size)} of {shard.dtype}")
+    return shard
 
 
-def _ints(values: Any) -> tuple[int, ...]:
+def _decode_ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(map(is_count, values)):
         raise ValueError(f"{values!r} is not a list of whole numbers")
     return tuple(values)
+
+
+# Shards of several ranks, held against each other.
+
+
+def check_same_tensor(where: object, first: StoredShard, shard: StoredShard) -> None:
+    """Raises DamagedCheckpoint unless two shards are of one and the same tensor."""
+    if (shard.dtype, shard.shape) != (first.dtype, first.shape):
+        what = (
+            f"{shard.name} is {first.dtype} {list(first.shape)} for rank {first.rank} "
+            f"and {shard.dtype} {list(shard.shape)} for rank {shard.rank}"
+        )
+        raise damaged_checkpoint(where, what, why="the ranks that wrote it did not run the same model")
+
+
+def check_coverage(name: str, region: Region, parts: Sequence[tuple[StoredShard, Region]]) -> None:
+    """Raises DamagedCheckpoint unless `parts`, each the part of `region` that a shard holds, tile it exactly."""
+    try:
+        gap = first_coverage_gap(region, [part for _, part in parts])
+    except OverflowError as error:
+        raise damaged_checkpoint(name, f"is split beyond measure: {error}") from error
+    if gap is None:
+        return
+    where = f"elements {list(gap.region.start)} to {list(gap.region.end)} (end excluded)"
+    if not gap.times:
+        raise damaged_checkpoint(name, f"has a hole: no rank wrote {where}")
+    ranks = [str(shard.rank) for shard, part in parts if shared_region(part, gap.region)]
+    raise damaged_checkpoint(name, f"is there twice: ranks {', '.join(ranks)} all wrote {where}")

@@ -1,7 +1,7 @@
-"""Save: every rank writes its own files and says so; rank 0 sees all of them, writes the manifest and commits.
+"""Save: every rank writes its own files and leaves a note; rank 0 sees all notes, writes the manifest and commits.
 
-No rank needs the plan of another and there is no collective: a save may run in a thread beside the training. The save
-points, in order, are handed to `point`, so that drills can stop a process at each of them:
+No rank needs the plan of another and there is no collective: a save may run in a thread beside the training
+(async_saver.py). The save points, in order, are handed to `point`, so that drills can stop a process at each of them:
 
 rank    begin · data · index · done
 rank 0  all · manifest · set-aside · commit · prune
@@ -12,49 +12,62 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from threading import Event
 
 import torch
 
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import PhalanxError, Problem, SystemFailure, mistake
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.state import index as index_file
-from phalanx.train.state import manifest as manifest_file
-from phalanx.train.state import names
-from phalanx.train.state.jsontext import JSON, to_text
-from phalanx.train.state.manifest import Manifest, RankFiles
-from phalanx.train.state.notes import Abandoned, tell_done, tell_failed, wait_for_ranks
-from phalanx.train.state.prune import prune
-from phalanx.train.state.shard import write_shard
-from phalanx.train.state.storage import Draft, Storage, storage_of
-from phalanx.train.state.streams import reason
-from phalanx.train.state.url import Place
+from phalanx.train.state import paths
+from phalanx.train.state.index import (
+    JSON,
+    Manifest,
+    RankFiles,
+    RankIndex,
+    decode_json,
+    encode_json,
+    encode_manifest,
+    encode_rank_index,
+    safetensors_header,
+)
+from phalanx.train.state.paths import CHUNK_BYTES, Location, os_error_text
+from phalanx.train.state.retention import prune_commits
+from phalanx.train.state.shards import lay_out_shards, owned_shards, tensor_bytes
+from phalanx.train.state.storage import CheckpointDraft, CheckpointStorage, open_storage
 
 # Longest wait of rank 0 for the slowest rank. BLOOM's 2.3 TB took 40 s on 384 GPUs; storage under load has bad days.
-TIMEOUT_S = 600.0
+SAVE_TIMEOUT_S = 600.0
+# Rank 0 looks again after a fiftieth of the time it has waited: it hears of the last rank at most 2 % late.
+FIRST_LOOK_S, LAST_LOOK_S, LOOKS = 0.002, 0.2, 50
+NOTE_BYTES = 2**16  # the longest note of a rank
+MOST_UNHASHED = 4  # tensors written and not yet hashed
 
-Fence = Callable[[], AbstractContextManager[None]]
+CommitFence = Callable[[], AbstractContextManager[None]]
+
+
+class SaveAbandoned(Exception):
+    """The save was given up by the process that began it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote.
 
-    `seconds` lie between the call and the commit, or the safety of this rank's part; old checkpoints go after that.
+    `seconds` lie between the call and the commit, or the safety of this rank's files; old checkpoints go after that.
     """
 
-    path: Place
+    path: Location
     step: int
     bytes: int
     seconds: float
 
 
-def save(
-    root: Place | str | Storage,
+def save_checkpoint(
+    root: Location | str | CheckpointStorage,
     *,
     step: int,
     attempt: str,
@@ -65,23 +78,25 @@ def save(
     keep: int = 2,
     epoch: int = 0,
     rank_meta: Mapping[str, JSON] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    fence: Fence = nullcontext,
+    timeout_s: float = SAVE_TIMEOUT_S,
+    fence: CommitFence = nullcontext,
     abandoned: Event | None = None,
     point: Callable[[str], None] = lambda name: None,
-) -> Saved:
-    """Write this rank's part of a checkpoint; on rank 0 also commit it and delete all but the newest `keep`.
+) -> SavedCheckpoint:
+    """Write this rank's shards of a checkpoint; on rank 0 also commit it and delete all but the newest `keep`.
 
     `attempt` is the same on all ranks and new for every start of the job: files a dead job left behind cannot be taken
     for ours. `meta` of rank 0 goes into the manifest, `rank_meta` into the index of each rank. Rank 0 commits inside
     `fence()`; what that raises means that nothing was committed. Raises SystemFailure when the disk refuses or a rank
-    is missing after `timeout_s`, Abandoned when `abandoned` is set; earlier checkpoints are then as they were.
+    is missing after `timeout_s`, SaveAbandoned when `abandoned` is set; earlier checkpoints are then as they were.
     """
     began = time.monotonic()
-    _check(step=step, rank=rank, world=world, keep=keep, epoch=epoch)
+    if step < 0 or keep < 1 or epoch < 0 or not 0 <= rank < world:
+        what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
+        raise mistake("checkpoint", what, fix="step and epoch from 0 on, keep from 1 on, rank below world")
     _check_meta(meta)
     _check_meta(rank_meta or {})
-    storage, abandoned = storage_of(root), abandoned or Event()
+    storage, abandoned = open_storage(root), abandoned or Event()
     draft = storage.draft(step, attempt)
     try:
         point("begin")
@@ -90,33 +105,35 @@ def save(
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
             point("all")
             manifest = Manifest(
-                step=step, world=world, attempt=attempt, epoch=epoch, code=_code(), meta=meta, ranks=ranks
+                step=step, world=world, attempt=attempt, epoch=epoch, code=_code_version(), meta=meta, ranks=ranks
             )
             _commit(draft, manifest, fence, abandoned, point)
     except BaseException as error:
         _clean_up(draft, rank, error)
         if isinstance(error, OSError):
-            raise _refused(draft, step, error) from error
+            raise _save_failure(draft, step, error) from error
         raise
-    path = storage.root / names.commit_name(step)
-    saved = Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
+    path = storage.root / paths.commit_name(step)
+    saved = SavedCheckpoint(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
     if rank == 0:
         point("commit")
         with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
             draft.tidy()
             # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
-            prune(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.family(attempt))
+            prune_commits(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=paths.attempt_family(attempt))
         point("prune")
     return saved
 
 
-def _check(*, step: int, rank: int, world: int, keep: int, epoch: int) -> None:
-    if step < 0 or keep < 1 or epoch < 0 or not 0 <= rank < world:
-        what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
-        raise mistake("checkpoint", what, fix="step and epoch from 0 on, keep from 1 on, rank below world")
+def _check_meta(meta: Mapping[str, JSON]) -> None:
+    try:
+        encode_json(dict(meta))
+    except (TypeError, ValueError) as error:
+        what = f"meta cannot be written as JSON: {error}"
+        raise mistake("checkpoint", what, fix="numbers, texts and lists") from error
 
 
-def _code() -> str:
+def _code_version() -> str:
     try:
         ours = version("phalanx")
     except PackageNotFoundError:  # run from a source tree that was never installed
@@ -124,70 +141,150 @@ def _code() -> str:
     return f"phalanx {ours}, torch {torch.__version__}"
 
 
-def _check_meta(meta: Mapping[str, JSON]) -> None:
-    try:
-        to_text(dict(meta))
-    except (TypeError, ValueError) as error:
-        raise mistake(
-            "checkpoint", f"meta cannot be written as JSON: {error}", fix="numbers, texts and lists"
-        ) from error
-
-
 def _write_rank(
-    draft: Draft,
+    draft: CheckpointDraft,
     rank: int,
     pieces: Sequence[Piece],
     meta: Mapping[str, JSON],
     abandoned: Event,
     point: Callable[[str], None],
 ) -> int:
+    """Write file and index of a rank, then its note; returns the bytes."""
     draft.begin()
-    index = write_shard(draft, rank, pieces, meta, partial(_go_on, abandoned))
+    index = _write_rank_file(draft, rank, pieces, meta, abandoned)
     point("data")
-    text = index_file.encode(index)
-    draft.put(names.index_name(rank), text)
+    text = encode_rank_index(index)
+    draft.put(paths.index_name(rank), text)
     point("index")
-    data_bytes = index.header_bytes + sum(entry.size_bytes for entry in index.entries)
-    digest = hashlib.sha256(text).hexdigest()
-    tensors = len(index.entries)
-    tell_done(
-        draft, rank, RankFiles(data_bytes=data_bytes, index_bytes=len(text), index_sha256=digest, tensors=tensors)
+    files = RankFiles(
+        data_bytes=index.header_bytes + sum(shard.size_bytes for shard in index.shards),
+        index_bytes=len(text),
+        index_sha256=hashlib.sha256(text).hexdigest(),
+        tensors=len(index.shards),
     )
+    draft.note(paths.done_name(rank), encode_json(asdict(files)))
     point("done")
-    return data_bytes + len(text)
+    return files.data_bytes + files.index_bytes
 
 
-def _go_on(abandoned: Event) -> None:
+def _write_rank_file(
+    draft: CheckpointDraft, rank: int, pieces: Sequence[Piece], meta: Mapping[str, JSON], abandoned: Event
+) -> RankIndex:
+    """Write the tensors of a rank, hashed meanwhile, and flush them; returns the index."""
+    mine = owned_shards(pieces)
+    laid_out = lay_out_shards(mine, rank)
+    header = safetensors_header(laid_out)
+    size_bytes = len(header) + sum(shard.size_bytes for shard in laid_out)
+    # The file is flushed while the last digests are still computed: the inner block ends first.
+    with ThreadPoolExecutor(max_workers=1) as hasher:
+        digests: list[Future[str]] = []
+        with draft.create(paths.data_name(rank), size_bytes) as writer:
+            writer.write(memoryview(header))
+            for one in mine:
+                data = tensor_bytes(one.tensor)
+                digests.append(hasher.submit(_hex_sha256, data))
+                for begin in range(0, len(data), CHUNK_BYTES):
+                    _raise_if_abandoned(abandoned)
+                    writer.write(data[begin : begin + CHUNK_BYTES])
+                # Hashing may lag behind, but not by the whole state: it may be a copy of what is on a GPU.
+                if len(digests) > MOST_UNHASHED:
+                    digests[-1 - MOST_UNHASHED].result()
+    shards = tuple(
+        replace(shard, offset=len(header) + shard.offset, sha256=digest.result())
+        for shard, digest in zip(laid_out, digests, strict=True)
+    )
+    return RankIndex(
+        rank=rank, header_bytes=len(header), header_sha256=_hex_sha256(memoryview(header)), shards=shards, meta=meta
+    )
+
+
+def _hex_sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _raise_if_abandoned(abandoned: Event) -> None:
     if abandoned.is_set():
-        raise Abandoned
+        raise SaveAbandoned
 
 
-def _commit(draft: Draft, manifest: Manifest, fence: Fence, abandoned: Event, point: Callable[[str], None]) -> None:
-    text = manifest_file.encode(manifest)
-    draft.seal(text, map(names.done_name, range(manifest.world)))
+def wait_for_ranks(
+    draft: CheckpointDraft, *, step: int, world: int, timeout_s: float, abandoned: Event
+) -> tuple[RankFiles, ...]:
+    """What all ranks wrote, in order; raises SystemFailure when one is missing or gave up, SaveAbandoned when told to.
+
+    A rank that has made its files safe leaves a note (rank-00000.done); one that gives up leaves another
+    (rank-00000.failed), so that rank 0 need not wait for it.
+    """
+    began = time.monotonic()
+    wanted = [paths.done_name(rank) for rank in range(world)]
+    while True:
+        here = draft.notes()
+        failed = sorted(name for name in here if name.endswith(".failed"))
+        if failed:
+            text = draft.read_notes(failed[:1], most_bytes=NOTE_BYTES)[0].decode("utf-8", "replace")
+            what = f"step {step} is not saved: {failed[0].removesuffix('.failed')} gave up: {text}"
+            raise SystemFailure(Problem(where=str(draft.location), what=what, why="the checkpoint before it is intact"))
+        missing = [rank for rank, name in enumerate(wanted) if name not in here]
+        if not missing:
+            return tuple(RankFiles(**decode_json(text)) for text in draft.read_notes(wanted, most_bytes=NOTE_BYTES))
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            raise _ranks_late(draft, step, missing, timeout_s)
+        if abandoned.wait(min(max(waited_s / LOOKS, FIRST_LOOK_S), LAST_LOOK_S)):
+            raise SaveAbandoned
+
+
+def _ranks_late(draft: CheckpointDraft, step: int, missing: Sequence[int], timeout_s: float) -> SystemFailure:
+    some = ", ".join(map(str, missing[:4])) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    return SystemFailure(
+        Problem(
+            where=str(draft.location),
+            what=f"step {step} is not saved: rank {some} did not write its shards in {timeout_s:g} s",
+            why="a checkpoint counts only when every rank's shards are stored; the one before is intact",
+            fix="look at the log of that rank, and that all ranks see the same file system",
+        )
+    )
+
+
+def _commit(
+    draft: CheckpointDraft,
+    manifest: Manifest,
+    fence: CommitFence,
+    abandoned: Event,
+    point: Callable[[str], None],
+) -> None:
+    text = encode_manifest(manifest)
+    draft.seal(text, map(paths.done_name, range(manifest.world)))
     point("manifest")
     with fence():
         point("set-aside")  # the last moment at which the checkpoint before still counts
-        _go_on(abandoned)
+        _raise_if_abandoned(abandoned)
         draft.commit(text)
 
 
-def _clean_up(draft: Draft, rank: int, error: BaseException) -> None:
+def _clean_up(draft: CheckpointDraft, rank: int, error: BaseException) -> None:
     """Leave nothing half: rank 0 takes the folder away, another rank its own files, with a note for rank 0."""
     if rank == 0:
         draft.discard()
         return
-    draft.withdraw([names.data_name(rank), names.index_name(rank), names.done_name(rank)])
+    draft.withdraw([paths.data_name(rank), paths.index_name(rank), paths.done_name(rank)])
+    if isinstance(error, OSError):
+        text = os_error_text(error)
+    elif isinstance(error, PhalanxError):
+        text = error.problems[0].render().splitlines()[0]
+    else:
+        text = f"{type(error).__name__}: {error}"
     with suppress(OSError):
-        tell_failed(draft, rank, error)
+        draft.note(paths.failed_name(rank), text.encode()[:NOTE_BYTES])
 
 
-def _refused(draft: Draft, step: int, error: OSError) -> SystemFailure:
-    gone = isinstance(error, FileNotFoundError) and draft.is_gone()
+def _save_failure(draft: CheckpointDraft, step: int, error: OSError) -> SystemFailure:
+    is_gone = isinstance(error, FileNotFoundError) and draft.is_gone()
+    reason = "rank 0 gave up and took the folder away" if is_gone else os_error_text(error)
     return SystemFailure(
         Problem(
-            where=str(draft.place),
-            what=f"step {step} is not saved: {'rank 0 gave up and took the folder away' if gone else reason(error)}",
+            where=str(draft.location),
+            what=f"step {step} is not saved: {reason}",
             why="the checkpoint before it is intact",
             fix="free space on this disk, or name another folder",
         )

@@ -10,7 +10,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class TraceGroup:
     """The ranks of a communicator and the axis of the mesh they stand on."""
 
     axis: str
@@ -23,13 +23,13 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
+class TracedOperation:
     """One call into the communication library."""
 
     kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, send, receive, barrier
     nbytes: int  # of the whole tensor: gathered, reduced, exchanged or sent
     dtype: str
-    group: Group
+    group: TraceGroup
     phase: str
     peer: int = -1  # of a send or receive, as rank of the job
     batch: int = -1  # sends and receives that were posted together share a number
@@ -54,7 +54,7 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
+class MemoryPeak:
     """The fullest moment of a step; `parts_bytes` add up to `nbytes`."""
 
     nbytes: int
@@ -72,9 +72,9 @@ class RankTrace:
     place: Mapping[str, tuple[int, int]]  # axis -> (index, size)
     stages: tuple[int, ...]
     layers: tuple[int, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[TracedOperation, ...]
     flops: Mapping[str, Mapping[str, int]]  # phase -> linear or attention -> FLOPs
-    peak: Peak
+    peak: MemoryPeak
     seconds: float = 0.0
     rss_bytes: int = 0
 
@@ -94,7 +94,7 @@ class RankTrace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class MessageRow:
     """Operations of one kind on one axis in one phase, added up."""
 
     axis: str
@@ -107,12 +107,12 @@ class Row:
     sent_bytes: float
 
 
-def rows(trace: RankTrace) -> list[Row]:
+def message_rows(trace: RankTrace) -> list[MessageRow]:
     """The log as a table, by axis and kind in the order of their first call."""
     calls: Counter[tuple[str, str, str]] = Counter()
     nbytes: Counter[tuple[str, str, str]] = Counter()
     sent: dict[tuple[str, str, str], float] = {}
-    groups: dict[str, Group] = {}
+    groups: dict[str, TraceGroup] = {}
     for one in trace.operations:
         key = (one.group.axis, one.kind, one.phase)
         groups.setdefault(one.group.axis, one.group)
@@ -121,7 +121,7 @@ def rows(trace: RankTrace) -> list[Row]:
         sent[key] = sent.get(key, 0.0) + one.sent_bytes
     order = {axis: place for place, axis in enumerate(trace.axes)}
     return [
-        Row(
+        MessageRow(
             axis=axis,
             ranks=len(groups[axis].ranks),
             stride=groups[axis].stride,

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 # What filled the memory, in the order of printing. Storages that nothing else claims belong to the phase they were
 # made in: what forward makes and backward finds are activations, the rest is working memory.
-PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange", "working")
+MEMORY_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange", "working")
 HOST = "host"  # offloaded: counted, but not on the device
 # A new peak is looked at in detail when it is this much above the last one looked at.
 RESOLUTION = 1.001
 BORN = {"forward": "activations"}
 
 
-class Meter:
+class MemoryMeter:
     """Follows storages from their making to their end. Knows nothing of what is in them but what `claim` says."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Meter:
         self.peak_bytes, self._looked, self.peak_parts = 0, 0.0, {}
         self._mark()
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> MemoryMeter:
         # FSDP2 frees and refills the gathered weights by resizing their storage, which no operator shows.
         original = torch.UntypedStorage.resize_
         meter = self
@@ -107,7 +107,7 @@ class Meter:
 
     def _by_part(self) -> dict[str, int]:
         now = {_key(tensor): part for part, tensor in self.look()}
-        found = dict.fromkeys(PARTS, 0)
+        found = dict.fromkeys(MEMORY_PARTS, 0)
         for key, nbytes in self._size.items():
             if key not in self._host:
                 found[now.get(key, self._part[key])] += nbytes

@@ -20,11 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.tracing.calls import group_of, kind_of, payload_of, peer_of, tensors_of
-from phalanx.train.tracing.flops import count_flops, what_of
-from phalanx.train.tracing.log import PHASES, Group, Operation, Peak, RankTrace
-from phalanx.train.tracing.meter import HOST, Meter
-from phalanx.train.tracing.shortcuts import Run, plainly
+from phalanx.train.tracing.log import PHASES, MemoryPeak, RankTrace, TracedOperation, TraceGroup
+from phalanx.train.tracing.meter import HOST, MemoryMeter
+from phalanx.train.tracing.operators import count_flops, flop_kind, group_of, kind_of, payload_of, peer_of, tensors_of
+from phalanx.train.tracing.shortcuts import RunOperator, run_plainly
 
 # Axes whose messages are made for the exchange and thrown away; on the others what arrives is computed with.
 EXCHANGED = ("data", "shard", "replica", "expert data", "world")
@@ -35,13 +34,13 @@ WHERE = torch.ops.prim.device.default
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it before the engine is built; `begin` starts the log, `finish` gives it."""
 
-    def __init__(self, run: Run = plainly) -> None:
+    def __init__(self, run: RunOperator = run_plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
-        self.meter = Meter()
-        self._log: list[Operation] = []
+        self.meter = MemoryMeter()
+        self._log: list[TracedOperation] = []
         self._flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        self._groups: dict[tuple[str, str], Group] = {}
+        self._groups: dict[tuple[str, str], TraceGroup] = {}
         self._axes: Mapping[str, Sequence[str]] = {}
         self._widths: frozenset[int] = frozenset()
         self._updating = False
@@ -103,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layers=tuple(layer for part in engine.parts for layer in part.layers),
             operations=tuple(self._log),
             flops={phase: dict(self._flops[phase]) for phase in PHASES if phase in self._flops},
-            peak=Peak(
+            peak=MemoryPeak(
                 nbytes=meter.peak_bytes,
                 phase=meter.peak_phase,
                 parts_bytes=parts,
@@ -161,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_batch = False
         self._made(out)
         if self._on:
-            what = what_of(op)
+            what = flop_kind(op)
             if what:
                 self._flops[self.meter.phase][what] += count_flops(op, args, named, out)
         return out
@@ -204,7 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         nbytes, dtype = payload_of(args, out)
         self._log.append(
-            Operation(
+            TracedOperation(
                 kind=kind,
                 nbytes=nbytes,
                 dtype=dtype,
@@ -215,14 +214,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
 
-    def _group(self, group: ProcessGroup, kind: str) -> Group:
+    def _group(self, group: ProcessGroup, kind: str) -> TraceGroup:
         key = (group.group_name, kind)
         if key not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             names = self._axes.get(group.group_name, ())
             # Beside the mesh there are the whole job, and the pairs of first and last stage of a tied table.
             whole = "world" if len(ranks) == dist.get_world_size() else "ends"
-            self._groups[key] = Group(axis=axis_of(names, kind) or whole, ranks=ranks)
+            self._groups[key] = TraceGroup(axis=axis_of(names, kind) or whole, ranks=ranks)
         return self._groups[key]
 
 

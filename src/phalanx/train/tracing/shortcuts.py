@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from phalanx.train.tracing.calls import tensors_of
+from phalanx.train.tracing.operators import tensors_of
 
 # Results of these depend on values.
 UNREPEATABLE = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
@@ -31,7 +31,7 @@ SIMPLE = frozenset(
     (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )  # arguments that say all by their value
 
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RunOperator = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]  # of a tensor with a storage of its own; strides in the middle
 Recipe = tuple[Shape, ...]
 
@@ -41,7 +41,7 @@ class Shortcuts:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._ways: dict[Any, Run] = {}
+        self._ways: dict[Any, RunOperator] = {}
         self._recipes: dict[tuple[Any, ...], Recipe | None] = {}
 
     def run(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -51,7 +51,7 @@ class Shortcuts:
             way = self._ways[op] = self._way(op)
         return way(op, args, named)
 
-    def _way(self, op: Any) -> Run:
+    def _way(self, op: Any) -> RunOperator:
         if op is torch.ops.prim.device.default:
             return _place
         if op in BESIDE:
@@ -59,12 +59,12 @@ class Shortcuts:
         if op is torch.ops._c10d_functional.wait_tensor.default:
             return _same
         if op.namespace not in ("aten", "_c10d_functional") or _is_composed(op) or UNREPEATABLE.intersection(op.tags):
-            return plainly
+            return run_plainly
         if op.is_view or op is torch.ops.aten._unsafe_view.default:  # a view that does not say so
             return self._view
         if not op._schema.is_mutable:
             return self._new
-        return _write if op._schema.name.removeprefix("aten::") in IN_PLACE else plainly
+        return _write if op._schema.name.removeprefix("aten::") in IN_PLACE else run_plainly
 
     def _view(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The kernel for shapes alone is C++, and its result shares the storage as it must."""
@@ -98,7 +98,7 @@ class Shortcuts:
         return FakeTensor(self._mode, bare, CPU)
 
 
-def plainly(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def run_plainly(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """torch's own way."""
     return op(*args, **named)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.train.verify.trial import Array, Outcome
+from phalanx.train.verify.trial import Array, TrialOutcome
 from phalanx.units import plural
 
 # How far two right layouts may round apart, relative to the value itself. Each is derived, not fitted:
@@ -99,7 +99,7 @@ class Comparison:
     first: Difference | None
 
 
-def compare(found: Outcome, wanted: Outcome, bounds: Bounds = Bounds()) -> Comparison:  # noqa: B008 (frozen)
+def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = Bounds()) -> Comparison:  # noqa: B008 (frozen)
     """How far `found` is from `wanted`; shares of the value where the bounds are such."""
     last = _apart(found.params[-1], wanted.params[-1]) if wanted.params else {}
     worst = max(last, key=lambda name: last[name], default="")
@@ -121,7 +121,7 @@ def compare(found: Outcome, wanted: Outcome, bounds: Bounds = Bounds()) -> Compa
     )
 
 
-def _differences(found: Outcome, wanted: Outcome, bounds: Bounds) -> Iterator[Difference]:
+def _differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds) -> Iterator[Difference]:
     """In the order in which a step computes: the first is nearest to the cause."""
     pairs = zip(_per_token(found.evaluations), _per_token(wanted.evaluations), strict=True)
     before = [_size(a, b, bounds) for a, b in pairs]
@@ -135,7 +135,7 @@ def _differences(found: Outcome, wanted: Outcome, bounds: Bounds) -> Iterator[Di
         yield Difference(what=found.quarrels[0], kind="copies", step=0, size=0.0, others=len(found.quarrels) - 1)
 
 
-def _step_differences(found: Outcome, wanted: Outcome, bounds: Bounds, index: int) -> Iterator[Difference]:
+def _step_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds, index: int) -> Iterator[Difference]:
     step, more = index + 1, bounds.later if index else 1.0
     if not (size := _size(found.losses[index], wanted.losses[index], bounds)) <= bounds.loss * more:
         yield Difference(what="loss", kind="value", step=step, size=size)

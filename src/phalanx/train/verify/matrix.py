@@ -1,8 +1,9 @@
 """Every kind of layout the planner can emit, crossed with formats, compiling, recompute, offload and compression.
 
-`CASES` is the list; `refusals` says what the trainer refuses of a case before anything starts, `trial_of` makes the
-rest of it a few steps of a tiny model, `reference_of` the same on one process. The list is made by rule, not by hand:
-each layout in bf16 eager and compiled, then formats, recompute, offload and compression on one layout of each kind.
+`MATRIX_CASES` is the list; `refusals` says what the trainer refuses of a case before anything starts, `trial_of` makes
+the rest of it a few steps of a tiny model, `reference_of` the same on one process. The list is made by rule, not by
+hand: each layout in bf16 eager and compiled, then formats, recompute, offload and compression on one layout of each
+kind.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from phalanx.job.schema import SECTIONS, Batch, Data, Job, Parallel, Precision, 
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward, trainer_problems
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import Bounds, Comparison, compare
-from phalanx.train.verify.shrink import GENTLE_LR, alone
-from phalanx.train.verify.trial import Outcome, Trial
+from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
+from phalanx.train.verify.small_trial import GENTLE_LR, reference_trial
+from phalanx.train.verify.trial import Trial, TrialOutcome
 
 SEQUENCE, SEQUENCES, STEPS = 64, 16, 5
 DENSE = ModelShape(name="dense", layers=2, hidden=64, heads=8, kv_heads=4, head_dim=16, ffn=128, vocab=256)
@@ -34,7 +35,7 @@ Sizes = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class MatrixCase:
     """One combination."""
 
     layout_name: str
@@ -132,10 +133,10 @@ WIRED = {
 }
 
 
-def _cases() -> list[Case]:
-    def case(name: str, **more: object) -> Case:
+def _cases() -> list[MatrixCase]:
+    def case(name: str, **more: object) -> MatrixCase:
         shape, sizes = LAYOUTS[name]
-        return Case(layout_name=name, shape=shape, layout=tuple(sorted(sizes.items(), key=str)), **more)  # type: ignore[arg-type]
+        return MatrixCase(layout_name=name, shape=shape, layout=tuple(sorted(sizes.items(), key=str)), **more)  # type: ignore[arg-type]
 
     def splits(name: str) -> bool:
         return LAYOUTS[name][1].get("schedule") == "zero-bubble"
@@ -161,15 +162,15 @@ def _cases() -> list[Case]:
     return found
 
 
-CASES = _cases()
+MATRIX_CASES = _cases()
 
 
-def sample(cases: Sequence[Case], count: int, seed: str) -> list[Case]:
+def sample_cases(cases: Sequence[MatrixCase], count: int, seed: str) -> list[MatrixCase]:
     """`count` of the cases: those whose name has the lowest digest with the seed. The same seed, the same cases."""
     return sorted(cases, key=lambda case: hashlib.sha256(f"{seed}:{case.name}".encode()).hexdigest())[:count]
 
 
-def layout_of(case: Case) -> Layout:
+def layout_of(case: MatrixCase) -> Layout:
     """The layout of a case, for a global batch of 16 sequences."""
     sizes = {name: value for name, value in case.sizes.items() if name != "context_kind"}
     base = Layout(
@@ -184,7 +185,7 @@ def layout_of(case: Case) -> Layout:
     return replace(made, micro_batch=micro, accumulation=SEQUENCES // (made.data * micro))
 
 
-def job_of(case: Case) -> Job:
+def job_of(case: MatrixCase) -> Job:
     """The job that a person would write for it."""
     sections = {name: made() for name, made in SECTIONS.items()}
     sections |= {
@@ -197,7 +198,7 @@ def job_of(case: Case) -> Job:
     return Job(name="matrix", model=SHAPES[case.shape], **sections)  # type: ignore[arg-type]
 
 
-def refusals(case: Case, *, device: str) -> list[Problem]:
+def refusals(case: MatrixCase, *, device: str) -> list[Problem]:
     """What `phalanx train` refuses of it before anything starts; none when it runs."""
     layout = layout_of(case)
     cluster = resolve(f"{layout.devices}xH200" if device == "cuda" else f"cpu:{layout.devices}")
@@ -207,7 +208,7 @@ def refusals(case: Case, *, device: str) -> list[Problem]:
     return found
 
 
-def trial_of(case: Case, *, device: str) -> Trial:
+def trial_of(case: MatrixCase, *, device: str) -> Trial:
     """Five steps of it, losses and gradient norms."""
     job, layout = job_of(case), layout_of(case)
     return Trial(
@@ -222,7 +223,7 @@ def trial_of(case: Case, *, device: str) -> Trial:
     )
 
 
-def exact_trial_of(case: Case, *, backend: str = "aot_eager") -> Trial:
+def exact_trial_of(case: MatrixCase, *, backend: str = "aot_eager") -> Trial:
     """The same in float64 on CPUs, with every tensor compared; compiled graphs without a compiler."""
     trial = trial_of(replace(case, precision="fp32", compression="none"), device="cpu")
     settings = replace(trial.settings, compute="fp64", reduce="fp64", master="fp64", compile_backend=backend)
@@ -231,7 +232,7 @@ def exact_trial_of(case: Case, *, backend: str = "aot_eager") -> Trial:
 
 def reference_of(trial: Trial) -> Trial:
     """One process, the same format, compiled or not, and uncompressed."""
-    one = alone(trial)
+    one = reference_trial(trial)
     layout = replace(one.settings.layout, compression="none", micro_batch=4, accumulation=SEQUENCES // 4)
     return replace(one, settings=replace(one.settings, layout=layout, context_kind="ring"))
 
@@ -244,22 +245,22 @@ def reference_name(trial: Trial) -> str:
     return f"one process, {trial.shape.name}, {settings.compute}, {how}{recomputed}"
 
 
-def bounds_of(case: Case) -> Bounds:
+def bounds_of(case: MatrixCase) -> Bounds:
     """What counts as equal: the rounding of the format, and of the gradients on the wire."""
     return Bounds.rounded(case.precision, also=COMPRESSED.get(case.compression, 0.0))
 
 
-def judge(case: Case, found: Outcome, wanted: Outcome) -> Comparison:
+def judge_case(case: MatrixCase, found: TrialOutcome, wanted: TrialOutcome) -> Comparison:
     """How far a case is from its reference.
 
     PowerSGD sends approximations of rank 4: their norm is another, and only the losses are held, to a twentieth.
     """
     if case.compression == "powersgd":
         kept = replace(found, norms=wanted.norms)
-        return compare(kept, wanted, replace(bounds_of(case), later=0.05 / bounds_of(case).loss))
-    return compare(found, wanted, bounds_of(case))
+        return compare_outcomes(kept, wanted, replace(bounds_of(case), later=0.05 / bounds_of(case).loss))
+    return compare_outcomes(found, wanted, bounds_of(case))
 
 
-def runs_compiled(case: Case) -> bool:
+def runs_compiled(case: MatrixCase) -> bool:
     """Whether anything of it is compiled, so that a second start differs from the first."""
     return case.compiled and not splits_backward(layout_of(case))

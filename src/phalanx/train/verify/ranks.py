@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankPlace:
     """Where ranks run, and with what in their environment."""
 
     device: str = "cpu"  # or "cuda"
@@ -53,11 +53,11 @@ class Place:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-CORES = Place()
+CORES = RankPlace()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class RankTask:
     """What a rank is told."""
 
     task: Callable[..., Any]
@@ -65,13 +65,13 @@ class Order:
     store: str
     rank: int
     world: int
-    place: Place
+    place: RankPlace
     limit_s: float
     debug: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class RankFailure:
     """What a rank sends instead of an answer."""
 
     user: bool  # the job is wrong, not the machine
@@ -106,7 +106,7 @@ def run_ranks(
     *arguments: object,
     limit_s: float = LIMIT_S,
     debug: bool = True,
-    place: Place = CORES,
+    place: RankPlace = CORES,
 ) -> list[T]:
     """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
 
@@ -117,7 +117,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
         store = str(Path(folder) / "store")
         orders = [
-            Order(
+            RankTask(
                 task=task,
                 arguments=arguments,
                 store=store,
@@ -139,7 +139,7 @@ def _context() -> ForkServerContext:
 
 
 @contextmanager
-def _process(order: Order) -> Any:
+def _process(order: RankTask) -> Any:
     """One rank; gone when this ends, however it ends."""
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
@@ -158,7 +158,7 @@ def _process(order: Order) -> Any:
 
 def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: float) -> list[Any]:
     answers: dict[int, Any] = {}
-    failed: list[tuple[int, Failure]] = []
+    failed: list[tuple[int, RankFailure]] = []
     deadline = time.monotonic() + limit_s
     while len(answers) < len(ranks):
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in answers}
@@ -169,7 +169,7 @@ def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: flo
             assert isinstance(pipe, Connection)
             rank = waiting[pipe]
             answers[rank] = _receive(ranks[rank][0], pipe)
-            if isinstance(answers[rank], Failure):
+            if isinstance(answers[rank], RankFailure):
                 failed.append((rank, answers[rank]))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failed:
@@ -186,10 +186,10 @@ def _receive(worker: ForkServerProcess, pipe: Connection) -> Any:
         worker.join(1.0)
         code = worker.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return Failure(user=False, died=True, problems=(Problem(where="", what=f"its process {how}"),))
+        return RankFailure(user=False, died=True, problems=(Problem(where="", what=f"its process {how}"),))
 
 
-def _headline(failed: Sequence[tuple[int, Failure]], world: int) -> PhalanxError:
+def _headline(failed: Sequence[tuple[int, RankFailure]], world: int) -> PhalanxError:
     """A wrong job before a dead process before its neighbours' broken connections; among equals the first to fail."""
     rank, first = min(failed, key=lambda one: (not one[1].user, not one[1].died))
     if first.user:
@@ -210,7 +210,7 @@ def _silent(ranks: Sequence[int], world: int, limit_s: float) -> SystemFailure:
     )
 
 
-def _serve(pipe: Connection, order: Order) -> None:
+def _serve(pipe: Connection, order: RankTask) -> None:
     """What a rank does with its life."""
     die_with(os.getppid())  # the server, which ends with the caller however that ends
     if not order.debug:
@@ -221,7 +221,7 @@ def _serve(pipe: Connection, order: Order) -> None:
         pipe.send(_answer(order))
 
 
-def _answer(order: Order) -> Any:
+def _answer(order: RankTask) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -246,14 +246,14 @@ def _answer(order: Order) -> Any:
         dist.destroy_process_group()
         return found
     except PhalanxError as error:
-        return Failure(user=isinstance(error, UserError), died=False, problems=error.problems)
+        return RankFailure(user=isinstance(error, UserError), died=False, problems=error.problems)
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).strip().replace("\n", "\n  ")
         advice = trace if order.debug else "PHALANX_DEBUG=1 shows the trace of that rank"
-        return Failure(user=False, died=False, problems=(Problem(where="", what=_cause(error), fix=advice),))
+        return RankFailure(user=False, died=False, problems=(Problem(where="", what=_cause(error), fix=advice),))
 
 
-def _take_device(order: Order) -> Any:
+def _take_device(order: RankTask) -> Any:
     """The GPU of a rank, taken in turn; None on CPUs."""
     import torch
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.train.parallel.pieces import Piece
-from phalanx.train.state import Saved, save
+from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 
 Spans = list[tuple[int, int]]
 
@@ -74,10 +74,10 @@ def emptied(ranks):
     return [[blank(one) for one in pieces] for pieces in ranks]
 
 
-def save_all(root: Path, ranks, *, step=100, attempt="a1", meta=None, **options) -> Saved:
+def save_all(root: Path, ranks, *, step=100, attempt="a1", meta=None, **options) -> SavedCheckpoint:
     """Every rank saves, rank 0 last: it then finds all notes and never waits."""
     for rank in reversed(range(len(ranks))):
-        saved = save(
+        saved = save_checkpoint(
             root,
             step=step,
             attempt=attempt,

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
-from phalanx.train.state import Damaged, candidates, load, newest, verify
+from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.reader import newest_checkpoint, sound_checkpoints, verify_checkpoint
+from phalanx.train.state.restore import load_shards
 
 
 def flip(path, bit):
@@ -16,17 +18,17 @@ def flip(path, bit):
 
 
 def assert_refused(kit, folder):
-    """Refused by verify, by a load of everything, and by newest, which then says so and takes the one before."""
-    with pytest.raises(Damaged) as caught:
-        verify(folder)
+    """Refused by verify, by a load of everything, and by newest_checkpoint, which says so and takes the one before."""
+    with pytest.raises(DamagedCheckpoint) as caught:
+        verify_checkpoint(folder)
     pieces = [kit.piece(name, value.zero_()) for name, value in kit.some_tensors().items()]
     loaded = False
     try:
-        load(folder, pieces)
+        load_shards(folder, pieces)
         loaded = True
-    except Damaged:
+    except DamagedCheckpoint:
         assert not any(piece.tensor.any() for piece in pieces)
-    found = newest(folder.parent, verify=True)
+    found = newest_checkpoint(folder.parent, verify=True)
     assert found.step == 100
     assert found.warnings[0].splitlines()[0] in str(caught.value)
     return str(caught.value), loaded
@@ -46,7 +48,7 @@ def test_every_single_flipped_bit_is_refused(kit, saved):
             assert not loaded, (path.name, bit)
         finally:
             flip(path, bit)
-    verify(folder)
+    verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00001.json", "rank-00002.safetensors"])
@@ -105,7 +107,7 @@ def test_a_sound_index_with_another_name_in_it_is_refused(kit, saved):
 def test_an_extra_file_is_refused(kit, saved):
     folder = saved / "step-00000200"
     (folder / ".nfs000123").touch()  # network file systems keep deleted open files under such names
-    verify(folder)
+    verify_checkpoint(folder)
     shutil.copy(folder / "rank-00001.json", folder / "rank-00004.json")
     message, _ = assert_refused(kit, folder)  # it is read by nobody, so that loading may go on
     assert message == f"{folder / 'rank-00004.json'}: does not belong to this checkpoint\n  move it away"
@@ -120,23 +122,23 @@ def test_the_manifest_of_another_step_is_refused(kit, saved):
 
 def test_a_renamed_folder_is_refused(saved):
     (saved / "step-00000200").rename(saved / "step-00000300")
-    found = newest(saved)
+    found = newest_checkpoint(saved)
     assert found.step == 100
     assert "is the manifest of step 200, in the folder step-00000300" in found.warnings[0]
 
 
 def test_all_damaged_is_an_error_and_none_at_all_is_none(saved, tmp_path):
-    assert newest(tmp_path / "nothing") is None
+    assert newest_checkpoint(tmp_path / "nothing") is None
     for folder in saved.iterdir():
         (folder / "manifest.json").unlink()
-    assert list(candidates(saved)) == []
-    with pytest.raises(Damaged) as caught:
-        newest(saved)
+    assert list(sound_checkpoints(saved)) == []
+    with pytest.raises(DamagedCheckpoint) as caught:
+        newest_checkpoint(saved)
     assert len(caught.value.problems) == 2
 
 
 def test_candidates_are_newest_first_and_have_a_manifest(saved):
     flip(saved / "step-00000200" / "rank-00000.safetensors", 500)
-    assert [found.step for found in candidates(saved)] == [200, 100]
+    assert [found.step for found in sound_checkpoints(saved)] == [200, 100]
     flip(saved / "step-00000200" / "manifest.json", 300)
-    assert [found.step for found in candidates(saved)] == [100]
+    assert [found.step for found in sound_checkpoints(saved)] == [100]

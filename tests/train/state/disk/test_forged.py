@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from phalanx.errors import PhalanxError
-from phalanx.train.state import Damaged, load, newest, verify
-from phalanx.train.state.export import read_state
-from phalanx.train.state.jsontext import to_text
+from phalanx.train.state.index import DamagedCheckpoint, encode_json
+from phalanx.train.state.reader import newest_checkpoint, verify_checkpoint
+from phalanx.train.state.restore import load_shards
+from phalanx.train.state.whole_tensors import read_state
 
 
 def forge_manifest(folder, change):
@@ -20,15 +21,15 @@ def forge_manifest(folder, change):
     body = json.loads((folder / "manifest.json").read_text())
     del body["sha256"]
     change(body)
-    body["sha256"] = hashlib.sha256(to_text(body)).hexdigest()
-    (folder / "manifest.json").write_bytes(to_text(body))
+    body["sha256"] = hashlib.sha256(encode_json(body)).hexdigest()
+    (folder / "manifest.json").write_bytes(encode_json(body))
 
 
 def forge_index(folder, change):
     path = folder / "rank-00000.json"
     body = json.loads(path.read_text())
     change(body)
-    data = to_text(body)
+    data = encode_json(body)
     path.write_bytes(data)
     sums = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
     forge_manifest(folder, lambda manifest: manifest["ranks"][0].update(sums))
@@ -40,14 +41,14 @@ def folder(kit, tmp_path):
 
 
 def refusal(kit, folder):
-    with pytest.raises(Damaged) as caught:
-        verify(folder)
+    with pytest.raises(DamagedCheckpoint) as caught:
+        verify_checkpoint(folder)
     with pytest.raises(PhalanxError):
-        load(folder, [kit.piece("w", torch.zeros(4, 3)), kit.piece("v", torch.zeros(2))])
-    with pytest.raises(Damaged):
+        load_shards(folder, [kit.piece("w", torch.zeros(4, 3)), kit.piece("v", torch.zeros(2))])
+    with pytest.raises(DamagedCheckpoint):
         read_state(folder)
-    with pytest.raises(Damaged):
-        newest(folder.parent, verify=True)
+    with pytest.raises(DamagedCheckpoint):
+        newest_checkpoint(folder.parent, verify=True)
     return str(caught.value)
 
 
@@ -97,12 +98,12 @@ def test_a_forged_index_is_refused(kit, folder, change, message):
     [
         (lambda body: body.update(format="zip"), "it does not say format phalanx-checkpoint"),
         (lambda body: body.update(version=2), "it has version 2, and this Phalanx reads version 1"),
-        (lambda body: body.update(world=10**9), "it lists 1 rank for step 100 of a world of 1000000000"),
+        (lambda body: body.update(world=10**9), "it lists 1 rank for step 100 of a world size of 1000000000"),
         (lambda body: body.update(world=0, ranks=[]), "it lists 0 ranks"),
         (lambda body: body.update(step="100"), "it lists 1 rank for step '100'"),
         (lambda body: body.update(ranks=7), "is not a sound manifest"),
         (lambda body: body["ranks"][0].update(path="../../etc/passwd"), "unexpected keyword argument 'path'"),
-        (lambda body: body["ranks"][0].update(index_bytes=-1), "an entry of ranks is not of two sizes, a digest"),
+        (lambda body: body["ranks"][0].update(index_bytes=-1), "an entry of ranks is not two sizes, a digest"),
         (lambda body: body["ranks"][0].update(index_bytes=10**12), "its digest differs"),
         (lambda body: body["ranks"][0].update(tensors=1), "it lists 2 tensors, and the manifest counts 1"),
         (lambda body: body["ranks"][0].update(data_bytes=10**12), "its tensors end at byte"),
@@ -119,7 +120,7 @@ def test_a_forged_manifest_is_refused(kit, folder, change, message):
     ("text", "message"),
     [
         (b"[" * 100_000, "it is nested too deeply"),
-        (b'{"format": 1, "format": 2}', "it says one thing twice"),
+        (b'{"format": 1, "format": 2}', "it has the same key twice"),
         (b'{"step": NaN}', "it holds NaN"),
         (b"\xff\xfe\x00", "is not a sound manifest"),
         (b"[]", "it does not say format"),
@@ -146,7 +147,7 @@ def test_an_index_that_says_one_thing_twice_is_refused(kit, folder):
     path.write_bytes(data)
     sums = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
     forge_manifest(folder, lambda manifest: manifest["ranks"][0].update(sums))
-    assert "is not a sound index: it says one thing twice" in refusal(kit, folder)
+    assert "is not a sound index: it has the same key twice" in refusal(kit, folder)
 
 
 @pytest.mark.parametrize("name", ["../../../escape", "/absolute", "a\x00b", "__metadata__", "#rank-00000/x"])
@@ -202,15 +203,17 @@ import resource, sys
 from pathlib import Path
 import torch
 from phalanx.errors import PhalanxError
-from phalanx.train.state import load, newest, verify
-from phalanx.train.state.export import read_state
+from phalanx.train.state.restore import load_shards
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.reader import verify_checkpoint
+from phalanx.train.state.whole_tensors import read_state
 from phalanx.train.parallel.pieces import Piece
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32,) * 2)
 for folder in map(Path, sys.argv[1:]):
     piece = Piece(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0), replicas=1, owner=True, groups={})
-    for read in (verify, read_state, lambda folder: load(folder, [piece])):
+    for read in (verify_checkpoint, read_state, lambda folder: load_shards(folder, [piece])):
         try:
             read(folder)
             print("read")
@@ -244,7 +247,9 @@ def test_numbers_of_a_stranger_allocate_nothing(kit, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     told = done.stdout.split()
     assert len(told) == 3 * len(GREEDY)
-    assert {"Damaged", "UserError"} >= set(told), list(zip(GREEDY, zip(*[iter(told)] * 3, strict=True), strict=True))
+    assert {"DamagedCheckpoint", "UserError"} >= set(told), list(
+        zip(GREEDY, zip(*[iter(told)] * 3, strict=True), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from phalanx.train.state import load, newest
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.restore import load_shards
 
 POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
 
@@ -19,7 +20,8 @@ DRIVER = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
-from phalanx.train.state import newest, save
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.save import save_checkpoint
 from phalanx.train.parallel.pieces import Piece
 
 def write(root, attempt, stop, report, found):
@@ -33,12 +35,12 @@ def write(root, attempt, stop, report, found):
                 mine = torch.full((20, 50), float(step))
                 start = (20 * rank, 0)
                 piece = Piece(name="w", tensor=mine, shape=(40, 50), start=start, replicas=1, owner=True, groups={})
-                save(root, step=step, attempt=f"{attempt}.{again}", pieces=[piece], meta={}, rank=rank, world=2,
-                     keep=2, point=point)
+                save_checkpoint(root, step=step, attempt=f"{attempt}.{again}", pieces=[piece], meta={}, rank=rank,
+                                world=2, keep=2, point=point)
         os.write(report, f"{step}\\n".encode())
 
 def live(root, attempt, stop, seconds):
-    found = newest(root, verify=True)
+    found = newest_checkpoint(root, verify=True)
     found = found.step if found else 0
     reading, writing = os.pipe()
     child = os.fork()
@@ -72,20 +74,20 @@ def run(root, lives):
 
 def whole_step(kit, root):
     """The step found, after making sure that it is all there and of one step."""
-    found = newest(root, verify=True)
+    found = newest_checkpoint(root, verify=True)
     assert found.warnings == ()  # a dead writer leaves drafts, never a damaged commit
     target = kit.piece("w", torch.zeros(40, 50))
-    load(found.path, [target])
+    load_shards(found.path, [target])
     assert target.tensor.unique().tolist() == [float(found.step)]
     return found.step
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
-    """A folder, and what 19 writers in it reported: one for each save point, and ten after each other in `run`."""
+    """A folder, and what 14 writers in it reported: one for each save point, and five after each other in `run`."""
     root = tmp_path_factory.mktemp("killed")
     at_points = [(point, "a", point, None) for point in POINTS]
-    at_random = [("run", f"life{life}", "never", 0.01 + 0.03 * (life * 7 % 10)) for life in range(10)]  # 10 to 280 ms
+    at_random = [("run", f"life{life}", "never", 0.01 + 0.06 * (life * 3 % 5)) for life in range(5)]  # 10 to 250 ms
     return root, run(root, at_points + at_random)
 
 

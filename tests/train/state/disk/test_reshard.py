@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from phalanx.errors import UserError
-from phalanx.train.state import Damaged, load, newest, prepare, read_meta, read_rank_meta, save, verify
-from phalanx.train.state.catalog import read_catalog
+from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.reader import (
+    CheckpointReader,
+    newest_checkpoint,
+    read_checkpoint_meta,
+    read_rank_meta,
+    verify_checkpoint,
+)
+from phalanx.train.state.restore import load_shards, prepare_restore
+from phalanx.train.state.save import save_checkpoint
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 SHAPES = st.lists(st.integers(0, 9), max_size=4)
@@ -33,10 +41,10 @@ def test_any_layout_to_any_other(kit, tmp_path_factory, shapes, worlds, seed):
     root = tmp_path_factory.mktemp("checkpoints")
     with patch("os.fsync"):  # ten times as many cases in the same time; no power cut is tried here
         folder = kit.save_all(root, kit.cut(tensors, worlds[0], rng)).path
-    verify(folder)
+    verify_checkpoint(folder)
     right = kit.cut(tensors, worlds[1], rng)
     for expected, pieces in zip(right, kit.emptied(right), strict=True):
-        load(folder, pieces)
+        load_shards(folder, pieces)
         assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
 
 
@@ -45,7 +53,7 @@ def test_parameters_and_strided_views_are_filled_in_place(kit, tmp_path):
     folder = kit.save_all(tmp_path, [[kit.piece("w", weight.t().contiguous().t())]]).path
     storage = torch.zeros(4, 6)
     target = torch.nn.Parameter(storage.t())
-    load(folder, [kit.piece("w", target)])
+    load_shards(folder, [kit.piece("w", target)])
     assert torch.equal(storage.t(), weight)
     assert target.grad_fn is None
 
@@ -57,8 +65,8 @@ def test_a_rank_reads_only_the_files_it_overlaps(kit, tmp_path):
     (folder / "rank-00003.safetensors").write_bytes(b"broken")
     (folder / "rank-00003.json").write_bytes(b"broken")
     mine = kit.piece("w", torch.zeros(3, 4), w.shape, (1, 0))
-    ready = prepare(folder, [mine])
-    assert sorted(ready.route.moves) == [0, 1]
+    ready = prepare_restore(folder, [mine])
+    assert sorted(ready.route.copies) == [0, 1]
     assert not mine.tensor.any()  # nothing changes before everything is known to be sound
     ready.fill()
     assert torch.equal(mine.tensor, w[1:4])
@@ -69,18 +77,18 @@ def test_a_rank_that_restarts_in_its_old_layout_reads_its_own_index_and_its_owne
     ranks = [[kit.piece("w", w[r : r + 1].clone(), w.shape, (r, 0))] for r in range(16)]
     folder = kit.save_all(tmp_path, ranks).path
     for rank, (mine,) in enumerate(ranks):
-        ready = prepare(folder, [mine], rank=rank, world=16)
+        ready = prepare_restore(folder, [mine], rank=rank, world=16)
         assert ready.route.num_indexes_read == 1
-    assert prepare(folder, ranks[12], rank=3, world=4).route.num_indexes_read == 1
-    assert prepare(folder, ranks[15]).route.num_indexes_read == 16  # without a hint: from the first on
+    assert prepare_restore(folder, ranks[12], rank=3, world=4).route.num_indexes_read == 1
+    assert prepare_restore(folder, ranks[15]).route.num_indexes_read == 16  # without a hint: from the first on
 
 
 def test_ranks_that_own_nothing_are_not_asked(kit, tmp_path):
     w = torch.arange(4.0)
     copies = [[kit.piece("w", w.clone(), owner=rank == 0)] for rank in range(8)]  # plain data parallel
     folder = kit.save_all(tmp_path, copies).path
-    ready = prepare(folder, copies[7], rank=7, world=8)
-    assert (ready.route.num_indexes_read, list(ready.route.moves)) == (1, [0])
+    ready = prepare_restore(folder, copies[7], rank=7, world=8)
+    assert (ready.route.num_indexes_read, list(ready.route.copies)) == (1, [0])
 
 
 @pytest.mark.parametrize("copies", [4, 3])
@@ -96,7 +104,7 @@ def test_a_rank_of_another_copy_finds_the_writer_of_its_shard(kit, tmp_path, cop
     world = 2 * copies * 8
     for rank in range(world):
         mine = pieces(rank, copies)
-        ready = prepare(folder, mine, rank=rank, world=world)
+        ready = prepare_restore(folder, mine, rank=rank, world=world)
         assert ready.route.num_indexes_read <= 3, rank
         ready.fill()
         assert mine[0].tensor[0, 0] == rank // (copies * 8) * 32 + rank % 8
@@ -117,19 +125,19 @@ def test_files_are_plain_safetensors_with_owned_pieces_only(kit, tmp_path):
 def test_every_tensor_is_aligned_for_readers_that_map_the_file(kit, tmp_path):
     pieces = [kit.piece(f"t{place}", torch.ones(3, dtype=dtype)) for place, dtype in enumerate(reversed(DTYPES))]
     folder = kit.save_all(tmp_path, [[*pieces, kit.piece("a", torch.ones(5, dtype=torch.uint8))]]).path
-    for entry in read_catalog(folder).indexes[0].entries:
-        assert entry.offset % (entry.size_bytes // entry.box.volume) == 0, entry.name
+    for shard in CheckpointReader(folder).index(0).shards:
+        assert shard.offset % (shard.size_bytes // shard.region.volume) == 0, shard.name
 
 
 def test_meta_comes_back(kit, tmp_path):
     meta = {"tokens": 12345678901234567, "layout": {"data": 2}, "lr": 0.1, "note": "größer"}
     for rank in (1, 0):
-        save(
+        save_checkpoint(
             tmp_path, step=7, attempt="x", pieces=[], meta=meta, rank=rank, world=2, rank_meta={"rng": f"state {rank}"}
         )
-    found = newest(tmp_path, verify=True)
+    found = newest_checkpoint(tmp_path, verify=True)
     assert (found.step, found.world, found.meta, found.warnings) == (7, 2, meta, ())
-    assert read_meta(found.path) == {**meta, "step": 7, "world": 2}
+    assert read_checkpoint_meta(found.path) == {**meta, "step": 7, "world": 2}
     assert read_rank_meta(found.path, 1) == {"rng": "state 1"}
 
 
@@ -146,7 +154,7 @@ def folder(kit, tmp_path):
 def refused(error, folder, pieces, **options):
     before = [piece.tensor.clone() for piece in pieces]
     with pytest.raises(error) as caught:
-        load(folder, pieces, **options)
+        load_shards(folder, pieces, **options)
     assert all(torch.equal(old, piece.tensor) for old, piece in zip(before, pieces, strict=True))
     return str(caught.value)
 
@@ -166,29 +174,29 @@ def test_another_dtype_is_refused_unless_asked_for(kit, folder):
         f"{folder}: layers.0.w is float32 there and bfloat16 in this model\n"
         "  values would be rounded\n  load with cast=True if that is meant"
     )
-    load(folder, [target], cast=True)
+    load_shards(folder, [target], cast=True)
     assert torch.equal(target.tensor, torch.arange(12.0).reshape(4, 3).bfloat16())
 
 
 def test_a_hole_is_refused(kit, tmp_path):
     ranks = [[kit.piece("w", torch.ones(2, 3), (5, 3))], [kit.piece("w", torch.ones(2, 3), (5, 3), (3, 0))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(Damaged, folder, [kit.piece("w", torch.zeros(5, 3))])
+    message = refused(DamagedCheckpoint, folder, [kit.piece("w", torch.zeros(5, 3))])
     assert message.startswith("w: has a hole: no rank wrote elements [2, 0] to [3, 3] (end excluded)")
-    load(folder, [kit.piece("w", torch.zeros(2, 3), (5, 3), (3, 0))])  # a rank that needs only what is there
-    with pytest.raises(Damaged, match="has a hole"):
-        verify(folder)
+    load_shards(folder, [kit.piece("w", torch.zeros(2, 3), (5, 3), (3, 0))])  # a rank that needs only what is there
+    with pytest.raises(DamagedCheckpoint, match="has a hole"):
+        verify_checkpoint(folder)
 
 
 def test_two_owners_of_one_element_are_refused(kit, tmp_path):
     ranks = [[kit.piece("w", torch.ones(3, 3), (4, 3))], [kit.piece("w", torch.ones(2, 3), (4, 3), (2, 0))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(Damaged, folder, [kit.piece("w", torch.zeros(4, 3))])
+    message = refused(DamagedCheckpoint, folder, [kit.piece("w", torch.zeros(4, 3))])
     assert message.startswith("w: is there twice: ranks 0, 1 all wrote elements [2, 0] to [3, 3]")
 
 
 def test_ranks_that_disagree_are_refused(kit, tmp_path):
     ranks = [[kit.piece("w", torch.ones(2), (4,))], [kit.piece("w", torch.ones(2).double(), (4,), (2,))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(Damaged, folder, [kit.piece("w", torch.zeros(4))])
+    message = refused(DamagedCheckpoint, folder, [kit.piece("w", torch.zeros(4))])
     assert message.startswith(f"{folder}: w is float32 [4] for rank 0 and float64 [4] for rank 1")

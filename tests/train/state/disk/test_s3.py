@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from phalanx.errors import SystemFailure
-from phalanx.train.state import Damaged, load, newest, save, sweep, verify
-from phalanx.train.state import objects as objects_module
-from phalanx.train.state.prune import committed
-from phalanx.train.state.url import place_of
+from phalanx.train.state import object_store as objects_module
+from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.paths import parse_location
+from phalanx.train.state.reader import list_commits, newest_checkpoint, verify_checkpoint
+from phalanx.train.state.restore import load_shards
+from phalanx.train.state.retention import remove_drafts
+from phalanx.train.state.save import save_checkpoint
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server", reason="moto[server] is a real S3 server for tests")
@@ -29,7 +32,7 @@ ROWS, RANKS = 16, 4
 DRIVER = """
 import json, os, signal, sys
 import torch, s3fs
-from phalanx.train.state import save
+from phalanx.train.state.save import save_checkpoint
 from phalanx.train.parallel.pieces import Piece
 
 def rank_of(rank, root, world, rows, lives):
@@ -40,8 +43,8 @@ def rank_of(rank, root, world, rows, lives):
         part = rows // world
         mine = torch.full((part, 8), float(value))
         piece = Piece(name="w", tensor=mine, shape=(rows, 8), start=(rank * part, 0), replicas=1, owner=True, groups={})
-        save(root, step=step, attempt=attempt, pieces=[piece], meta={"value": value}, rank=rank, world=world, keep=2,
-             timeout_s=60, point=point)
+        save_checkpoint(root, step=step, attempt=attempt, pieces=[piece], meta={"value": value}, rank=rank, world=world,
+                        keep=2, timeout_s=60, point=point)
 
 def run(root, lives, world, rows):
     children = []
@@ -129,7 +132,7 @@ def values(kit, path, world=1):
         size = -(-ROWS // world)
         rows = min(size, ROWS - rank * size)
         target = kit.piece("w", torch.zeros(rows, 8), (ROWS, 8), (rank * size, 0))
-        load(path, [target], rank=rank, world=world)
+        load_shards(path, [target], rank=rank, world=world)
         found |= set(target.tensor.flatten().tolist())
     return found
 
@@ -137,11 +140,11 @@ def values(kit, path, world=1):
 def test_four_processes_save_and_three_load(kit, store, runs):
     root, ended, errors = runs["all"]
     assert ended == [0] * RANKS, errors
-    assert [place.name for place in committed(root)] == ["step-00000003", "step-00000002"]  # keep 2
-    found = newest(root, verify=True)
+    assert [place.name for place in list_commits(root)] == ["step-00000003", "step-00000002"]  # keep 2
+    found = newest_checkpoint(root, verify=True)
     assert (found.step, found.world, found.meta, found.warnings) == (3, RANKS, {"value": 3}, ())
     assert values(kit, found.path, world=3) == {3.0}
-    key = place_of(root).key
+    key = parse_location(root).key
     kept = [f"step-{step:08d}/{attempt}/rank-{rank:05d}{ending}" for step, attempt in ((2, "b"), (3, "c"))
             for rank in range(RANKS) for ending in (".json", ".safetensors")]  # fmt: skip
     kept += ["step-00000002/manifest.json", "step-00000003/manifest.json"]
@@ -152,13 +155,15 @@ def test_four_processes_save_and_three_load(kit, store, runs):
 def test_rank_0_dies_between_part_and_manifest(kit, runs, stop):
     root, ended, _ = runs[stop]
     assert ended[0] == 9
-    found = newest(root, verify=True)
+    found = newest_checkpoint(root, verify=True)
     assert (found.step, found.warnings) == ((2 if stop == "commit" else 1), ())
     assert values(kit, found.path) == {float(found.step)}
-    sweep(root)
-    assert [place.name for place in committed(root)][-1] == "step-00000001"  # a sweep takes no commit
-    save(root, step=2, attempt="c", pieces=[kit.piece("w", torch.full((ROWS, 8), 7.0))], meta={}, rank=0, world=1)
-    assert values(kit, newest(root, verify=True).path) == {7.0}
+    remove_drafts(root)
+    assert [place.name for place in list_commits(root)][-1] == "step-00000001"  # a sweep takes no commit
+    save_checkpoint(
+        root, step=2, attempt="c", pieces=[kit.piece("w", torch.full((ROWS, 8), 7.0))], meta={}, rank=0, world=1
+    )
+    assert values(kit, newest_checkpoint(root, verify=True).path) == {7.0}
 
 
 def test_damaged_and_missing_objects_fall_back(kit, store, root):
@@ -168,19 +173,19 @@ def test_damaged_and_missing_objects_fall_back(kit, store, root):
     data = bytearray(store.cat_file(key))
     data[-1] ^= 1
     store.pipe_file(key, bytes(data))
-    assert newest(root, verify=True).step == 1
-    with pytest.raises(Damaged) as caught:
+    assert newest_checkpoint(root, verify=True).step == 1
+    with pytest.raises(DamagedCheckpoint) as caught:
         values(kit, path)
     assert str(caught.value).startswith(f"{path}/a1/rank-00000.safetensors: holds another w than was written")
     store.pipe_file(key, bytes(data[:-8]))
-    with pytest.raises(Damaged, match="bytes instead of"):
-        verify(path)
+    with pytest.raises(DamagedCheckpoint, match="bytes instead of"):
+        verify_checkpoint(path)
     store.rm_file(key)
-    with pytest.raises(Damaged, match="is missing"):
-        verify(path)
-    with pytest.raises(Damaged, match="cannot be read: No such file or directory"):
+    with pytest.raises(DamagedCheckpoint, match="is missing"):
+        verify_checkpoint(path)
+    with pytest.raises(DamagedCheckpoint, match="cannot be read: No such file or directory"):
         values(kit, path)
-    assert values(kit, newest(root, verify=True).path) == {1.0}
+    assert values(kit, newest_checkpoint(root, verify=True).path) == {1.0}
 
 
 def test_large_tensors_go_up_in_parts_and_come_down_in_ranges(kit, store, root, monkeypatch):
@@ -188,13 +193,13 @@ def test_large_tensors_go_up_in_parts_and_come_down_in_ranges(kit, store, root, 
     large = torch.randn(3, 2**20)  # 12 MB
     path = kit.save_all(root, [[kit.piece("w", large)]]).path
     target = kit.piece("w", torch.zeros(1, 2**20), large.shape, (1, 0))
-    load(path, [target])
+    load_shards(path, [target])
     assert torch.equal(target.tensor, large[1:2])
 
 
 def test_an_upload_that_fails_leaves_no_parts_behind(store, root, monkeypatch):
     monkeypatch.setattr(objects_module, "CHUNK_BYTES", 5 * 2**20)
-    place = place_of(root) / "half"
+    place = parse_location(root) / "half"
 
     def fail():
         with objects_module.ObjectWriter(store, place, 2**24) as writer:
@@ -220,5 +225,5 @@ def test_a_server_that_is_not_there_is_not_an_empty_store(server, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(SystemFailure, match=r"its checkpoints cannot be listed: .*127\.0\.0\.1:9"):
-        newest("s3://bucket/x")
+        newest_checkpoint("s3://bucket/x")
     s3fs.S3FileSystem.clear_instance_cache()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from phalanx.errors import SystemFailure, UserError
-from phalanx.train.state import candidates, newest, save, verify
+from phalanx.train.state.reader import newest_checkpoint, sound_checkpoints, verify_checkpoint
+from phalanx.train.state.save import save_checkpoint
 
 
 def names(folder):
@@ -61,7 +62,7 @@ def test_a_step_reached_again_replaces_the_old_commit(kit, tmp_path):
     kit.save_all(tmp_path, [pieces(kit)], attempt="first", meta={"try": 1})
     kit.save_all(tmp_path, [pieces(kit)], attempt="second", meta={"try": 2})
     assert names(tmp_path) == ["step-00000100"]
-    assert newest(tmp_path, verify=True).meta == {"try": 2}
+    assert newest_checkpoint(tmp_path, verify=True).meta == {"try": 2}
 
 
 def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, tmp_path):
@@ -73,21 +74,21 @@ def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, t
     with pytest.raises(SystemFailure, match="step 100 is not saved: Input/output error"):
         kit.save_all(tmp_path, [pieces(kit)], attempt="a2", meta={"try": 2}, point=fail)
     assert names(tmp_path) == ["step-00000100"]
-    assert newest(tmp_path, verify=True).meta == {"try": 1}
+    assert newest_checkpoint(tmp_path, verify=True).meta == {"try": 1}
 
 
 def test_files_of_a_dead_attempt_are_not_ours(kit, tmp_path):
-    save(tmp_path, step=5, attempt="dead", pieces=pieces(kit), meta={}, rank=1, world=2)
+    save_checkpoint(tmp_path, step=5, attempt="dead", pieces=pieces(kit), meta={}, rank=1, world=2)
     with pytest.raises(SystemFailure) as caught:
-        save(tmp_path, step=5, attempt="alive", pieces=[], meta={}, rank=0, world=2, timeout_s=0.1)
+        save_checkpoint(tmp_path, step=5, attempt="alive", pieces=[], meta={}, rank=0, world=2, timeout_s=0.1)
     draft = tmp_path / ".tmp-step-00000005-alive"
     assert str(caught.value) == (
-        f"{draft}: step 5 is not saved: rank 1 did not write its part in 0.1 s\n"
-        "  a checkpoint counts only when every rank's part is on the disk; the one before is intact\n"
+        f"{draft}: step 5 is not saved: rank 1 did not write its shards in 0.1 s\n"
+        "  a checkpoint counts only when every rank's shards are stored; the one before is intact\n"
         "  look at the log of that rank, and that all ranks see the same file system"
     )
     assert names(tmp_path) == [".tmp-step-00000005-dead"]
-    assert newest(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
 
 
 def test_drafts_nobody_touches_any_more_are_swept_and_others_are_not(kit, tmp_path):
@@ -104,15 +105,15 @@ def test_rank_0_waits_for_a_slow_rank(kit, tmp_path):
     def late():
         time.sleep(0.3)
         began.set()
-        save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
+        save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
 
     thread = threading.Thread(target=late)
     thread.start()
-    saved = save(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
+    saved = save_checkpoint(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
     began_at_return = began.is_set()
     thread.join()
     assert began_at_return
-    verify(saved.path)
+    verify_checkpoint(saved.path)
 
 
 class FullDisk:
@@ -151,20 +152,20 @@ def test_a_full_disk_leaves_the_commit_before_and_no_half(kit, saved, monkeypatc
             "  the checkpoint before it is intact\n  free space on this disk, or name another folder"
         )
         assert names(saved) == ["step-00000100", "step-00000200"]
-        assert newest(saved, verify=True).step == 200
+        assert newest_checkpoint(saved, verify=True).step == 200
         room += 97
     assert room > 1000
-    assert newest(saved, verify=True).step == 300
+    assert newest_checkpoint(saved, verify=True).step == 300
 
 
 def test_rank_0_hears_at_once_of_a_rank_that_gave_up(kit, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", FullDisk(100))
         with pytest.raises(SystemFailure):
-            save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
+            save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
     assert names(tmp_path / ".tmp-step-00000001-a") == ["rank-00001.failed"]
     with pytest.raises(SystemFailure) as caught:
-        save(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
+        save_checkpoint(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
     assert "step 1 is not saved: rank-00001 gave up: No space left on device" in str(caught.value)
     assert names(tmp_path) == []
 
@@ -179,9 +180,9 @@ def test_a_really_full_disk(kit, tmp_path):
         with pytest.raises(SystemFailure, match="No space left on device"):
             kit.save_all(room, [pieces(kit, 200_000)], step=2)
         assert names(room) == ["step-00000001"]
-        assert newest(room, verify=True).step == 1
+        assert newest_checkpoint(room, verify=True).step == 1
         kit.save_all(room, [pieces(kit, 90_000)], step=3)
-        assert newest(room, verify=True).step == 3
+        assert newest_checkpoint(room, verify=True).step == 3
     finally:
         subprocess.run(["umount", room], check=True)
 
@@ -200,9 +201,9 @@ def test_a_limit_on_the_size_of_files(kit, tmp_path):
         "  the checkpoint before it is intact\n  free space on this disk, or name another folder"
     )
     assert names(tmp_path) == ["step-00000001"]
-    assert newest(tmp_path, verify=True).step == 1
+    assert newest_checkpoint(tmp_path, verify=True).step == 1
     kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2)
-    assert newest(tmp_path, verify=True).step == 2
+    assert newest_checkpoint(tmp_path, verify=True).step == 2
 
 
 def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
@@ -211,7 +212,7 @@ def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
             shutil.rmtree(tmp_path)
 
     with pytest.raises(SystemFailure, match="step 1 is not saved: rank 0 gave up and took the folder away"):
-        save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2, point=vanish)
+        save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2, point=vanish)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
 def test_a_wrong_call_is_refused_before_anything_is_written(tmp_path, changes, message):
     call = {"step": 1, "attempt": "a", "pieces": [], "meta": {}, "rank": 0, "world": 2, "keep": 2, **changes}
     with pytest.raises(UserError) as caught:
-        save(tmp_path, **call)
+        save_checkpoint(tmp_path, **call)
     assert str(caught.value).startswith(message)
     assert names(tmp_path) == []
 
@@ -235,13 +236,13 @@ def test_a_wrong_call_is_refused_before_anything_is_written(tmp_path, changes, m
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda kit: [kit.piece("w", torch.ones(2)), kit.piece("w", torch.ones(2))], "w: names two pieces of one rank"),
+        (lambda kit: [kit.piece("w", torch.ones(2)), kit.piece("w", torch.ones(2))], "w: names two shards of one rank"),
         (
             lambda kit: [kit.piece("w", torch.ones(2, dtype=torch.complex64))],
             "w: is complex64, which a checkpoint cannot",
         ),
         (lambda kit: [kit.piece("w", torch.ones(2), (3,), (2,))], "w: starts at [2] with [2], outside the whole [3]"),
-        (lambda kit: [kit.piece("__metadata__", torch.ones(2))], "__metadata__: names two pieces of one rank, or is"),
+        (lambda kit: [kit.piece("__metadata__", torch.ones(2))], "__metadata__: names two shards of one rank, or is"),
     ],
 )
 def test_wrong_pieces_are_refused(kit, tmp_path, make, message):
@@ -254,13 +255,13 @@ def test_wrong_pieces_are_refused(kit, tmp_path, make, message):
 def test_the_note_of_4096_ranks_is_read_quickly(kit, tmp_path):
     """Nothing a rank does grows with the world; what rank 0 does grows by one note of 200 bytes a rank."""
     began = time.process_time()  # of the processor: other tests may run beside this one
-    save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=4096)
+    save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=4096)
     assert time.process_time() - began < 0.2
     draft = tmp_path / ".tmp-step-00000001-a"
     for rank in range(2, 4096):
         for ending in (".json", ".safetensors", ".done"):
             os.link(draft / f"rank-00001{ending}", draft / f"rank-{rank:05d}{ending}")
     began = time.process_time()
-    save(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=0, world=4096)
+    save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=0, world=4096)
     assert time.process_time() - began < 1.0
-    assert [found.world for found in candidates(tmp_path)] == [4096]
+    assert [found.world for found in sound_checkpoints(tmp_path)] == [4096]

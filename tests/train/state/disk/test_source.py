@@ -1,16 +1,15 @@
 """Anything that has indexes and tensors can be restored from, not only a folder."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
-from phalanx.train.state import Damaged, FolderSource, load, prepare
-from phalanx.train.state.boxes import whole
-from phalanx.train.state.damage import damaged
-from phalanx.train.state.dtypes import dtype_name
-from phalanx.train.state.index import Entry, Index
-from phalanx.train.state.shard import box_of
+from phalanx.train.state.index import DamagedCheckpoint, RankIndex, damaged_checkpoint
+from phalanx.train.state.reader import CheckpointReader
+from phalanx.train.state.restore import load_shards, prepare_restore
+from phalanx.train.state.shards import lay_out_shards, region_of, whole_region
 
 
 class Memory:
@@ -26,14 +25,10 @@ class Memory:
 
     def index(self, rank):
         self.asked.append(rank)
-        entries = tuple(
-            Entry(
-                name=piece.name, dtype=dtype_name(piece.tensor.dtype), shape=tuple(piece.shape), box=box_of(piece),
-                rank=rank, offset=place, size_bytes=piece.tensor.nbytes, sha256="",
-            )
-            for place, piece in enumerate(self.ranks[rank])
-        )  # fmt: skip
-        return Index(rank=rank, header_bytes=0, header_sha256="", entries=entries, meta={})
+        shards = tuple(
+            replace(shard, offset=place) for place, shard in enumerate(lay_out_shards(self.ranks[rank], rank))
+        )
+        return RankIndex(rank=rank, header_bytes=0, header_sha256="", shards=shards, meta={})
 
     @contextmanager
     def open(self, rank):
@@ -44,13 +39,13 @@ class Opened:
     def __init__(self, pieces, broken):
         self.pieces, self.broken = pieces, broken
 
-    def check(self, entries):
+    def check(self, shards):
         if self.broken:
-            raise damaged("memory", "is gone")
+            raise damaged_checkpoint("memory", "is gone")
 
-    def read(self, entry, part):
-        piece = self.pieces[entry.offset]
-        return piece.tensor[part.within(box_of(piece))]
+    def read(self, shard, part):
+        piece = self.pieces[shard.offset]
+        return piece.tensor[part.within(region_of(piece))]
 
 
 def rows(kit, world, fill=None):
@@ -66,7 +61,7 @@ def test_another_world_fills_its_pieces_from_it(kit):
     source, right = Memory(rows(kit, 4)), rows(kit, 3)
     for rank, (mine,) in enumerate(rows(kit, 3, fill=-1.0)):
         source.asked.clear()
-        load(source, [mine], rank=rank, world=3)
+        load_shards(source, [mine], rank=rank, world=3)
         assert torch.equal(mine.tensor, right[rank][0].tensor)
         assert len(source.asked) <= 3  # those near it in the old world, and no more
 
@@ -74,19 +69,19 @@ def test_another_world_fills_its_pieces_from_it(kit):
 def test_what_it_refuses_changes_nothing(kit):
     source = Memory(rows(kit, 4), broken={3})
     (mine,) = rows(kit, 2, fill=-1.0)[1]
-    with pytest.raises(Damaged, match="memory: is gone"):
-        prepare(source, [mine], rank=1, world=2)
+    with pytest.raises(DamagedCheckpoint, match="memory: is gone"):
+        prepare_restore(source, [mine], rank=1, world=2)
     assert bool((mine.tensor == -1).all())
-    load(source, rows(kit, 2)[0])  # the broken rank is not needed here
+    load_shards(source, rows(kit, 2)[0])  # the broken rank is not needed here
 
 
 def test_a_folder_is_one(kit, tmp_path):
     path = kit.save_all(tmp_path, rows(kit, 4), step=9, meta={"tokens": 5}, epoch=3).path
-    source = FolderSource(path)
+    source = CheckpointReader(path)
     assert (source.where, source.step, source.world, source.meta) == (str(path), 9, 4, {"tokens": 5})
     assert [source.count(rank) for rank in range(4)] == [1] * 4
-    entry = source.index(2).entries[0]
+    entry = source.index(2).shards[0]
     with source.open(2) as tensors:
         tensors.check([entry])
-        assert tensors.read(entry, entry.box).flatten().tolist() == [float(n) for n in range(24, 36)]
-    assert whole(entry.shape).volume == 48
+        assert tensors.read(entry, entry.region).flatten().tolist() == [float(n) for n in range(24, 36)]
+    assert whole_region(entry.shape).volume == 48

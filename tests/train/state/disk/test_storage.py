@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from phalanx.errors import SystemFailure, UserError
-from phalanx.train.state import Damaged, load, newest, save, sweep, verify
-from phalanx.train.state import posix as posix_module
-from phalanx.train.state.background import AsyncSaver
-from phalanx.train.state.prune import committed
-from phalanx.train.state.url import place_of
+from phalanx.train.state import storage
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.paths import parse_location
+from phalanx.train.state.reader import newest_checkpoint, verify_checkpoint
+from phalanx.train.state.restore import load_shards
+from phalanx.train.state.retention import list_commits, remove_drafts
+from phalanx.train.state.save import save_checkpoint
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def pieces(kit, value=1.0):
 
 def loaded(kit, path):
     target = kit.piece("w", torch.zeros(4, 3))
-    load(path, [target])
+    load_shards(path, [target])
     return target.tensor.unique().tolist()
 
 
@@ -43,7 +46,7 @@ def keys(store, url):
 
 
 def steps(url):
-    return [place.name for place in committed(url)]
+    return [place.name for place in list_commits(url)]
 
 
 @pytest.mark.parametrize(
@@ -59,13 +62,13 @@ def steps(url):
 )  # fmt: skip
 def test_what_is_no_place_is_refused(text, message):
     with pytest.raises(UserError) as caught:
-        place_of(text)
+        parse_location(text)
     assert message in str(caught.value)
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated():
     with pytest.raises(UserError) as caught:
-        place_of("s3://AKIA:hidden@bucket/x")
+        parse_location("s3://AKIA:hidden@bucket/x")
     assert str(caught.value) == (
         "checkpoint.path: s3://… holds credentials\n  it would be written into the run's files\n"
         "  leave it to the environment or the store's own configuration files"
@@ -73,7 +76,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
 
 
 def test_a_url_joins_and_shows_as_a_path_does():
-    url = place_of("s3://bucket/runs/")
+    url = parse_location("s3://bucket/runs/")
     assert str(url) == "s3://bucket/runs"
     assert (str(url / "x"), (url / "x").name, (url / "x").parent) == ("s3://bucket/runs/x", "x", url)
 
@@ -84,7 +87,7 @@ def test_an_object_commit_is_a_manifest_that_names_its_attempt(kit, store, url):
     assert keys(store, url) == [*parts, "step-00000001/manifest.json"]
     assert str(path) == f"{url}/step-00000001"
     assert loaded(kit, path) == [1.0]
-    assert verify(path).attempt == "a1"
+    assert verify_checkpoint(path).attempt == "a1"
 
 
 def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url):
@@ -92,9 +95,9 @@ def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url
         kit.save_all(url, pieces(kit, float(step)), step=step, keep=2)
     assert steps(url) == ["step-00000003", "step-00000002"]
     kit.save_all(url, pieces(kit, 9.0), step=3, attempt="b")
-    assert loaded(kit, newest(url, verify=True).path) == [9.0]
+    assert loaded(kit, newest_checkpoint(url, verify=True).path) == [9.0]
     assert not any("step-00000003/a1" in key for key in keys(store, url))  # the attempt that no longer counts
-    save(url, step=4, attempt="dead", pieces=pieces(kit)[1], meta={}, rank=1, world=2)
+    save_checkpoint(url, step=4, attempt="dead", pieces=pieces(kit)[1], meta={}, rank=1, world=2)
     assert steps(url) == ["step-00000003", "step-00000002"]  # half a checkpoint is not listed
     kit.save_all(url, pieces(kit), step=5)
     assert any("step-00000004" in key for key in keys(store, url))  # it is young: somebody may be writing it
@@ -102,8 +105,8 @@ def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url
     assert any("step-00000004" in key for key in keys(store, url))  # of one start with ours: a rank is ahead of us
     kit.save_all(url, pieces(kit), step=5, attempt="alive.1", epoch=2)
     assert not any("step-00000004" in key for key in keys(store, url))
-    save(url, step=4, attempt="dead", pieces=pieces(kit)[1], meta={}, rank=1, world=2)
-    sweep(url)
+    save_checkpoint(url, step=4, attempt="dead", pieces=pieces(kit)[1], meta={}, rank=1, world=2)
+    remove_drafts(url)
     assert not any("step-00000004" in key for key in keys(store, url))
     assert steps(url) == ["step-00000005", "step-00000003"]
 
@@ -115,28 +118,30 @@ def test_a_damaged_object_is_passed_over_with_the_same_words(kit, store, url):
     data = bytearray(store.cat_file(key))
     data[-3] ^= 4
     store.pipe_file(key, bytes(data))
-    found = newest(url, verify=True)
+    found = newest_checkpoint(url, verify=True)
     assert found.step == 1
     assert found.warnings[0].startswith(
         f"{url}/step-00000002/a1/rank-00001.safetensors: holds another w than was written: its digest differs"
     )
     store.rm_file(key)
-    with pytest.raises(Damaged) as caught:
-        load(path, [kit.piece("w", torch.zeros(4, 3))])
+    with pytest.raises(DamagedCheckpoint) as caught:
+        load_shards(path, [kit.piece("w", torch.zeros(4, 3))])
     assert str(caught.value).startswith(f"{path}/a1/rank-00001.safetensors: cannot be read: No such file or directory")
     store.pipe_file(f"{path.key}/manifest.json", b"{")
-    assert newest(url).step == 1
+    assert newest_checkpoint(url).step == 1
 
 
 def test_a_forged_attempt_leads_nowhere(kit, store, url):
     """The one name an object store takes from a file: it must stay one name below the step."""
-    from phalanx.train.state.manifest import Manifest, encode
+    from phalanx.train.state.index import Manifest, encode_manifest
 
     path = kit.save_all(url, pieces(kit), step=1).path
-    forged = Manifest(step=1, world=1, attempt="../step-00000002/a1", code="", meta={}, ranks=verify(path).ranks[:1])
-    store.pipe_file(f"{path.key}/manifest.json", encode(forged))
-    with pytest.raises(Damaged, match=r"it is of attempt '\.\./step-00000002/a1', epoch 0"):
-        verify(path)
+    forged = Manifest(
+        step=1, world=1, attempt="../step-00000002/a1", code="", meta={}, ranks=verify_checkpoint(path).ranks[:1]
+    )
+    store.pipe_file(f"{path.key}/manifest.json", encode_manifest(forged))
+    with pytest.raises(DamagedCheckpoint, match=r"it is of attempt '\.\./step-00000002/a1', epoch 0"):
+        verify_checkpoint(path)
 
 
 @pytest.mark.parametrize("point", ["begin", "data", "index", "done", "all", "manifest", "set-aside"])
@@ -147,8 +152,8 @@ def test_what_fails_before_the_manifest_leaves_the_commit_before(kit, store, url
 
     kit.save_all(url, pieces(kit, 1.0), step=1)
     with pytest.raises(SystemFailure, match="step 1 is not saved: Input/output error"):
-        save(url, step=1, attempt="b", pieces=pieces(kit)[0], meta={}, rank=0, world=1, point=fail)
-    assert loaded(kit, newest(url, verify=True).path) == [1.0]
+        save_checkpoint(url, step=1, attempt="b", pieces=pieces(kit)[0], meta={}, rank=0, world=1, point=fail)
+    assert loaded(kit, newest_checkpoint(url, verify=True).path) == [1.0]
     assert not any("/b/" in key for key in keys(store, url))
 
 
@@ -158,7 +163,7 @@ def test_a_store_that_cannot_be_listed_is_not_an_empty_one(url, monkeypatch):
 
     monkeypatch.setattr(fsspec.filesystem("memory").__class__, "ls", refuse)
     with pytest.raises(SystemFailure) as caught:
-        newest(url)
+        newest_checkpoint(url)
     assert str(caught.value) == (
         f"{url}: its checkpoints cannot be listed: RuntimeError: EndpointConnectionError: no route\n"
         "  there may be some to go on from"
@@ -170,7 +175,7 @@ def test_the_saver_in_the_background_writes_objects(kit, url):
     for step in (1, 2, 3):
         saver.save(step=step, pieces=[kit.piece("w", torch.full((4, 3), float(step)))], meta={})
     assert saver.wait().step == 3
-    assert loaded(kit, newest(url, verify=True).path) == [3.0]
+    assert loaded(kit, newest_checkpoint(url, verify=True).path) == [3.0]
 
 
 def test_a_driver_that_is_missing_says_what_to_install(monkeypatch):
@@ -179,26 +184,26 @@ def test_a_driver_that_is_missing_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
     with pytest.raises(UserError) as caught:
-        committed("s3://bucket/x")
+        list_commits("s3://bucket/x")
     assert str(caught.value) == "checkpoint.path: s3://bucket/x needs s3fs\n  pip install 'phalanx[s3]'"
 
 
 def test_a_disk_that_cannot_swap_two_names_renames_twice(kit, tmp_path, monkeypatch):
-    monkeypatch.setattr(posix_module, "exchange", lambda one, other: False)
+    monkeypatch.setattr(storage, "exchange_names", lambda one, other: False)
     for attempt, value in (("a", 1.0), ("b", 2.0)):
         kit.save_all(tmp_path, pieces(kit, value), step=1, attempt=attempt)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert loaded(kit, newest(tmp_path, verify=True).path) == [2.0]
+    assert loaded(kit, newest_checkpoint(tmp_path, verify=True).path) == [2.0]
 
 
 def test_a_commit_set_aside_by_a_process_that_died_is_put_back(kit, tmp_path):
     kit.save_all(tmp_path, pieces(kit), step=1)
     (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001-b.1")
     (tmp_path / ".tmp-step-00000001-b.1").mkdir()
-    assert newest(tmp_path) is None
-    sweep(tmp_path)
+    assert newest_checkpoint(tmp_path) is None
+    remove_drafts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert loaded(kit, newest(tmp_path, verify=True).path) == [1.0]
+    assert loaded(kit, newest_checkpoint(tmp_path, verify=True).path) == [1.0]
     (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001-pruned")  # deleted on purpose
-    sweep(tmp_path)
+    remove_drafts(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,12 @@
 import random
 
 import pytest
+from phalanx.elastic.replica_store import DATA_AT, HEADER_BYTES
 
 from phalanx.elastic.replica_store import DATA_AT, HEADER_BYTES
 from phalanx.train.state import Damaged, load
+from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.restore import load_shards
 
 FLIPS = 200
 
@@ -13,7 +16,7 @@ FLIPS = 200
 def spots(source, segment, rank):
     """Every byte of a snapshot that means something."""
     header = segment.header()
-    entries = source.index(rank).entries
+    entries = source.index(rank).shards
     inside = [at for entry in entries for at in range(entry.offset, entry.offset + entry.size_bytes)]
     return [*range(HEADER_BYTES), *inside, *range(header.index_at, header.end)]
 
@@ -29,23 +32,23 @@ def test_every_flipped_bit_is_found(kit, vault):
         segment.view()[at] ^= bit
         held = {one.rank for one in vault.held()}
         pieces = kit.emptied(kit.cut(kit.state(), 1))[0]
-        with pytest.raises(Damaged):
-            load(kit.source(vault, choice=choice), pieces)
+        with pytest.raises(DamagedCheckpoint):
+            load_shards(kit.source(vault, choice=choice), pieces)
         assert all((one.tensor == 1).all() for one in pieces)  # nothing was filled
         assert held == ({0} if at < HEADER_BYTES else {0, 1})  # a header that is wrong is none
         refused += 1
         segment.view()[at] ^= bit
     assert refused == FLIPS
-    load(kit.source(vault), kit.emptied(kit.cut(kit.state(), 1))[0])
+    load_shards(kit.source(vault), kit.emptied(kit.cut(kit.state(), 1))[0])
 
 
 def test_the_message_names_the_tensor_and_every_copy(kit, vault):
     kit.put_all(vault, kit.state(), 2, step=9)
     source = kit.source(vault)
-    entry = next(entry for entry in source.index(1).entries if entry.name == "norm.weight")
+    entry = next(entry for entry in source.index(1).shards if entry.name == "norm.weight")
     vault.segment("own", 1, 0).view()[entry.offset] ^= 1
-    with pytest.raises(Damaged) as caught:
-        load(kit.source(vault), kit.emptied(kit.cut(kit.state(), 1))[0])
+    with pytest.raises(DamagedCheckpoint) as caught:
+        load_shards(kit.source(vault), kit.emptied(kit.cut(kit.state(), 1))[0])
     text = str(caught.value).splitlines()
     assert text[0].startswith(
         "memory of step 9 (epoch 1): holds no sound copy of norm.weight of rank 1: here: norm.weight"
@@ -59,8 +62,8 @@ def test_a_snapshot_that_was_overwritten_meanwhile_is_not_taken_for_the_one_chos
     keeper = kit.keeper(vault, 0, 1, epoch=2)
     kit.put_all(vault, kit.state(2), 1, step=1, epoch=2, held=5, keepers=[keeper])
     keeper.close()
-    with pytest.raises(Damaged, match="it is there no more"):
-        load(source, kit.emptied(kit.cut(kit.state(), 1))[0])
+    with pytest.raises(DamagedCheckpoint, match="it is no longer there"):
+        load_shards(source, kit.emptied(kit.cut(kit.state(), 1))[0])
 
 
 def test_a_header_cannot_point_outside_its_segment(kit, vault):

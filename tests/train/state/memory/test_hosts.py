@@ -6,15 +6,17 @@ import threading
 import time
 
 import pytest
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import RestorePoint, find_restore_points
 
 from phalanx.elastic.channel import connect
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint, find_restore_points
 from phalanx.errors import Problem, SystemFailure
-from phalanx.train.state import Damaged, load
-from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_source import MemorySource
+from phalanx.train.state.in_memory import ReplicaAddress, replica_peer_of
+from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.restore import load_shards
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
@@ -52,8 +54,8 @@ def job(kit, vaults, serve):
             server.admit(epoch)
         keepers[:] = []
         for rank, host in HOSTS.items():
-            buddy = buddy_of(rank, HOSTS)
-            where = BuddyAddress(host="127.0.0.1", port=servers[HOSTS[buddy.rank]].port, slot=buddy.slot)
+            buddy = replica_peer_of(rank, HOSTS)
+            where = ReplicaAddress(host="127.0.0.1", port=servers[HOSTS[buddy.rank]].port, slot=buddy.slot)
             keepers.append(
                 kit.keeper(vaults[host], rank, 4, epoch=epoch, slot=rank % 2, buddy=where, restored=restored)
             )
@@ -74,7 +76,7 @@ def put(kit, keepers, step, held):
 def restored(kit, source, step, world=3):
     right = kit.cut(kit.state(step), world)
     for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load(source, pieces, rank=rank, world=world)
+        load_shards(source, pieces, rank=rank, world=world)
         assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
 
 
@@ -89,7 +91,7 @@ def test_the_host_that_is_left_has_everything(kit, vaults, job, lost):
     assert [place.kind for places in newest.places.values() for place in places] == (
         ["guest", "guest", "own", "own"] if lost == "a" else ["own", "own", "guest", "guest"]
     )
-    source = MemorySource(newest, vault=vaults[left], local_host=left, peers={}, secret=kit.SECRET)
+    source = ReplicaSource(newest, vault=vaults[left], local_host=left, peers={}, secret=kit.SECRET)
     restored(kit, source, 3)
 
 
@@ -100,7 +102,7 @@ def test_a_rank_reads_the_other_hosts_snapshots_over_the_network(kit, vaults, jo
     choice = RestorePoint.from_json(find_restore_points(held)[0].to_json())
     peers = {host: ("127.0.0.1", server.port) for host, server in job.servers.items()}
     fresh = ReplicaStore(1)
-    source = MemorySource(choice, vault=fresh, local_host="c", peers=peers, secret=kit.SECRET)
+    source = ReplicaSource(choice, vault=fresh, local_host="c", peers=peers, secret=kit.SECRET)
     restored(kit, source, 1)
     assert source.meta == {"step": 1}
     fresh.close()
@@ -113,13 +115,13 @@ def test_where_one_copy_is_damaged_the_other_is_taken(kit, vaults, job):
     peers = {"b": ("127.0.0.1", job.servers["b"].port)}
 
     def source():
-        return MemorySource(choice, vault=vaults["a"], local_host="a", peers=peers, secret=kit.SECRET)
+        return ReplicaSource(choice, vault=vaults["a"], local_host="a", peers=peers, secret=kit.SECRET)
 
-    entry = source().index(1).entries[0]
+    entry = source().index(1).shards[0]
     vaults["a"].segment("own", 1, 0).view()[entry.offset] ^= 4
     restored(kit, source(), 1)
     vaults["b"].segment("guest", 1, 0).view()[entry.offset] ^= 4
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(DamagedCheckpoint) as caught:
         restored(kit, source(), 1)
     assert f"no sound copy of {entry.name} of rank 1: a: {entry.name} is not what was written" in str(caught.value)
     assert f"; b: {entry.name} is not what was written" in str(caught.value)
@@ -129,8 +131,8 @@ def test_a_host_that_is_gone_is_named(kit, vaults, job):
     put(kit, job(), 1, held=-1)
     choice = find_restore_points({host: vault.held() for host, vault in vaults.items()})[0]
     fresh = ReplicaStore(1)
-    source = MemorySource(choice, vault=fresh, local_host="c", peers={}, secret=kit.SECRET)
-    with pytest.raises(Damaged, match="a: that host is not there any more; b: that host is not there any more"):
+    source = ReplicaSource(choice, vault=fresh, local_host="c", peers={}, secret=kit.SECRET)
+    with pytest.raises(DamagedCheckpoint, match="a: that host has left; b: that host has left"):
         restored(kit, source, 1)
     fresh.close()
 
@@ -152,7 +154,7 @@ def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, vaults, j
     put(kit, job(epoch=5), 1, held=-1)
     job.servers["b"]._epoch = -1
     zombie = kit.keeper(
-        vaults["a"], 0, 4, epoch=4, slot=0, buddy=BuddyAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0)
+        vaults["a"], 0, 4, epoch=4, slot=0, buddy=ReplicaAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0)
     )
     zombie.put(9, kit.cut(kit.state(9), 4)[0], {}, held=-1)
     wait_for(lambda: zombie.trouble, "a fenced rank hears of it")
@@ -170,7 +172,7 @@ def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, vaults, job
     for host in "ab":  # either may be lost now: step 2 can still be restored, and so can 3 and 4
         found = find_restore_points({host: vaults[host].held()})
         assert [(one.epoch, one.step) for one in found] == [(2, 4), (2, 3), (1, 2)]
-        source = MemorySource(found[-1], vault=vaults[host], local_host=host, peers={}, secret=kit.SECRET)
+        source = ReplicaSource(found[-1], vault=vaults[host], local_host=host, peers={}, secret=kit.SECRET)
         restored(kit, source, 2)
 
 
@@ -189,7 +191,7 @@ def test_a_buddy_that_is_away_for_a_while_gets_every_step(kit, vaults, job, serv
     assert newest(vaults["a"], 0) == 3
     back = serve(vaults["b"], "b")
     for keeper in keepers[:2]:
-        keeper._replica._buddy = BuddyAddress(host="127.0.0.1", port=back.port, slot=keeper._rank)
+        keeper._replica._buddy = ReplicaAddress(host="127.0.0.1", port=back.port, slot=keeper._rank)
     wait_for(lambda: all(keeper.safe_step == 3 for keeper in keepers), "they catch up")
     assert port != back.port
     assert not keepers[0].trouble
@@ -214,20 +216,20 @@ def no_memory(size_bytes):
 
 def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
     """A stopped process: its sockets take what they can and answer nothing."""
-    monkeypatch.setattr("phalanx.train.state.memory_replica.ANSWER_S", 3600.0)
+    monkeypatch.setattr("phalanx.train.state.in_memory.ANSWER_S", 3600.0)
     reading, writing = os.pipe()
 
     def hang():
-        from phalanx.train.state.memory_server import VaultServer
+        from phalanx.train.state.replica_server import ReplicaServer
 
-        server = VaultServer(vaults["b"], secret=kit.SECRET, address="127.0.0.1")
+        server = ReplicaServer(vaults["b"], secret=kit.SECRET, address="127.0.0.1")
         os.write(writing, server.port.to_bytes(4, "little"))
         time.sleep(600)
 
     child = kit.fork(hang)
     try:
         port = int.from_bytes(os.read(reading, 4), "little")
-        buddy = BuddyAddress(host="127.0.0.1", port=port, slot=0)
+        buddy = ReplicaAddress(host="127.0.0.1", port=port, slot=0)
         keeper = kit.keeper(vaults["a"], 0, 1, slot=0, buddy=buddy)
         pieces = kit.cut(kit.state(1), 1)[0]
         keeper.put(1, pieces, {}, held=-1)

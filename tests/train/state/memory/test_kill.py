@@ -12,11 +12,13 @@ import pytest
 DRIVER = """
 import json, os, random, signal, sys, time
 import torch
-from phalanx.train.state import load
+from phalanx.train.state.restore import load_shards
 from phalanx.train.parallel.pieces import Piece
 from phalanx.elastic.restore_point import choices
 from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_source import MemorySource
+from phalanx.train.state.in_memory import InMemoryCheckpointer
+from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
@@ -28,7 +30,8 @@ def piece(name, value):
 
 def rank(vault, epoch, found, report):
     restored = None if found is None else (found.epoch, found.step)
-    keeper = Keeper(vault, slot=0, rank=0, world=1, epoch=epoch, secret=b"s" * 32, buddy=None, restored=restored)
+    keeper = InMemoryCheckpointer(vault, slot=0, rank=0, world=1, epoch=epoch, secret=b"s" * 32, buddy=None,
+                                  restored=restored)
     step = 0 if found is None else found.step
     while True:
         step += 1
@@ -39,9 +42,9 @@ def newest(vault):
     found = choices({"here": vault.held()})
     if not found:
         return None, 0
-    source = MemorySource(found[0], vault=vault, local_host="here", peers={}, secret=b"")
+    source = ReplicaSource(found[0], vault=vault, local_host="here", peers={}, secret=b"")
     pieces = [piece(name, -1) for name in NAMES]
-    load(source, pieces)
+    load_shards(source, pieces)
     values = {float(value) for one in pieces for value in one.tensor.aminmax()}
     assert values == {float(found[0].step)} and source.meta == {"step": found[0].step}, values
     return found[0], len(found)
@@ -74,16 +77,16 @@ for epoch in range(1, int(sys.argv[2]) + 1):
 
 
 @pytest.mark.slow
-def test_killed_at_random_a_hundred_times():
-    command = [sys.executable, "-c", DRIVER, "7", "100"]
+def test_killed_at_random_forty_times():
+    command = [sys.executable, "-c", DRIVER, "7", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     lives = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lives) == 100
+    assert len(lives) == 40
     for life in lives:
         assert life["signal"] == 9
         assert life["left"] >= max(life["before"], life["safe"])  # nothing that was safe is lost
-    assert sum(life["left"] > life["before"] for life in lives) > 30  # they did live for a while
+    assert sum(life["left"] > life["before"] for life in lives) > 12  # they did live for a while
     # Some died before their first snapshot was complete: the one they began from was still whole.
     assert any(life["left"] == life["before"] for life in lives)
 
@@ -96,7 +99,7 @@ from datetime import timedelta
 from mmap import mmap
 import torch
 import torch.distributed as dist
-from phalanx.train.state import load
+from phalanx.train.state.restore import load_shards
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.memory_buddy import buddy_of
 from phalanx.elastic.restore_point import choices
@@ -104,6 +107,12 @@ from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_replica import BuddyAddress
 from phalanx.train.state.memory_server import VaultServer
 from phalanx.train.state.memory_source import MemorySource
+from phalanx.train.state.in_memory import replica_peer_of
+from phalanx.elastic.restore_point import choices
+from phalanx.train.state.in_memory import InMemoryCheckpointer
+from phalanx.train.state.in_memory import ReplicaAddress
+from phalanx.train.state.replica_server import ReplicaServer
+from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
@@ -114,14 +123,14 @@ def piece(rank, value, rows=100):
     return Piece(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0), replicas=1, owner=True, groups={})
 
 def run_rank(vault, rank, meeting, told):
-    server = VaultServer(vault, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
+    server = ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
     store = dist.FileStore(meeting, 4)
     store.set(f"vault{rank}", str(server.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=20))
-    buddy = buddy_of(rank, WHERE)
+    buddy = replica_peer_of(rank, WHERE)
     port = int(store.get(f"vault{buddy.rank}"))
-    keeper = Keeper(vault, slot=rank % 2, rank=rank, world=4, epoch=1, secret=SECRET,
-                    buddy=BuddyAddress(host="127.0.0.1", port=port, slot=buddy.slot))
+    keeper = InMemoryCheckpointer(vault, slot=rank % 2, rank=rank, world=4, epoch=1, secret=SECRET,
+                    buddy=ReplicaAddress(host="127.0.0.1", port=port, slot=buddy.slot))
     step, held = 0, -1
     try:
         while True:
@@ -162,9 +171,9 @@ def live(seconds, lost, folder):
     (left, vault), = vaults.items()
     held = max(int.from_bytes(told[8 * rank : 8 * rank + 8], "little", signed=True) for rank in range(4))
     found = choices({left: vault.held()})[0]
-    source = MemorySource(found, vault=vault, local_host=left, peers={}, secret=SECRET)
+    source = ReplicaSource(found, vault=vault, local_host=left, peers={}, secret=SECRET)
     whole = piece(0, -1, rows=400)
-    load(source, [whole])
+    load_shards(source, [whole])
     low, high = whole.tensor.aminmax()
     assert low == high == found.step, (low, high, found.step)
     print(json.dumps({"held": held, "found": found.step}), flush=True)
@@ -178,10 +187,10 @@ for number in range(int(sys.argv[2])):
 
 @pytest.mark.slow
 def test_a_lost_host_takes_no_step_with_it_that_all_held():
-    command = [sys.executable, "-c", HOSTS, "3", "12"]
+    command = [sys.executable, "-c", HOSTS, "3", "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr
     lives = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lives) == 12
+    assert len(lives) == 6
     assert all(life["found"] >= life["held"] >= 0 for life in lives), lives
     assert max(life["held"] for life in lives) > 5  # they did live for a while

@@ -4,11 +4,15 @@ import random
 
 import pytest
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
 from phalanx.train.state.memory_buddy import Buddy, buddy_of
 from phalanx.train.state.memory_server import _claim
+from phalanx.train.state.in_memory import ReplicaPeer, replica_peer_of
+from phalanx.train.state.replica_server import _claim
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
@@ -66,7 +70,7 @@ class Cluster:
         self.keepers = []
         seats = {rank: HOSTS[seat] for rank, seat in enumerate(places)}
         for rank, seat in enumerate(places):
-            vault, buddy = self.vaults[HOSTS[seat]], buddy_of(rank, seats)
+            vault, buddy = self.vaults[HOSTS[seat]], replica_peer_of(rank, seats)
             keeper = self.kit.keeper(vault, rank, 4, epoch=self.epoch, slot=seat % 2, restored=self.restored)
             keeper._sealer.close()
             keeper._sender.close()
@@ -126,16 +130,16 @@ def test_what_all_held_is_never_lost(kit, seed):
 
 def test_the_buddy_is_on_the_next_host():
     three = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
-    assert [buddy_of(rank, three) for rank in three] == [
-        Buddy(rank=2, slot=0),
-        Buddy(rank=3, slot=1),
-        Buddy(rank=4, slot=0),
-        Buddy(rank=5, slot=1),
-        Buddy(rank=0, slot=0),
-        Buddy(rank=1, slot=1),
+    assert [replica_peer_of(rank, three) for rank in three] == [
+        ReplicaPeer(rank=2, slot=0),
+        ReplicaPeer(rank=3, slot=1),
+        ReplicaPeer(rank=4, slot=0),
+        ReplicaPeer(rank=5, slot=1),
+        ReplicaPeer(rank=0, slot=0),
+        ReplicaPeer(rank=1, slot=1),
     ]
-    assert buddy_of(1, {0: "a", 1: "a"}) is None
-    assert buddy_of(0, {0: "a"}) is None
+    assert replica_peer_of(1, {0: "a", 1: "a"}) is None
+    assert replica_peer_of(0, {0: "a"}) is None
 
 
 def test_no_two_ranks_share_a_place_and_work_is_even():
@@ -144,7 +148,7 @@ def test_no_two_ranks_share_a_place_and_work_is_even():
         hosts = {rank: f"host{rng.randrange(rng.randint(1, 5))}" for rank in range(rng.randint(1, 16))}
         taken = {}
         for rank, host in hosts.items():
-            buddy = buddy_of(rank, hosts)
+            buddy = replica_peer_of(rank, hosts)
             if buddy is None:
                 assert len(set(hosts.values())) == 1
                 continue

@@ -1,0 +1,310 @@
+"""One fault: what happens, to whom, when; as a text on the command line and as JSON in the run.
+
+kill:rank=2,step=5        hang:rank=1+3,step=4        kill:rank=0,point=save-manifest        host:host=1,at_s=3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+
+# Points of train.state.save, in its order; mid-save faults name one of them.
+SAVE_POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
+# Where a rank can be hit. `init`: before it meets the others, in any epoch. `restore`: while it takes up its state in
+# an epoch after the first, so during a recovery. `collective`: by a timer, while the step runs.
+POINTS = ("init", "restore", "step", "collective", *(f"save-{name}" for name in SAVE_POINTS))
+EVERY_TIME = 10**6
+MOST = 10**9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultKind:
+    """What a fault does, which keys it understands, and who brings it about."""
+
+    meaning: str
+    keys: tuple[str, ...]
+    inside: bool = True  # brought about by the rank itself; else by the drill's own process
+    hows: tuple[str, ...] = ()  # choices of `how`, the first is taken when none is named
+    host: bool = False  # hits a host, not a rank
+    ends: bool = True  # somebody must recover: a new epoch follows, or the end of the run
+
+
+_WHEN = ("step", "at_s", "epoch", "times")
+_RANK = ("rank", "point", *_WHEN)
+_RANK_AT_STEP = ("rank", *_WHEN)
+_OUTSIDE = ("step", "at_s")
+
+FAULT_KINDS: dict[str, FaultKind] = {
+    "kill": FaultKind(meaning="SIGKILL of a rank", keys=_RANK),
+    "hang": FaultKind(meaning="SIGSTOP of a rank; after for_s SIGCONT as a zombie", keys=(*_RANK, "for_s")),
+    "mute": FaultKind(meaning="a rank works on but its heartbeats stop", keys=(*_RANK_AT_STEP, "for_s")),
+    "slow": FaultKind(
+        meaning="a rank sleeps sleep_s in every step for for_s", keys=(*_RANK_AT_STEP, "sleep_s", "for_s"), ends=False
+    ),
+    "raise": FaultKind(meaning="a rank raises an exception", keys=_RANK),
+    "cuda-error": FaultKind(
+        meaning="a kernel of a rank fails, after which nothing runs in its process; without a GPU, an exception",
+        keys=_RANK,
+    ),
+    "memory": FaultKind(
+        meaning="a rank runs out of memory: MemoryError, or a real allocation over RLIMIT_AS",
+        keys=(*_RANK, "how"),
+        hows=("raise", "limit"),
+    ),
+    "nan": FaultKind(meaning="NaN in a rank's gradient", keys=_RANK_AT_STEP, ends=False),
+    "flip": FaultKind(
+        meaning="one bit of a weight, gradient or moment of a rank is flipped",
+        keys=(*_RANK_AT_STEP, "how", "seed"),
+        hows=("weight", "moment", "gradient", "update"),
+    ),
+    "crash-loop": FaultKind(
+        meaning="a rank is killed at its start in every epoch; with point=restore from the second on",
+        keys=("rank", "point", "epoch", "times"),
+    ),
+    "host": FaultKind(
+        meaning="SIGKILL of an agent and all its ranks", keys=("host", *_OUTSIDE), inside=False, host=True
+    ),
+    "freeze": FaultKind(
+        meaning="SIGSTOP of an agent and all its ranks; after for_s SIGCONT as zombies",
+        keys=("host", "for_s", *_OUTSIDE),
+        inside=False,
+        host=True,
+    ),
+    "coordinator": FaultKind(meaning="SIGKILL of the coordinator", keys=_OUTSIDE, inside=False, ends=False),
+    "sigterm": FaultKind(meaning="SIGTERM to the launcher", keys=_OUTSIDE, inside=False, ends=False),
+    "disk-full": FaultKind(
+        meaning="a rank cannot write its part of a checkpoint for for_s: ENOSPC, or a real RLIMIT_FSIZE",
+        keys=("rank", "for_s", "how", *_WHEN),
+        hows=("raise", "limit"),
+        ends=False,
+    ),
+    "damage": FaultKind(
+        meaning="a file of the newest checkpoint is damaged",
+        keys=("how", "seed", *_OUTSIDE),
+        inside=False,
+        hows=("flip", "truncate", "swap", "missing", "manifest"),
+        ends=False,
+    ),
+    "port": FaultKind(
+        meaning="the ports that the next epoch would like are taken", keys=_OUTSIDE, inside=False, ends=False
+    ),
+    "partition": FaultKind(
+        meaning="no packet between a host and the others for for_s",
+        keys=("host", "for_s", *_OUTSIDE),
+        inside=False,
+        host=True,
+    ),
+    "slow-link": FaultKind(
+        meaning="packets of a host arrive sleep_s late for for_s",
+        keys=("host", "for_s", "sleep_s", *_OUTSIDE),
+        inside=False,
+        host=True,
+        ends=False,
+    ),
+    "lossy-link": FaultKind(
+        meaning="a share of a host's packets is lost for for_s",
+        keys=("host", "for_s", "share", *_OUTSIDE),
+        inside=False,
+        host=True,
+        ends=False,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong. `step`: before the step with this number; `at_s`: seconds after the first step."""
+
+    kind: str
+    id: int = 0
+    rank: tuple[int, ...] = ()  # counted modulo the ranks there are then
+    host: int = 0
+    step: int | None = None
+    at_s: float | None = None
+    epoch: int | None = None  # only in this epoch
+    point: str = ""
+    how: str = ""
+    for_s: float = 0.0  # 0: for good
+    sleep_s: float = 0.0
+    share: float = 0.0
+    seed: int = 0
+    times: int = 1
+
+    @property
+    def of(self) -> FaultKind:
+        """What its kind means."""
+        return FAULT_KINDS[self.kind]
+
+    @property
+    def text(self) -> str:
+        """As it is written on the command line.
+
+        >>> parse_fault("kill:step=5,rank=2+3").text
+        'kill:rank=2+3,step=5'
+        """
+        written = ((item.name, getattr(self, item.name)) for item in fields(self) if item.name not in ("kind", "id"))
+        words = [f"{key}={_write(value)}" for key, value in written if value != _unset(self.kind, key)]
+        return self.kind + (":" + ",".join(words) if words else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; only what is not as usual."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        kept = {key: value for key, value in values.items() if key in ("kind", "id") or value != _unset(self.kind, key)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fault:
+        """The fault that `to_dict` wrote; raises UserError for anything else."""
+        words = {key: _write(tuple(v) if isinstance(v, list) else v) for key, v in values.items()}
+        kind, number = words.pop("kind", ""), words.pop("id", "0")
+        return parse_fault(
+            f"{kind}:" + ",".join(f"{key}={value}" for key, value in words.items()), id=_whole(number, "id")
+        )
+
+
+def parse_fault(text: str, *, id: int = 0) -> Fault:
+    """A fault from `kind:key=value,key=value`; raises UserError that says what can be written."""
+    kind, _, rest = text.strip().partition(":")
+    if kind not in FAULT_KINDS:
+        close = nearest(kind, FAULT_KINDS)
+        raise mistake(
+            f"--fault {text[:80]}",
+            f"{kind[:40]!r} is not a fault that can be injected",
+            fix=f"did you mean {close}?" if close else f"use one of {', '.join(FAULT_KINDS)}",
+        )
+    given: dict[str, str] = {}
+    for word in (word for word in rest.split(",") if word.strip()):
+        key, equals, value = word.partition("=")
+        given[_key(text, kind, key.strip(), bool(equals))] = value.strip()
+    values = {**_usual(kind), **{key: _read(text, kind, key, value) for key, value in given.items()}}
+    _check(text, kind, values)
+    return Fault(kind=kind, id=id, **values)
+
+
+def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
+    """Numbered faults; all mistakes are reported at once."""
+    found: list[Fault] = []
+    problems: list[Problem] = []
+    for number, text in enumerate(texts):
+        try:
+            found.append(parse_fault(text, id=number))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return tuple(found)
+
+
+def _key(text: str, kind: str, key: str, has_value: bool) -> str:
+    allowed = FAULT_KINDS[kind].keys
+    if key in allowed and has_value:
+        return key
+    close = nearest(key, allowed)
+    raise mistake(
+        f"--fault {text[:80]}",
+        f"{key[:40]!r} has no value" if key in allowed else f"{kind} has no key {key[:40]!r}",
+        fix=f"did you mean {close}=…?" if close and key != close else f"{kind} takes {', '.join(allowed)}",
+    )
+
+
+def _usual(kind: str) -> dict[str, Any]:
+    """What is meant when nothing is said."""
+    of = FAULT_KINDS[kind]
+    usual: dict[str, Any] = {}
+    if "rank" in of.keys:
+        usual["rank"] = (1,)
+    if of.host:
+        usual["host"] = 1
+    if of.hows:
+        usual["how"] = of.hows[0]
+    if "for_s" in of.keys and kind in ("slow", "disk-full", "partition", "slow-link", "lossy-link", "freeze"):
+        usual["for_s"] = 5.0
+    if "sleep_s" in of.keys:
+        usual["sleep_s"] = 0.1
+    if "share" in of.keys:
+        usual["share"] = 0.05
+    if kind == "crash-loop":
+        usual |= {"times": EVERY_TIME, "point": "init"}
+    return usual
+
+
+def _unset(kind: str, key: str) -> Any:
+    """The value a key has when it is not written."""
+    usual = _usual(kind)
+    return usual[key] if key in usual else next(item.default for item in fields(Fault) if item.name == key)
+
+
+def _read(text: str, kind: str, key: str, value: str) -> Any:
+    try:
+        return _READ[key](value, key)
+    except ValueError as error:
+        raise mistake(f"--fault {text[:80]}", str(error), fix=_example(kind, key)) from None
+
+
+def _example(kind: str, key: str) -> str:
+    if key == "how":
+        return f"use one of {', '.join(FAULT_KINDS[kind].hows)}"
+    if key == "point":
+        return f"use one of {', '.join(POINTS)}"
+    examples = {"rank": "write rank=2, or rank=1+3 for two at once", "share": "write share=0.05"}
+    return examples.get(key, f"write {key}=2")
+
+
+def _check(text: str, kind: str, values: Mapping[str, Any]) -> None:
+    where = f"--fault {text[:80]}"
+    if values.get("how") and values["how"] not in FAULT_KINDS[kind].hows:
+        raise mistake(where, f"how={values['how'][:40]} is unknown", fix=_example(kind, "how"))
+    if values.get("point") and values["point"] not in POINTS:
+        raise mistake(where, f"point={values['point'][:40]} is unknown", fix=_example(kind, "point"))
+    if values.get("step") is not None and values.get("at_s") is not None:
+        raise mistake(where, "step and at_s exclude each other", fix="give one of them")
+
+
+def _whole(value: str, key: str) -> int:
+    if not value.isdecimal() or int(value) > MOST:
+        raise ValueError(f"{key}={value[:40]} is not a whole number from 0 on")
+    return int(value)
+
+
+def _ranks(value: str, key: str) -> tuple[int, ...]:
+    return tuple(_whole(part, key) for part in value.split("+"))
+
+
+def _seconds(value: str, key: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= MOST:
+        raise ValueError(f"{key}={value[:40]} is not a number from 0 on")
+    return number
+
+
+def _share(value: str, key: str) -> float:
+    number = _seconds(value, key)
+    if number > 1:
+        raise ValueError(f"{key}={value[:40]} is above 1")
+    return number
+
+
+def _word(value: str, key: str) -> str:
+    return value
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_READ: dict[str, Callable[[str, str], Any]] = {
+    **dict.fromkeys(("host", "step", "epoch", "seed", "times"), _whole),
+    **dict.fromkeys(("at_s", "for_s", "sleep_s"), _seconds),
+    **dict.fromkeys(("point", "how"), _word),
+    "rank": _ranks,
+    "share": _share,
+}

@@ -1,0 +1,282 @@
+"""The judge of a drill: from the records alone, was anything lost, done twice, or computed wrongly? Pure; no torch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx.record.run import Run
+from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
+from phalanx.units import plural
+
+# Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.
+SKEW_S = 0.05
+ASTRAY = "Astray"  # kind of an incident in which every process lives and the numbers are wrong
+MOST_NAMED = 3  # examples in a verdict's evidence
+
+ExpectedSamples = Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One claim about a drill, whether it holds, and the numbers behind that.
+
+    A claim that the run gave no chance to judge is not `judged`, and not `ok` either: nothing was shown.
+    """
+
+    name: str
+    ok: bool
+    evidence: str
+    judged: bool = True
+
+    @property
+    def word(self) -> str:
+        """For a table."""
+        return "ok" if self.ok else ("WRONG" if self.judged else "not judged")
+
+
+def judge_history(
+    history: DrillHistory, *, expected: ExpectedSamples | None = None, replay: DrillHistory | None = None
+) -> list[Verdict]:
+    """Everything that can be said from one history, and from its replay where there is one.
+
+    `expected` gives the samples of a step, as the sampler orders them.
+    """
+    verdicts = [check(history) for check in (judge_digests, judge_step_order, judge_restores, judge_fencing)]
+    verdicts.insert(3, judge_samples(history, expected))
+    if replay is not None:
+        verdicts.insert(1, judge_replay(history, replay))
+    return verdicts
+
+
+def judge_digests(history: DrillHistory) -> Verdict:
+    """(a) Executions of the same step from the same state in the same layout gave the same bits on every rank."""
+    by_lineage: dict[str, list[StepExecution]] = defaultdict(list)
+    for one in history.executions:
+        by_lineage[one.lineage].append(one)
+    wrong = []
+    twice = 0
+    for same in by_lineage.values():
+        twice += len(same) > 1
+        if difference := _difference(same):
+            wrong.append(difference)
+    known = sum(bool(one.digests) for one in history.chain)
+    ok = not wrong and (known > 0 or not history.chain)
+    text = f"{known:,} of {len(history.chain):,} committed steps have a digest, "
+    text += f"{plural(twice, 'step')} done more than once"
+    return Verdict(name="one digest per step", ok=ok, evidence=evidence_text(text, wrong))
+
+
+def judge_replay(history: DrillHistory, replay: DrillHistory) -> Verdict:
+    """(b) A run without faults and with the same member sequence gave the same bits."""
+    wrong = []
+    done = history.end is not None and history.end.get("state") == "done"  # of one cut short a replay goes on a little
+    if len(history.chain) > len(replay.chain) or (len(history.chain) < len(replay.chain) and done):
+        wrong.append(f"{plural(len(history.chain), 'step')} against {len(replay.chain):,} in the replay")
+    compared = 0
+    for ours, theirs in zip(history.chain, replay.chain, strict=False):
+        if ours.lineage != theirs.lineage:
+            wrong.append(f"step {ours.step}: the replay reached it from another state")
+        elif difference := _difference([ours, theirs]):
+            wrong.append(difference)
+        compared += len(ours.digests.keys() & theirs.digests.keys())
+    if history.chain and not compared:
+        wrong.append("there is no digest to compare")
+    last = f", loss {history.chain[-1].loss} at the end" if history.chain else ""
+    text = f"{plural(len(history.chain), 'step')}, {plural(compared, 'digest')} compared{last}"
+    return Verdict(name="equal to a fault-free replay", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def judge_step_order(history: DrillHistory) -> Verdict:
+    """(c) In every epoch each rank took its steps one by one, from the step that was restored."""
+    wrong = []
+    for epoch in history.epochs:
+        if epoch.steps and not epoch.restored:
+            wrong.append(f"epoch {epoch.number} trained without a logged restore")
+        if len(set(epoch.found.values())) > 1:
+            wrong.append(f"epoch {epoch.number}: ranks restored different states: {sorted(set(epoch.found.values()))}")
+        taken: dict[int, list[int]] = defaultdict(list)
+        for step, one in sorted(epoch.steps.items()):
+            for rank in one.ranks:
+                taken[rank].append(step)
+        for rank, steps in taken.items():
+            if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
+                wrong.append(f"epoch {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
+    epochs, done = plural(len(history.epochs), "epoch"), plural(len(history.executions), "step")
+    text = f"{epochs}, {done} done, {len(history.undone):,} undone"
+    return Verdict(name="steps in order", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def judge_restores(history: DrillHistory) -> Verdict:
+    """(d) What was restored was there before; from memory, it was the newest state that was held."""
+    wrong = []
+    counts: Counter[str] = Counter()
+    done, held = 0, 0  # steps that stand, and the newest that memory held, before an epoch
+    for before, epoch in zip([None, *history.trained], history.trained, strict=False):
+        if before is not None:
+            done = max([before.restore_step, *(step + 1 for step in before.steps)])
+            held = max([held, *(one.held for one in before.steps.values())])
+        step, source = epoch.restore_step, epoch.source
+        if epoch.restored:
+            counts[source] += 1
+            if source == "start" and step:
+                wrong.append(f"epoch {epoch.number} starts afresh at step {step}")
+            if source == "disk" and step not in epoch.kept and not _unsaid(history, before, epoch, done=done):
+                wrong.append(f"epoch {epoch.number} restored step {step}, which was never on the disk")
+            if source == "memory" and step > done:
+                wrong.append(f"epoch {epoch.number} restored step {step}, but only {done} were done")
+            if source == "memory" and step < held and not _rolled_back(history, epoch.number):
+                wrong.append(f"epoch {epoch.number} restored step {step} from memory, which held {held}")
+        held = min(held, step)
+    text = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items())) or "no restore"
+    return Verdict(name="every restore was committed", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def _unsaid(history: DrillHistory, before: EpochHistory | None, epoch: EpochHistory, *, done: int) -> bool:
+    """Whether rank 0 died between a commit and its line: newer than all it told of, and of a step that was done."""
+    if before is None or not max(epoch.kept, default=0) < epoch.restore_step <= done:
+        return False
+    last = [event for event in history.incidents if int(event.get("epoch", -1)) == before.number]
+    return any(0 in (int(event.get("rank", -1)), *(event.get("others") or ())) for event in last)
+
+
+def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None) -> Verdict:
+    """(e) The ranks of every committed step learnt from its samples, each once, and from nothing else."""
+    wrong = []
+    total = unknown = 0
+    for one in history.chain:
+        epoch = history.epoch(one.epoch)
+        told = one.samples
+        counts = Counter(sample for ids in told.values() for sample in ids)
+        total += len(counts)
+        silent = [rank for rank in range(epoch.world if epoch else 0) if rank not in told]
+        unknown += bool(silent)
+        holders = _holders(epoch)
+        if silent and not _fell(history, one, silent):
+            wrong.append(f"step {one.step}: rank {_few(silent)} did not record its samples")
+        elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
+            wrong.append(f"step {one.step}: {difference}")
+    if expected is None and (again := _again(history)):
+        wrong.append(again)
+    text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}"
+    if unknown:
+        text += f"; of {plural(unknown, 'step')} a killed rank left no list (covered by the replay)"
+    return Verdict(name="every sample in one step", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] | None, partial: bool) -> str:
+    """How a step's samples differ from those it should have; `partial` when a fallen rank left no list."""
+    wanted = Counter(counts.keys()) if expected is None else Counter(expected)
+    most = Counter({sample: count * holders for sample, count in wanted.items()})
+    if more := counts - most:
+        return f"{plural(len(more), 'sample')} repeated or not of this step, such as {_few(sorted(more))}"
+    if not partial and (fewer := most - counts):
+        return f"{plural(len(fewer), 'sample')} of the batch missing, such as {_few(sorted(fewer))}"
+    return ""
+
+
+def _holders(epoch: EpochHistory | None) -> int:
+    """Ranks that learn from the same sequences, as those of a tensor or pipeline group do."""
+    data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
+    return max(1, epoch.world // max(1, data)) if epoch is not None else 1
+
+
+def judge_fencing(history: DrillHistory) -> Verdict:
+    """(f) Once a newer epoch had begun on a host, no rank of an older one there did or committed anything."""
+    wrong = []
+    ends = {epoch.number: _ends(history, epoch.number) for epoch in history.epochs}
+    host_of = {(e.number, m.rank): m.host for e in history.epochs for m in e.members}
+    late = 0
+    for event in history.ranks:
+        number, rank = int(event.get("epoch", -1)), int(event["rank"])
+        end_s = ends.get(number, {}).get(host_of.get((number, rank), ""))
+        commit = event["event"] == "checkpoint" and event.get("path")
+        if commit:
+            end_s = min(ends.get(number, {}).values(), default=None)
+        if end_s is not None and float(event["t"]) > end_s + SKEW_S:
+            late += 1
+            what = "committed a checkpoint" if commit else f"wrote {event['event']}"
+            wrong.append(f"rank {rank} of epoch {number} {what} {float(event['t']) - end_s:.2f} s after its end")
+    epochs, commits = plural(len(history.epochs), "epoch"), plural(len(history.checkpoints), "commit")
+    text = f"{epochs}, {commits}, {plural(late, 'late event')}"
+    return Verdict(name="old epochs are fenced", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def judge_ledger(run: Run) -> Verdict:
+    """(g) Every second of the run is in one account."""
+    from phalanx.record.account.ledger import ledger
+
+    found = ledger(run)
+    return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))
+
+
+def judge_ending(history: DrillHistory, *, state: str, wanted: Sequence[str]) -> Verdict:
+    """The run came to the end it should come to, and its record and its launcher agree on that."""
+    told = str(history.end.get("state")) if history.end is not None else "no end"
+    text = f"the run is {state} after {plural(len(history.chain), 'step')}"
+    wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
+    if told != state:
+        wrong.append(f"its record says {told}")
+    return Verdict(name="the run ended well", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def _difference(same: Sequence[StepExecution]) -> str:
+    """What differs between executions that should be alike; empty when nothing does."""
+    by_rank: dict[int, dict[str, int]] = defaultdict(dict)
+    for one in same:
+        for rank, digest in one.digests.items():
+            by_rank[rank].setdefault(digest, one.epoch)
+    for rank, digests in sorted(by_rank.items()):
+        if len(digests) > 1:
+            told = ", ".join(f"{digest[:12]} (epoch {epoch})" for digest, epoch in digests.items())
+            return f"step {same[0].step}, rank {rank}: {told}"
+    losses = {one.loss for one in same if one.loss is not None}
+    return f"step {same[0].step}: losses {_few(sorted(losses))}" if len(losses) > 1 else ""
+
+
+def _rolled_back(history: DrillHistory, number: int) -> bool:
+    """Whether the epoch began because numbers were wrong: then the newest state is not to be trusted."""
+    causes = [event for event in history.incidents if int(event.get("epoch", -1)) == number - 1]
+    return any((event.get("cause") or {}).get("kind") == ASTRAY for event in causes)
+
+
+def _fell(history: DrillHistory, one: StepExecution, silent: Sequence[int]) -> bool:
+    """Whether the silent ranks died in this epoch, at this step: their last lines went with them."""
+    epoch = history.epoch(one.epoch)
+    last = max(epoch.steps) if epoch is not None else one.step
+    fallen = {int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == one.epoch}
+    return one.step >= last - 1 and all(rank in fallen for rank in silent)
+
+
+def _again(history: DrillHistory) -> str:
+    """A sample in two committed steps, where nobody knows the order: right only within one pass over the data."""
+    seen: dict[int, int] = {}
+    for one in history.chain:
+        for sample in {sample for ids in one.samples.values() for sample in ids}:
+            if sample in seen and seen[sample] != one.step:
+                return f"sample {sample} in step {seen[sample]} and again in step {one.step}"
+            seen[sample] = one.step
+    return ""
+
+
+def _ends(history: DrillHistory, number: int) -> dict[str, float]:
+    """When the next epoch began, by host: its members had answered then, so they had left this one."""
+    found: dict[str, float] = {}
+    for epoch in history.epochs:
+        if epoch.number > number and epoch.went_s is not None:
+            for member in epoch.members:
+                found.setdefault(member.host, epoch.went_s)
+    return found
+
+
+def evidence_text(text: str, wrong: Sequence[str]) -> str:
+    """Evidence: the numbers, and the first few things that are wrong."""
+    if not wrong:
+        return text
+    more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+    return f"{text}: " + "; ".join(wrong[:MOST_NAMED]) + more
+
+
+def _few(values: Sequence[object], most: int = 6) -> str:
+    return ", ".join(map(str, values[:most])) + (" …" if len(values) > most else "")

@@ -1,0 +1,203 @@
+"""The report of a drill: the text that is printed, and the signed record that later checks look for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.elastic.handshake import make_secret, read_secret
+from phalanx.errors import Problem, SystemFailure, UserError
+from phalanx.io.columns import table
+from phalanx.io.files import replace_text
+from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
+from phalanx.record.provenance import our_code
+from phalanx.record.run import Run
+from phalanx.train.drill.outcomes import FaultOutcome
+from phalanx.train.drill.perform import DrillNumbers, DrillResult
+from phalanx.units import format_seconds, plural
+
+MOST_ROWS = 40  # of single faults; more are told by kind
+
+
+def render_drill(result: DrillResult) -> str:
+    """Faults, verdicts, and what the plan thought of it."""
+    numbers = result.numbers
+    length = f"{plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
+    count = len(result.outcomes)
+    head = f"{plural(count, 'fault')} in {length}; the run is {result.state}"
+    parts = [head, _table(result.outcomes), _not_fired(result.not_fired), _verdicts(result), _beside(numbers)]
+    return "\n".join(part for part in parts if part)
+
+
+def _table(found: Sequence[FaultOutcome]) -> str:
+    if not found:
+        return ""
+    if len(found) > MOST_ROWS:
+        return _by_kind(found)
+    rows = [
+        (
+            one.fault,
+            _place(one),
+            _seconds(one.detected_s) if one.judged else "not judged",
+            _seconds(one.recovered_s),
+            "" if one.steps_lost is None else str(one.steps_lost),
+            "" if one.steps_redone is None else str(one.steps_redone),
+            one.source,
+            "" if one.world is None else str(one.world),
+        )
+        for one in found
+    ]
+    return _columns(("fault", "hit", "detected", "recovered", "lost", "redone", "from", "ranks"), rows)
+
+
+def _place(one: FaultOutcome) -> str:
+    whom = f"rank {one.rank}, " if one.rank >= 0 else ""
+    step = f", step {one.step}" if one.step >= 0 else ""
+    return f"{whom}epoch {one.epoch}{step}"
+
+
+def _by_kind(found: Sequence[FaultOutcome]) -> str:
+    rows = []
+    for kind in dict.fromkeys(one.kind for one in found):
+        mine = [one for one in found if one.kind == kind]
+        times = [one.recovered_s for one in mine if one.recovered_s is not None]
+        lost = sum(one.steps_lost or 0 for one in mine)
+        rows.append(
+            (
+                kind,
+                f"{len(mine)}×",
+                _seconds(_median([one.detected_s for one in mine])),
+                _seconds(_median(times)),
+                _seconds(max(times, default=None)),
+                str(lost),
+                str(sum(one.steps_redone or 0 for one in mine)),
+            )
+        )
+    return _columns(("fault", "fired", "detected", "recovered", "at worst", "lost", "redone"), rows)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"  {line}" for line in table([head, *rows], right=(2, 3, 4, 5)))
+
+
+def _not_fired(texts: Sequence[str]) -> str:
+    if not texts:
+        return ""
+    some = ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+    return f"  not fired, the run had ended: {some}"
+
+
+def _verdicts(result: DrillResult) -> str:
+    rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
+    wide = max((len(word) for word, _, _ in rows), default=0)
+    return "\n".join(
+        ["verdicts", *(f"  {word:<{max(6, wide)}} {name:<29} {evidence}" for word, name, evidence in rows)]
+    )
+
+
+def _beside(numbers: DrillNumbers) -> str:
+    """Prediction beside measurement."""
+    measured = f"{_seconds(numbers.recovery_s)}, at worst {_seconds(numbers.recovery_worst_s)}"
+    lines = []
+    if numbers.recovery_s is not None:
+        lines.append(f"recovery: {measured}; the plan assumed {format_seconds(numbers.planned_recovery_s)}")
+    if numbers.effective is not None:
+        lines.append(
+            f"effective training time: {numbers.effective:.1%}; "
+            f"the plan predicts {numbers.planned_effective:.1%} at this failure rate"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)
+
+
+# The signed record: what was injected, what came of it, the verdicts, and digests of the evidence.
+# `phalanx.record.drill` reads and verifies it, and says what a signature proves.
+
+MOST_STORED = 64  # copies in the user's store: some kilobytes each
+
+
+def drill_key(path: Path) -> bytes:
+    """The key, made when there is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            return make_secret(path)
+    except OSError as error:
+        what = f"cannot be made: {error.strerror or error}"
+        raise SystemFailure(
+            Problem(where=str(path), what=what, fix="set XDG_CONFIG_HOME to a writable folder")
+        ) from None
+    except UserError:  # another drill made it in this moment
+        pass
+    return read_secret(path)
+
+
+def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Callable[[], float] = time.time) -> Path:
+    """Add the time, what ran and digests of the evidence, sign, and put it into the run."""
+    ran = {"made_s": round(clock(), 3), "world": run.world() or 0, "versions": software_versions(), "code": our_code()}
+    whole = {"v": VERSION, **body, **ran, "files": digests(run.path)}
+    signed = {**whole, "signature": sign(whole, secret)}
+    path = run.path / NAME
+    replace_text(path, json.dumps(signed, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def store_record(record: Path, folder: Path) -> Path:
+    """Keep a copy where later checks look, the newest of its kind; raises SystemFailure when it cannot be written."""
+    name = _name(read_record(record))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_text(folder / name, record.read_text(encoding="utf-8"))
+        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in kept[MOST_STORED:]:
+            with suppress(OSError):
+                path.unlink()
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        raise SystemFailure(
+            Problem(where=str(folder), what=what, fix="set XDG_DATA_HOME to a writable folder")
+        ) from None
+    return folder / name
+
+
+def _name(record: Mapping[str, Any]) -> str:
+    """One file per profile, part of the suite and job; drills of a job outside the suite share one."""
+    words = [str(record.get(name) or "other") for name in ("profile", "part")]
+    words.append(_subject_name(record.get("subject")))
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower())[:40] for word in words if word) + ".json"
+
+
+def _subject_name(subject: object) -> str:
+    """Of the drilled job: its name, and enough of its digests that two jobs of one name are kept apart."""
+    if not isinstance(subject, dict):
+        return ""
+    told = f"{subject.get('digest')} {subject.get('splits')}"
+    return f"{str(subject.get('job'))[:24]}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+
+def software_versions() -> dict[str, str]:
+    """What ran."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in ("phalanx", "torch", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "from source"
+    return found

@@ -1,0 +1,189 @@
+"""Saving beside the training: the step waits for a copy to host memory, a thread does the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.index import JSON
+from phalanx.train.state.paths import Location
+from phalanx.train.state.save import SAVE_TIMEOUT_S, CommitFence, SavedCheckpoint, save_checkpoint
+from phalanx.train.state.shards import owned_shards
+from phalanx.train.state.storage import open_storage
+
+ABANDON_S = 0.1  # a survivor that recovers waits no longer for its own disk
+
+
+class AsyncSaver:
+    """One save at a time. Memory: one host copy of what this rank owns, kept and used again.
+
+    All ranks call `save` for the same steps in the same order. It returns when the copy is taken; an error of the
+    thread is raised by the next `save`, after that one was started so that the ranks stay together, or by `wait`. Only
+    rank 0 knows whether a step was committed: on other ranks a finished save means that their shards are stored. The
+    host memory is `copies`, which may serve one saver after another, but not two at a time.
+    """
+
+    def __init__(
+        self,
+        root: Location | str,
+        *,
+        attempt: str,
+        rank: int,
+        world: int,
+        keep: int = 2,
+        epoch: int = 0,
+        timeout_s: float = SAVE_TIMEOUT_S,
+        fence: CommitFence = nullcontext,
+        copies: HostCopies | None = None,
+        point: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        storage = open_storage(root)  # once: to connect to an object store takes longer than a small save
+        self._save = partial(
+            save_checkpoint,
+            storage,
+            rank=rank,
+            world=world,
+            keep=keep,
+            epoch=epoch,
+            timeout_s=timeout_s,
+            fence=fence,
+            point=point,
+        )
+        self._attempt = attempt
+        self._started = 0
+        self._current: _SaveThread | None = None
+        self._step = -1
+        self._saved: SavedCheckpoint | None = None
+        self._copies = HostCopies() if copies is None else copies
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._current is not None and self._current.is_alive()
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Take the host memory now, so that the first save blocks no longer than the others."""
+        self.wait()
+        self._copies.take(pieces)
+
+    def save(
+        self,
+        *,
+        step: int,
+        pieces: Sequence[Piece],
+        meta: Mapping[str, JSON],
+        rank_meta: Mapping[str, JSON] | None = None,
+    ) -> float:
+        """Copy and go on; returns the seconds the caller was held up. Waits for the save before, if it still writes.
+
+        The step of the save before is not written again, so that a final save may come at any step.
+        """
+        began = time.monotonic()
+        error = self._join()
+        if step != self._step:
+            copies = self._copies.take(pieces)
+            self._start(partial(self._save, step=step, pieces=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
+            self._step = step
+        if error is not None:
+            raise error
+        return time.monotonic() - began
+
+    def _start(self, job: Callable[..., SavedCheckpoint]) -> None:
+        # Numbered, as on every rank: what a failed save left behind is never taken for a part of the next.
+        self._started += 1
+        self._current = _SaveThread(partial(job, attempt=f"{self._attempt}.{self._started}"))
+        self._current.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written; `wait` says what came of it."""
+        if self._current is not None:
+            self._current.join()
+
+    def wait(self) -> SavedCheckpoint | None:
+        """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
+        error = self._join()
+        if error is not None:
+            raise error
+        return self._saved
+
+    def _join(self) -> BaseException | None:
+        job, self._current = self._current, None
+        if job is None:
+            return None
+        job.join()
+        self._saved = job.saved or self._saved
+        return job.error
+
+    def abandon(self) -> None:
+        """Give up the save that is under way, and forget what went wrong: the ranks it waits for may be gone.
+
+        Returns in about 0.1 s at the latest. A thread that a slow disk still holds goes on alone, to clean up: it will
+        commit nothing that it has not begun to commit, and keeps the host copy it reads from.
+        """
+        job, self._current = self._current, None
+        if job is None:
+            return
+        job.abandoned.set()
+        job.join(ABANDON_S)
+        if job.is_alive():
+            self._copies.forget()
+        self._saved = job.saved or self._saved
+
+
+class _SaveThread(threading.Thread):
+    """A save in a thread, with what came of it."""
+
+    def __init__(self, run: Callable[..., SavedCheckpoint]) -> None:
+        # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
+        super().__init__(name="checkpoint", daemon=True)
+        self.abandoned = threading.Event()
+        self.saved: SavedCheckpoint | None = None
+        self.error: BaseException | None = None
+        self._job = partial(run, abandoned=self.abandoned)
+
+    def run(self) -> None:
+        """Save; an error is for the caller's thread."""
+        try:
+            self.saved = self._job()
+        except BaseException as error:
+            self.error = error
+
+
+# Host copies of what a rank owns, taken between two steps and used again for the next.
+
+
+class HostCopies:
+    """One host copy of each tensor a rank owns. Memory: what the rank owns, once."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The owned pieces with the values of now; those handed out before are overwritten."""
+        mine = owned_shards(pieces)
+        old, self._tensors = self._tensors, {}
+        for piece in mine:
+            copy = _fitting(old.pop(piece.name, None), piece.tensor)
+            copy.copy_(piece.tensor.detach(), non_blocking=copy.is_pinned())
+            self._tensors[piece.name] = copy
+        for device in {piece.tensor.device for piece in mine if piece.tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return [replace(piece, tensor=self._tensors[piece.name]) for piece in mine]
+
+    def forget(self) -> None:
+        """Leave the present copies to whoever still reads from them; the next are fresh."""
+        self._tensors = {}
+
+
+def _fitting(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The buffer of the save before where it fits: touching fresh memory costs more than the copy into it."""
+    if old is not None and old.shape == like.shape and old.dtype == like.dtype:
+        return old
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)

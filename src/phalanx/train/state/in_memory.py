@@ -1,0 +1,315 @@
+"""In-memory checkpoints: after a step a rank's state goes into its host's vault, and a replica to another host."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from phalanx.elastic.channel import Channel, connect
+from phalanx.elastic.replica_store import (
+    GENERATIONS,
+    MemorySegment,
+    NeededReplicas,
+    ReplicaStore,
+    next_free_buffer,
+    next_sequence_number,
+)
+from phalanx.record.redact import redact
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.snapshot import SnapshotDraft, decode_snapshot_index, seal_snapshot, take_snapshot
+
+CLOSE_S = 3.0  # the longest wait for a copy on its way to a host that may be dead
+CONNECT_S = 2.0
+ANSWER_S = 30.0  # for the other side to take what we sent; a dead one ends the connection long before
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0  # between two attempts
+
+
+class InMemoryCheckpointer:
+    """One rank in one epoch. All ranks put the same steps, in the same order, with the same `held`.
+
+    `restored` is the (epoch, step) in memory that this epoch began from; it is kept until all ranks hold a newer step.
+    `check` is asked when a copy is taken and does not count yet: it raises where the copy is not to count, because a
+    collective that it waited for was cut short.
+    """
+
+    def __init__(
+        self,
+        vault: ReplicaStore,
+        *,
+        slot: int,
+        rank: int,
+        world: int,
+        epoch: int,
+        secret: bytes,
+        buddy: ReplicaAddress | None,
+        restored: tuple[int, int] | None = None,
+        address: str = "",
+        tell: Callable[..., object] = lambda **fields: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
+        self._segments = vault.generations("own", slot)
+        self._sequence = next_sequence_number(self._segments)
+        self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
+        self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
+        self._safe = -1
+        self._sealer = JobThread("vault-seal")
+        hello = {"role": "vault", "rank": rank, "epoch": epoch}
+        self._replica = ReplicaSender(buddy, secret=secret, hello=hello, bind=address) if buddy is not None else None
+        self._sender = JobThread("vault-send")
+        self.skipped = 0
+        self._tell, self._told, self._check = tell, ("", False), check
+
+    @property
+    def safe_step(self) -> int:
+        """The newest step that is complete here and with the buddy, if there is one; -1 while there is none."""
+        return self._safe
+
+    @property
+    def trouble(self) -> str:
+        """Why the buddy does not have the newest snapshot; empty when all is well."""
+        return self._replica.trouble if self._replica is not None else ""
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
+        taken: list[int] = []
+        while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
+            self._take(generation, pieces, {}, {})
+            taken.append(generation)
+
+    def put(
+        self,
+        step: int,
+        pieces: Sequence[Piece],
+        meta: Mapping[str, Any],
+        *,
+        held: int,
+        rank_meta: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Copy the state after `step` steps and go on; returns the seconds the caller was held up.
+
+        `held` is the smallest `safe_step` of all ranks, as they last agreed. While it is three snapshots behind (a
+        buddy that does not answer, say) nothing is put and `skipped` counts, on all ranks alike.
+        """
+        began_s = time.monotonic()
+        self._kept = [kept for kept in self._kept if kept >= held]
+        is_full = len(self._kept) == GENERATIONS
+        self.skipped += is_full
+        self._tell_changes(step, is_skipped=is_full)
+        if is_full:
+            return time.monotonic() - began_s
+        generation = self._free(held, busy=tuple(self._busy.values()))
+        assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
+        draft = self._take(generation, pieces, meta, rank_meta or {})
+        self._check()
+        self._kept.append(step)
+        self._busy[step] = generation
+        self._sequence += 1
+        self._sealer.do(partial(self._seal, draft, step, self._sequence, held))
+        return time.monotonic() - began_s
+
+    def _tell_changes(self, step: int, *, is_skipped: bool) -> None:
+        """When copies begin to fail or to be left out, and when they are well again; not at every step between."""
+        now = (self.trouble, is_skipped)
+        if now != self._told:
+            self._told = now
+            trouble = redact(now[0], os.environ)  # the text of a library, or of another host
+            self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
+
+    def _free(self, held: int, *, busy: Collection[int]) -> int | None:
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        return next_free_buffer(self._segments, needs, busy=busy)
+
+    def _take(
+        self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+    ) -> SnapshotDraft:
+        return take_snapshot(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
+
+    def _seal(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
+        seal_snapshot(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
+        if self._replica is None:
+            self._done(step)
+        else:
+            self._sender.do(partial(self._send, self._replica, draft.segment, step, held))
+
+    def _send(self, replica: ReplicaSender, segment: MemorySegment, step: int, held: int) -> None:
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        if replica.send(segment, needs):
+            self._done(step)
+
+    def _done(self, step: int) -> None:
+        self._safe = step
+        self._busy.pop(step, None)
+
+    def close(self) -> None:
+        """End of the epoch: what is copied is completed here; a copy on its way to the buddy is given up."""
+        self._sealer.close()  # local work, as long as summing up takes; the next epoch must find nobody writing
+        if self._replica is not None:
+            self._replica.interrupt()
+        if self._sender.close(CLOSE_S) and self._replica is not None:
+            self._replica.hang_up()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaAddress:
+    """Where the buddy's replica server listens, and our place among its host's guests."""
+
+    host: str
+    port: int
+    slot: int
+
+
+class ReplicaSender:
+    """Sends segments to the buddy. `trouble` says why the last attempt failed, and is empty after one that did not."""
+
+    def __init__(self, buddy: ReplicaAddress, *, secret: bytes, hello: Mapping[str, Any], bind: str = "") -> None:
+        self._buddy, self._secret, self._hello, self._bind = buddy, secret, dict(hello), bind
+        self._channel: Channel | None = None
+        self._closing = threading.Event()
+        self.trouble = ""
+
+    def send(self, segment: MemorySegment, needs: NeededReplicas) -> bool:
+        """Until the buddy has it, trying again after failures; False when this side is closing or is fenced.
+
+        It gives up no snapshot by itself: the step that all ranks hold cannot pass one that is missing here.
+        """
+        pause_s = FIRST_PAUSE_S
+        while not self._closing.is_set():
+            try:
+                answer = self._try(segment, needs)
+            except (OSError, TimeoutError) as error:
+                self.hang_up()
+                self.trouble = f"{self._buddy.host} does not take a copy: {error}"
+            else:
+                self.trouble = "" if answer["op"] == "held" else str(answer.get("why"))
+                if answer["op"] in ("held", "refused"):
+                    return bool(answer["op"] == "held")
+            self._closing.wait(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return False
+
+    def _try(self, segment: MemorySegment, needs: NeededReplicas) -> dict[str, Any]:
+        header = segment.header()
+        if header is None:
+            return {"op": "refused", "why": f"{segment.name} was wiped before it was sent"}
+        view = segment.view()
+        text = bytes(view[header.index_at : header.end])
+        channel = self._open()
+        message = {"op": "put", "slot": self._buddy.slot, "header": asdict(header), "needs": asdict(needs)}
+        channel.send(message, text, crc32=header.index_crc32)
+        answer = channel.wait(ANSWER_S)
+        if answer["op"] != "send":
+            return answer
+        for shard in decode_snapshot_index(text, header.rank).shards:
+            data = view[shard.offset : shard.offset + shard.size_bytes]
+            channel.send({"op": "data", "offset": shard.offset}, data, crc32=int(shard.sha256, 16))
+        return channel.wait(ANSWER_S)
+
+    def _open(self) -> Channel:
+        if self._channel is None:
+            where = (self._buddy.host, self._buddy.port)
+            self._channel = connect(where, self._secret, self._hello, timeout_s=CONNECT_S, bind=self._bind)
+        return self._channel
+
+    def hang_up(self) -> None:
+        """End the connection; not while another thread sends."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def interrupt(self) -> None:
+        """Have `send` return soon, wherever it is; for another thread than its own."""
+        self._closing.set()
+        if (channel := self._channel) is not None:
+            interrupt_channel(channel)
+
+
+def interrupt_channel(channel: Channel) -> None:
+    """Wake a thread that waits on a channel, and leave it to that thread to close it: its number is then not reused."""
+    with suppress(OSError, ValueError), socket.socket(fileno=os.dup(channel.fileno())) as twin:
+        twin.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPeer:
+    """The buddy: a rank of another host that takes our copy. `slot` is our place among its host's guests."""
+
+    rank: int
+    slot: int
+
+
+def replica_peer_of(rank: int, hosts: Mapping[int, str], *, rack_hosts: int = 1) -> ReplicaPeer | None:
+    """The buddy of a rank, where `hosts` has the host of every rank; None when all are on one host.
+
+    The hosts form a ring in the order of their lowest ranks, and each keeps the copies of another, dealt to its ranks
+    in turn: of the one before it, or, where `rack_hosts` hosts fail together and there are two such racks or more, of
+    the one a rack before it. Our place is our place among our own host's ranks, so no two ranks share one.
+
+    >>> replica_peer_of(1, {0: "a", 1: "a", 2: "b", 3: "b"}), replica_peer_of(1, {0: "a", 1: "a", 2: "b"})
+    (ReplicaPeer(rank=3, slot=1), ReplicaPeer(rank=2, slot=1))
+    >>> [replica_peer_of(rank, dict(enumerate("abcd")), rack_hosts=2).rank for rank in range(4)]
+    [2, 3, 0, 1]
+    """
+    order = list(dict.fromkeys(hosts[one] for one in sorted(hosts)))
+    if len(order) == 1:
+        return None
+    mine = hosts[rank]
+    away = rack_hosts if len(order) >= 2 * rack_hosts else 1
+    following = order[(order.index(mine) + away) % len(order)]
+    place = _ranks_on(mine, hosts).index(rank)
+    takers = _ranks_on(following, hosts)
+    return ReplicaPeer(rank=takers[place % len(takers)], slot=place)
+
+
+def _ranks_on(host: str, hosts: Mapping[int, str]) -> list[int]:
+    return sorted(rank for rank, where in hosts.items() if where == host)
+
+
+class JobThread:
+    """Jobs in the order they were given. A daemon: a process that must go does not wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._open = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Have it done soon; raises what an earlier job failed with."""
+        if self._error is not None:
+            raise self._error
+        with self._idle:
+            self._open += 1
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        """Until nothing is left to do."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._open)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """No further jobs; whether those given were done in time."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:  # told to the thread that gives the next job
+                self._error = error
+            with self._idle:
+                self._open -= 1
+                self._idle.notify_all()

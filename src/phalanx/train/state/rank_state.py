@@ -1,0 +1,101 @@
+"""What belongs to one rank and not to the model: tensors that only its layout has, and its random state.
+
+Such tensors are what gradient compression carries from step to step, say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.index import JSON, damaged_checkpoint
+from phalanx.train.state.reader import StateSource
+
+RANDOM_KEY = "random"
+
+
+def is_private_tensor(name: str) -> bool:
+    """Whether a tensor of a checkpoint is one rank's own.
+
+    >>> is_private_tensor("#rank-00003/exchange/0/parts"), is_private_tensor("norm.weight#exp_avg")
+    (True, False)
+    """
+    return name.startswith("#")
+
+
+def private_shards(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """The tensors as shards to save, under names that no other rank and no parameter has."""
+    return [
+        Piece(
+            name=_private_prefix(rank) + name,
+            tensor=tensor,
+            shape=tuple(tensor.shape),
+            start=(0,) * tensor.dim(),
+            replicas=1,
+            owner=True,
+            groups={},
+        )
+        for name, tensor in tensors.items()
+    ]
+
+
+def read_private_tensors(source: StateSource, rank: int) -> dict[str, torch.Tensor]:
+    """What a rank saved that way, on the CPU; only for the layout that wrote it. Raises DamagedCheckpoint."""
+    prefix = _private_prefix(rank)
+    mine = [shard for shard in source.index(rank).shards if shard.name.startswith(prefix)]
+    if not mine:
+        return {}
+    with source.open(rank) as reader:
+        reader.check(mine)
+        return {shard.name.removeprefix(prefix): reader.read(shard, shard.region).clone() for shard in mine}
+
+
+def _private_prefix(rank: int) -> str:
+    return f"#rank-{rank:05d}/"
+
+
+def capture_random_state(device: torch.device) -> dict[str, JSON]:
+    """torch's generators of the CPU and of this rank's device, for `rank_meta`: 10 kB of hexadecimal digits."""
+    state: dict[str, JSON] = {"cpu": _text(torch.get_rng_state())}
+    if device.type == "cuda":
+        state["cuda"] = _text(torch.cuda.get_rng_state(device))
+    return {RANDOM_KEY: state}
+
+
+def seed_random_state(seed: int, *, rank: int, world: int) -> None:
+    """Start a run: every rank draws its own numbers (dropout must not fall on the same places everywhere)."""
+    torch.manual_seed(_seed_from(f"seed {seed}, random state of rank {rank} of {world}"))  # of all devices
+
+
+def restore_random_state(source: StateSource, *, rank: int, world: int, device: torch.device) -> None:
+    """Go on with the numbers this rank would have drawn. Raises DamagedCheckpoint.
+
+    In a world of another size there is no such rank: each then draws from a seed of its own, the same at every try.
+    """
+    state = source.index(rank).meta.get(RANDOM_KEY) if world == source.world else None
+    if not isinstance(state, Mapping):
+        torch.manual_seed(_seed_from(f"random state of rank {rank} of {world} at step {source.step}"))  # of all devices
+        return
+    try:
+        torch.set_rng_state(_tensor(state["cpu"]))
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise damaged_checkpoint(source.where, f"the random state of rank {rank} is not one: {error}") from error
+
+
+def _text(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _tensor(text: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def _seed_from(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: manual_seed takes no more from Python

@@ -1,0 +1,342 @@
+"""Reading checkpoints: find the newest that is whole, verify one, read shards out of it.
+
+`CheckpointReader` is the one reader of a committed folder, on a disk or in an object store. It and the replicas of
+replica_reader.py are both a `StateSource`, which is all that a restore sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from phalanx.errors import Problem, SystemFailure
+from phalanx.train.state import paths
+from phalanx.train.state.index import (
+    JSON,
+    DamagedCheckpoint,
+    Manifest,
+    RankIndex,
+    check_coverage,
+    check_same_tensor,
+    damaged_checkpoint,
+    read_manifest,
+    read_rank_index,
+    safetensors_header,
+)
+from phalanx.train.state.paths import CHUNK_BYTES, Location, Url, os_error_text
+from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard, whole_region
+from phalanx.train.state.storage import CheckpointFolder, open_folder, open_storage
+
+HASH_THREADS = 4  # sha256 runs at 1.1 GB/s a core here, below a fast disk: a few at once
+
+
+class ShardReader(Protocol):
+    """The open shards of one rank."""
+
+    def check(self, shards: Iterable[StoredShard]) -> None:
+        """Compare the bytes of these shards with what was written; raises DamagedCheckpoint, naming the tensor."""
+
+    def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
+        """The elements of `part`, which lies inside the shard's region, on the CPU; only after `check`."""
+
+
+class StateSource(Protocol):
+    """The state of one step, as ranks of some layout wrote it. Safe to use from several threads."""
+
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks wrote it."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The `meta` of whoever saved it."""
+
+    def count(self, rank: int) -> int:
+        """How many shards a rank wrote; the index of one without any is asked for only for its meta."""
+
+    def index(self, rank: int) -> RankIndex:
+        """What a rank wrote; raises DamagedCheckpoint."""
+
+    def open(self, rank: int) -> AbstractContextManager[ShardReader]:
+        """The shards of a rank; raises DamagedCheckpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor as it lies in a checkpoint: its shards, which all agree on dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[StoredShard, ...]
+
+    def check_whole(self) -> None:
+        """Raises DamagedCheckpoint unless the shards cover every element once."""
+        check_coverage(self.name, whole_region(self.shape), [(shard, shard.region) for shard in self.shards])
+
+
+class CheckpointReader:
+    """A committed folder; raises DamagedCheckpoint when its manifest is not sound. Indexes are read when asked for."""
+
+    def __init__(self, location: Location) -> None:
+        folder = open_folder(location)
+        self.location = location
+        self.manifest = read_manifest(folder)
+        self.folder = folder.rank_files(self.manifest.attempt)
+        self._indexes: dict[int, RankIndex] = {}
+
+    @property
+    def where(self) -> str:
+        """The folder."""
+        return str(self.location)
+
+    @property
+    def step(self) -> int:
+        """The step of the manifest."""
+        return self.manifest.step
+
+    @property
+    def world(self) -> int:
+        """How many ranks wrote the folder."""
+        return self.manifest.world
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The meta of rank 0."""
+        return self.manifest.meta
+
+    def count(self, rank: int) -> int:
+        """As the manifest counts them."""
+        return self.manifest.ranks[rank].tensors
+
+    def index(self, rank: int) -> RankIndex:
+        """The index the manifest vouches for; read once."""
+        if rank not in self._indexes:
+            self._indexes[rank] = read_rank_index(self.folder, rank, self.manifest.ranks[rank])
+        return self._indexes[rank]
+
+    def open(self, rank: int) -> RankFileReader:
+        """The safetensors file of a rank."""
+        return RankFileReader(self.folder, self.index(rank))
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor in name order with all its shards, from the indexes of all ranks; raises DamagedCheckpoint."""
+        shards: dict[str, list[StoredShard]] = {}
+        for rank in range(self.world):
+            for shard in self.index(rank).shards:
+                same = shards.setdefault(shard.name, [])
+                same.append(shard)
+                check_same_tensor(self.location, same[0], shard)
+        return {
+            name: StoredTensor(name=name, dtype=same[0].dtype, shape=same[0].shape, shards=tuple(same))
+            for name, same in sorted(shards.items())
+        }
+
+
+def open_source(where: Location | StateSource) -> StateSource:
+    """The source itself, or the reader of a folder; raises DamagedCheckpoint."""
+    return CheckpointReader(where) if isinstance(where, Path | Url) else where
+
+
+class RankFileReader:
+    """The open file of one rank: its bytes against the digests of its index, and regions out of them."""
+
+    def __init__(self, folder: CheckpointFolder, index: RankIndex) -> None:
+        self._path = folder.location / paths.data_name(index.rank)
+        self._index = index
+        try:
+            self._file = folder.open(self._path.name)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def check(self, shards: Iterable[StoredShard]) -> None:
+        """Compare size, header and these shards with their digests; raises DamagedCheckpoint, naming the tensor."""
+        end = sum(shard.size_bytes for shard in self._index.shards) + self._index.header_bytes
+        if self._file.size_bytes != end:
+            what = f"has {self._file.size_bytes:,} bytes instead of {end:,}"
+            raise damaged_checkpoint(self._path, what, why="it was cut, or is another rank's file")
+        self._check_header()
+        for shard in shards:
+            if self._digest(shard.offset, shard.size_bytes) != shard.sha256:
+                what = f"holds another {shard.name} than was written: its digest differs"
+                raise damaged_checkpoint(self._path, what, why="training would go on with wrong numbers")
+
+    def _check_header(self) -> None:
+        """Other readers believe the header, so it must say what the index says, byte for byte."""
+        index = self._index
+        header = safetensors_header(index.shards)
+        if index.header_bytes != len(header) or hashlib.sha256(header).hexdigest() != index.header_sha256:
+            what = f"has a header of {index.header_bytes:,} bytes that is not the header of its tensors"
+            raise damaged_checkpoint(self._path, what, why="other programs would read something else")
+        if self._digest(0, index.header_bytes) != index.header_sha256:
+            raise damaged_checkpoint(self._path, "has another header than was written: its digest differs")
+
+    def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
+        """The elements of `part`, which lies inside the shard's region; only its rows are read from the file."""
+        region, values_of = shard.region, STORED_DTYPES[shard.dtype].torch
+        if not region.size:
+            return self._bytes(shard.offset, shard.size_bytes).view(values_of).reshape(())
+        row_bytes = shard.size_bytes // region.size[0]
+        rows = Region((part.start[0], *region.start[1:]), (part.size[0], *region.size[1:]))
+        skipped = part.start[0] - region.start[0]
+        data = self._bytes(shard.offset + skipped * row_bytes, part.size[0] * row_bytes)
+        return data.view(values_of).view(rows.size)[part.within(rows)]
+
+    def _bytes(self, offset: int, size_bytes: int) -> torch.Tensor:
+        data = torch.empty(size_bytes, dtype=torch.uint8)
+        try:
+            self._file.read_into(data.numpy().data, offset)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return data
+
+    def _digest(self, offset: int, size_bytes: int) -> str:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
+        try:
+            for begin in range(0, size_bytes, CHUNK_BYTES):
+                chunk = buffer[: min(CHUNK_BYTES, size_bytes - begin)]
+                self._file.read_into(chunk, offset + begin)
+                digest.update(chunk)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return digest.hexdigest()
+
+    def _unreadable(self, error: OSError) -> DamagedCheckpoint:
+        return damaged_checkpoint(self._path, f"cannot be read: {os_error_text(error)}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> RankFileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Finding and verifying.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommittedCheckpoint:
+    """A committed step. `warnings` says which newer ones were passed over, and why."""
+
+    path: Location
+    step: int
+    world: int
+    meta: Mapping[str, JSON]
+    epoch: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def list_commits(root: Location | str) -> list[Location]:
+    """The committed steps, newest first; whether they are whole is another question. Raises SystemFailure."""
+    try:
+        return open_storage(root).commits()
+    except OSError as error:
+        what = f"its checkpoints cannot be listed: {os_error_text(error)}"
+        raise SystemFailure(Problem(where=str(root), what=what, why="there may be some to go on from")) from error
+
+
+def newest_checkpoint(root: Location | str, *, verify: bool = False) -> CommittedCheckpoint | None:
+    """The newest whole checkpoint; None when there is none at all.
+
+    The manifest is always checked; with `verify` every byte is read. A damaged one is passed over with a warning. When
+    all are damaged, raises DamagedCheckpoint: to start again from step 0 must be somebody's decision.
+    """
+    problems = []
+    for location in list_commits(root):
+        try:
+            manifest = verify_checkpoint(location) if verify else read_manifest(open_folder(location))
+        except DamagedCheckpoint as error:
+            problems += list(error.problems)
+            continue
+        warnings = tuple(problem.render() for problem in problems)
+        return replace(_committed(location, manifest), warnings=warnings)
+    if problems:
+        raise DamagedCheckpoint(problems)
+    return None
+
+
+def sound_checkpoints(root: Location | str, damaged: list[str] | None = None) -> Iterator[CommittedCheckpoint]:
+    """Checkpoints with a sound manifest, newest first: what to try one after the other when loading finds damage.
+
+    Messages about those that were passed over are appended to `damaged`.
+    """
+    for location in list_commits(root):
+        try:
+            manifest = read_manifest(open_folder(location))
+        except DamagedCheckpoint as error:
+            if damaged is not None:
+                damaged.append(str(error))
+            continue
+        yield _committed(location, manifest)
+
+
+def _committed(location: Location, found: Manifest) -> CommittedCheckpoint:
+    return CommittedCheckpoint(path=location, step=found.step, world=found.world, meta=found.meta, epoch=found.epoch)
+
+
+def read_checkpoint_meta(location: Location) -> dict[str, Any]:
+    """What the caller of the save gave as `meta`, with `step` and `world`; raises DamagedCheckpoint."""
+    manifest = read_manifest(open_folder(location))
+    return {**manifest.meta, "step": manifest.step, "world": manifest.world}
+
+
+def read_rank_meta(location: Location, rank: int) -> dict[str, Any]:
+    """What a rank that wrote the checkpoint gave as `rank_meta`; raises DamagedCheckpoint."""
+    return dict(CheckpointReader(location).index(rank).meta)
+
+
+def verify_checkpoint(location: Location) -> Manifest:
+    """Read every byte and return the manifest, when all files are there and unchanged, no others are, and every tensor
+    is whole; else raises DamagedCheckpoint."""
+    reader = CheckpointReader(location)
+    tensors = reader.tensors()
+    _check_file_names(reader)
+
+    def check(rank: int) -> list[Problem]:
+        try:
+            with reader.open(rank) as file:
+                file.check(reader.index(rank).shards)
+        except DamagedCheckpoint as error:
+            return list(error.problems)
+        return []
+
+    with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
+        problems = [problem for found in pool.map(check, range(reader.world)) for problem in found]
+    for tensor in tensors.values():
+        try:
+            tensor.check_whole()
+        except DamagedCheckpoint as error:
+            problems += error.problems
+    if problems:
+        raise DamagedCheckpoint(problems)
+    return reader.manifest
+
+
+def _check_file_names(reader: CheckpointReader) -> None:
+    ranks = range(reader.world)
+    wanted = {*map(paths.data_name, ranks), *map(paths.index_name, ranks)}
+    here = reader.folder.names() - {paths.MANIFEST}
+    for name in sorted(wanted - here):
+        raise damaged_checkpoint(reader.folder.location / name, "is missing")
+    for name in sorted(here - wanted):
+        what = "does not belong to this checkpoint"
+        raise damaged_checkpoint(reader.folder.location / name, what, fix="move it away")

@@ -1,0 +1,174 @@
+"""The replica server: a thread in each rank's process that takes copies for other hosts and reads out this host's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from phalanx.elastic.channel import Channel, Listener
+from phalanx.elastic.replica_store import (
+    MemorySegment,
+    NeededReplicas,
+    ReplicaStore,
+    SegmentHeader,
+    next_free_buffer,
+    next_sequence_number,
+)
+from phalanx.elastic.restore_point import kind_of
+from phalanx.errors import SystemFailure
+from phalanx.train.state.in_memory import interrupt_channel
+from phalanx.train.state.snapshot import decode_snapshot_index
+
+LOOK_S = 1.0  # how soon it sees that it is to end, if nothing wakes it
+IDLE_S = 3600.0  # a connection may be silent: the buddy of a long step
+DATA_S = 30.0  # but not in the middle of a copy
+MOST_INDEX_BYTES = 2**28
+MOST_BYTES = 2**40  # of one snapshot; more is a mistake and not a state
+
+Message = dict[str, Any]
+
+
+class ReplicaServer:
+    """Lives as long as its process, across epochs; `admit` tells it of each new one."""
+
+    def __init__(self, vault: ReplicaStore, *, secret: bytes, address: str, host: str = "") -> None:
+        self._vault = vault
+        self._listener = Listener(address, 0, secret, {"role": "vault", "host": host})
+        self._address = self._listener.address
+        self.port: int = self._address[1]
+        self._epoch = -1
+        self._channels: set[Channel] = set()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="vault-server", daemon=True)
+        self._thread.start()
+
+    def admit(self, epoch: int) -> None:
+        """From now on copies of earlier epochs are refused."""
+        self._epoch = max(self._epoch, epoch)
+
+    def close(self) -> None:
+        """Take no more connections, end the open ones."""
+        self._closing.set()
+        for channel in tuple(self._channels):
+            interrupt_channel(channel)
+        with suppress(OSError), socket.create_connection(self._address, LOOK_S):
+            pass  # wakes the thread
+        self._thread.join()
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            for channel in self._listener.pump(LOOK_S):
+                # A thread each: the peers are few (one that copies, some that restore) and each moves gigabytes.
+                threading.Thread(target=self._serve, args=(channel,), name="vault-peer", daemon=True).start()
+        self._listener.close()
+
+    def _serve(self, channel: Channel) -> None:
+        operations: dict[str, Callable[[Channel, Message], None]] = {
+            "put": self._put,
+            "list": self._list,
+            "index": self._index,
+            "read": self._read,
+        }
+        self._channels.add(channel)
+        try:
+            while not self._closing.is_set():
+                message = channel.wait(IDLE_S)
+                operations[message["op"]](channel, message)
+        except (OSError, TimeoutError, ValueError, TypeError, KeyError):
+            pass  # a peer that went away or does not speak our language: it hears of it by the end of the connection
+        finally:
+            self._channels.discard(channel)
+            channel.close()
+
+    def _list(self, channel: Channel, message: Message) -> None:
+        channel.send({"op": "held", "held": [one.to_json() for one in self._vault.held()]})
+
+    def _index(self, channel: Channel, message: Message) -> None:
+        segment, header = self._find(message)
+        if header is None:
+            channel.send({"op": "gone"})
+        else:
+            text = segment.view()[header.index_at : header.end]
+            channel.send({"op": "index", "index_crc32": header.index_crc32}, text)
+
+    def _read(self, channel: Channel, message: Message) -> None:
+        segment, header = self._find(message)
+        begin, end = int(message["begin"]), int(message["begin"]) + int(message["bytes"])
+        if header is None or not 0 <= begin <= end <= header.end:
+            channel.send({"op": "gone"})
+        else:
+            channel.send({"op": "data"}, segment.view()[begin:end])
+
+    def _find(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
+        """The segment asked for, with its header when it still holds the snapshot that is meant."""
+        segment = self._vault.segment(kind_of(message), int(message["slot"]), int(message["generation"]))
+        header = segment.header()
+        if header is None or any(message[key] != getattr(header, key) for key in ("epoch", "step", "rank")):
+            return segment, None
+        return segment, header
+
+    def _put(self, channel: Channel, message: Message) -> None:
+        needs, header = _needs(message["needs"]), SegmentHeader(**message["header"])
+        text = bytearray(_bounded(message["data_bytes"], MOST_INDEX_BYTES))
+        channel.read_into(text)
+        segments = self._vault.generations("guest", int(message["slot"]))
+        newest = max([self._epoch, *(found.epoch for one in segments if (found := one.header()) is not None)])
+        if needs.epoch < newest:
+            why = f"a copy of epoch {needs.epoch} came after epoch {newest} had begun"
+            channel.send({"op": "refused", "why": why})
+            return
+        with _claim(segments, needs) as segment:
+            if segment is None:
+                channel.send({"op": "busy", "why": "another copy is being written in its place"})
+            else:
+                _receive(channel, segment, header, bytes(text), next_sequence_number(segments))
+
+
+def _needs(message: Message) -> NeededReplicas:
+    restored = message["restored"]
+    pair = None if restored is None else (int(restored[0]), int(restored[1]))
+    return NeededReplicas(epoch=int(message["epoch"]), restored=pair, held=int(message["held"]))
+
+
+def _bounded(size_bytes: int, most_bytes: int) -> int:
+    if not 0 <= size_bytes <= most_bytes:
+        raise ValueError(f"{size_bytes} bytes, and {most_bytes} are the most")
+    return size_bytes
+
+
+@contextmanager
+def _claim(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterator[MemorySegment | None]:
+    """A generation nobody needs and nobody writes to, for the length of the block; None when there is none."""
+    busy: set[int] = set()
+    while (place := next_free_buffer(segments, needs, busy=busy)) is not None:
+        with segments[place].claimed() as mine:
+            if mine:
+                yield segments[place]
+                return
+        busy.add(place)
+    yield None
+
+
+def _receive(channel: Channel, segment: MemorySegment, header: SegmentHeader, text: bytes, sequence: int) -> None:
+    """Take the bytes of every tensor, checked on the way, and only then let the copy count."""
+    segment.wipe()
+    try:
+        view = segment.reserve(_bounded(header.end, MOST_BYTES))
+    except SystemFailure as error:
+        channel.send({"op": "busy", "why": error.problems[0].what})
+        return
+    channel.send({"op": "send"})
+    for shard in decode_snapshot_index(text, header.rank).shards:
+        message = channel.wait(DATA_S)
+        if message["op"] != "data" or message["offset"] != shard.offset:
+            raise ValueError(f"{message['op']!r} where {shard.name} was to come")
+        crc32 = channel.read_into(view[shard.offset : shard.offset + shard.size_bytes])
+        if f"{crc32:08x}" != shard.sha256:
+            raise ValueError(f"{shard.name} is not what its owner had")
+    view[header.index_at : header.end] = text
+    segment.seal(replace(header, sequence=sequence))
+    channel.send({"op": "held", "step": header.step})

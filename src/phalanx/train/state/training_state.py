@@ -1,0 +1,188 @@
+"""What a checkpoint holds of a run, and how it is restored: weights, optimizer, buffers, and a few numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PhalanxError, Problem, SystemFailure
+from phalanx.train.engine import Engine
+from phalanx.train.models.hf_weights import read_hf, read_named
+from phalanx.train.models.own import PREFIX
+from phalanx.train.optim.scaler import LossScale
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parts import fill_from
+from phalanx.train.state.paths import Location
+from phalanx.train.state.rank_state import (
+    capture_random_state,
+    private_shards,
+    read_private_tensors,
+    restore_random_state,
+)
+from phalanx.train.state.reader import CheckpointReader, StateSource, sound_checkpoints
+from phalanx.train.state.restore import prepare_restore
+from phalanx.units import plural
+
+UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
+ELSEWHERE = "another rank could not read it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredRun:
+    """Where a run goes on: `step` steps are done. `warnings` tell of newer checkpoints that could not be used."""
+
+    step: int = 0
+    data: str = ""  # digest of the tokens the checkpoint had learnt from
+    warnings: tuple[str, ...] = ()
+
+
+def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, Any]:
+    """What a checkpoint keeps beside tensors. The sampler's place is the step: its order depends on nothing else."""
+    return {
+        "step": step,
+        "tokens": tokens,
+        "data": data,
+        "optimizer_steps": engine.optimizer.steps,
+        "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
+        "spikes": engine.spikes.state(),
+        "noise": engine.noise.state(),
+        "carried_unit": engine.unit,
+        "layout": asdict(engine.settings.layout),
+        "own": _own_names(engine),
+    }
+
+
+def _own_names(engine: Engine) -> dict[str, Any] | None:
+    """Of a network of the user's own: other names of tied tensors, and which tensors are buffers."""
+    if engine.outline is None:
+        return None
+    buffers = [name for name, spec in engine.outline.tensors.items() if not spec.is_parameter and spec.saved]
+    return {"tied": dict(engine.outline.tied), "buffers": buffers}
+
+
+def checkpoint_shards(engine: Engine) -> list[Piece]:
+    """Everything a checkpoint holds of this rank: the state of the model, and what is this rank's alone."""
+    return [*engine.state(), *private_shards(dist.get_rank(), engine.carried())]
+
+
+def checkpoint_rank_meta(engine: Engine) -> dict[str, Any]:
+    """What a checkpoint holds of each rank beside tensors."""
+    return capture_random_state(engine.device)
+
+
+def restore_from_replicas(engine: Engine, source: StateSource) -> RestoredRun:
+    """Load the replicas that memory holds; with warnings when a rank could not. All ranks must call this."""
+    failure = _load(engine, lambda: source, cast=False)
+    if failure:
+        return RestoredRun(warnings=(failure,))
+    return RestoredRun(step=source.step, data=str(source.meta.get("data", "")))
+
+
+def restore_newest_checkpoint(engine: Engine, root: Location | str, *, at_most: int | None = None) -> RestoredRun:
+    """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this.
+
+    `at_most` leaves out those of more steps: something went wrong after it.
+    """
+    warnings: list[str] = []
+    found = [one for one in sound_checkpoints(root, warnings) if at_most is None or one.step <= at_most]
+    for checkpoint in found:
+        failure = _load(engine, lambda place=checkpoint.path: CheckpointReader(place), cast=True)  # type: ignore[misc]
+        if not failure:
+            data = str(checkpoint.meta.get("data", ""))
+            return RestoredRun(step=checkpoint.step, data=data, warnings=tuple(warnings))
+        warnings.append(failure)
+    if warnings:
+        if found and all(text.endswith(ELSEWHERE) for text in warnings):
+            time.sleep(1.0)  # the rank that knows the reason is to be heard first
+        raise _no_checkpoint_left(root, warnings)
+    return RestoredRun()
+
+
+def _load(engine: Engine, find: Callable[[], StateSource], *, cast: bool) -> str:
+    """Fill the engine from a source; empty when every rank has done so, else why it was not to be.
+
+    Nothing has changed where the source was found wanting; where reading failed later, everything may have.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights, optimizer = engine.weights(), engine.optimizer.state()
+    failure = ""
+    try:
+        source = find()
+        ready = prepare_restore(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
+    except UNREADABLE as error:
+        failure = str(error) or type(error).__name__
+    if not _all_agree(not failure, engine.device):
+        return failure or ELSEWHERE
+    try:
+        ready.fill()
+        _restore_beside_tensors(engine, optimizer, source)
+    except UNREADABLE as error:
+        failure = f"{type(error).__name__}: {error}"
+    return "" if _all_agree(not failure, engine.device) else failure or ELSEWHERE
+
+
+@torch.no_grad()
+def load_hf_weights(engine: Engine, folder: Path) -> None:
+    """Start from a Hugging Face folder: each rank reads the tensors it has a shard of, one at a time.
+
+    A network of the user's own has its own names: those of its state_dict(), as `phalanx export` writes them.
+    """
+    if engine.outline is not None:
+        saved = {name: spec.shape for name, spec in engine.outline.tensors.items() if spec.saved}
+        held = {piece.name.removeprefix(PREFIX) for piece in engine.weights()}
+        values = read_named(folder, saved, wanted=held, others=engine.outline.tied)
+        fill_from(values, engine.parts, engine.weights(), prefix=PREFIX)
+        engine.publish()
+        return
+    pieces: dict[str, list[Piece]] = {}
+    for piece in engine.pieces:
+        pieces.setdefault(piece.name, []).append(piece)
+    for name, whole in read_hf(folder, engine.shape, wanted=pieces):
+        for piece in pieces[name]:
+            part = whole
+            for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+                part = part.narrow(dim, start, size)
+            piece.tensor.copy_(part)
+    engine.publish()
+
+
+def _restore_beside_tensors(engine: Engine, optimizer: list[Piece], source: StateSource) -> None:
+    meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
+    engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
+    if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):
+        engine.loss_scale = LossScale.load(meta["loss_scale"])
+    if meta.get("spikes"):
+        engine.spikes.load(meta["spikes"])
+    if meta.get("noise"):
+        engine.noise.load(meta["noise"])
+    if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
+        engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
+    restore_random_state(source, rank=rank, world=world, device=engine.device)
+    engine.publish()
+
+
+def _all_agree(mine: bool, device: torch.device) -> bool:
+    """Whether every rank says yes; one that cannot read its part must not leave the others waiting."""
+    vote = torch.tensor([0 if mine else 1], device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(vote)
+    return int(vote.item()) == 0
+
+
+def _no_checkpoint_left(root: Location | str, warnings: list[str]) -> SystemFailure:
+    reasons = [text for text in warnings if not text.endswith(ELSEWHERE)]
+    first = (reasons or warnings)[0].splitlines()[0]
+    return SystemFailure(
+        Problem(
+            where=str(root),
+            what=f"none of {plural(len(warnings), 'checkpoint')} can be read: {first}",
+            why="starting again from step 0 would throw the run away without asking",
+            fix="start a new run, or delete the damaged folders",
+        )
+    )

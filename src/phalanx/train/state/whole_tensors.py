@@ -1,0 +1,69 @@
+"""A checkpoint as whole tensors on one process, one at a time; and digests of a state that no layout can change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from phalanx.errors import mistake
+from phalanx.train.parallel.pieces import Piece
+from phalanx.train.state.paths import Location
+from phalanx.train.state.rank_state import is_private_tensor
+from phalanx.train.state.reader import CheckpointReader
+from phalanx.train.state.shards import STORED_DTYPES, tensor_bytes, whole_region
+
+
+def is_weight(name: str) -> bool:
+    """Whether a tensor belongs to the model; the optimizer's state is named `parameter#state`."""
+    return "#" not in name
+
+
+def read_whole_tensors(
+    location: Location, select: Callable[[str], bool] = is_weight
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every selected tensor, whole, in name order; memory is that of one tensor.
+
+    Raises DamagedCheckpoint before a wrong one.
+    """
+    reader = CheckpointReader(location)
+    for stored in reader.tensors().values():
+        if not select(stored.name):
+            continue
+        stored.check_whole()  # first: a forged shape without the bytes to fill it costs no memory
+        tensor = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype].torch)
+        for shard in stored.shards:
+            with reader.open(shard.rank) as file:
+                file.check([shard])
+                tensor[shard.region.within(whole_region(stored.shape))].copy_(file.read(shard, shard.region))
+        yield stored.name, tensor
+
+
+def read_state(location: Location, select: Callable[[str], bool] = is_weight) -> dict[str, torch.Tensor]:
+    """All selected tensors at once, for a model that fits one machine."""
+    return dict(read_whole_tensors(location, select))
+
+
+def state_digest(location: Location, select: Callable[[str], bool] = lambda name: not is_private_tensor(name)) -> str:
+    """sha256 of the selected tensors of a checkpoint, whole and in name order: equal for equal values, any layout."""
+    return tensors_digest(read_whole_tensors(location, select))
+
+
+def shards_digest(shards: Sequence[Piece]) -> str:
+    """The same of shards in memory; they must be whole tensors, as they are on one process."""
+    for shard in shards:
+        if not shard.whole:
+            what = f"is {list(shard.tensor.shape)} of {list(shard.shape)} on this rank"
+            why = "a digest of a part depends on the layout"
+            raise mistake(shard.name, what, why=why, fix="save, then state_digest")
+    return tensors_digest((shard.name, shard.tensor) for shard in sorted(shards, key=lambda shard: shard.name))
+
+
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """sha256 over a line per tensor: name, dtype, shape and sha256 of its bytes. In the order given."""
+    total = hashlib.sha256()
+    for name, tensor in tensors:
+        values = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}\n".encode())
+    return total.hexdigest()

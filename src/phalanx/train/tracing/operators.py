@@ -1,0 +1,126 @@
+"""What an operator does, as torch dispatches it: kind, bytes, group and peer of a message; FLOPs from its shapes.
+
+FLOPs: 2 per multiply-add, half the scores of causal attention. B batch, N heads, S queries, T keys, H head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup
+from torch.utils.flop_counter import flop_registry
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# Part of an operator's name without underscores -> our word. The first that fits counts.
+WORDS = (
+    ("wait", ""),
+    ("barrier", "barrier"),
+    ("reducescatter", "reduce-scatter"),
+    ("allreduce", "all-reduce"),
+    ("allgather", "all-gather"),
+    ("alltoall", "all-to-all"),
+    ("broadcast", "broadcast"),
+    ("send", "send"),
+    ("recv", "receive"),
+    ("scatter", "scatter"),
+    ("gather", "gather"),
+    ("reduce", "reduce"),
+)
+
+
+@cache
+def kind_of(op: Any) -> str:
+    """Our word for a communication operator; empty for every other operator, and for waiting."""
+    if op.namespace not in NAMESPACES:
+        return ""
+    name = op._opname.replace("_", "")
+    return next((word for part, word in WORDS if part in name), "")
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_of(one)
+
+
+def payload_of(args: Sequence[Any], out: Any) -> tuple[int, str]:
+    """Bytes and format of the larger side: a gather's output, a scatter's input."""
+    sides = [list(tensors_of(side)) for side in (*args[:2], out)]
+    sizes = [sum(one.numel() * one.element_size() for one in side) for side in sides]
+    largest = max(range(len(sides)), key=lambda place: sizes[place])
+    side = sides[largest]
+    return sizes[largest], str(side[0].dtype).removeprefix("torch.") if side else ""
+
+
+def group_of(op: Any, args: Sequence[Any]) -> ProcessGroup:
+    """The group a call names: an object among the arguments of c10d calls, a name among those of functional ones."""
+    if op.namespace == "c10d":
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        return ProcessGroup.unbox(boxed)
+    names = [arg for arg in args if isinstance(arg, str)]
+    return _resolve_process_group(names[-1])  # type: ignore[arg-type]
+
+
+def peer_of(args: Sequence[Any], group: ProcessGroup) -> int:
+    """The other rank of a send or receive, as rank of the job."""
+    return int(dist.get_global_rank(group, int(args[2])))
+
+
+aten = torch.ops.aten
+
+
+def _products(q: torch.Tensor, k: torch.Tensor, *, count: int, causal: bool) -> int:
+    """`count` products over the S × T scores; a causal kernel computes half of them."""
+    batch, heads, queries, head = q.shape
+    whole = 2 * count * batch * heads * queries * k.shape[2] * head
+    return whole // 2 if causal else whole
+
+
+def _flag(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> bool:
+    return bool(args[place] if len(args) > place else kwargs.get("is_causal", False))
+
+
+def _forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Scores, and their product with the values."""
+    return _products(args[0], args[1], count=2, causal=_flag(args, kwargs, 4))
+
+
+def _backward_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Scores again, and a product for each of dv, dp, dq, dk."""
+    return _products(args[1], args[2], count=5, causal=_flag(args, kwargs, 7))
+
+
+def _backward_gpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    return _products(args[1], args[2], count=5, causal=_flag(args, kwargs, 11))
+
+
+# torch's own table lacks the CPU kernel and counts causal attention as if it were not.
+ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward_cpu,
+    aten._scaled_dot_product_flash_attention.default: _forward,
+    aten._scaled_dot_product_flash_attention_backward.default: _backward_gpu,
+}
+
+
+@cache
+def flop_kind(op: Any) -> str:
+    """Whether an operator is a "linear" product or "attention"; empty for all others."""
+    if op in ATTENTION:
+        return "attention"
+    return "linear" if op._overloadpacket in flop_registry else ""
+
+
+def count_flops(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """FLOPs of an operator that `flop_kind` knows."""
+    if op in ATTENTION:
+        return ATTENTION[op](args, kwargs)
+    return int(flop_registry[op._overloadpacket](*args, **kwargs, out_val=out))

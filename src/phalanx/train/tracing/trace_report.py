@@ -1,0 +1,270 @@
+"""A trace as text for a terminal, and beside the plan: bytes on every axis, FLOPs, memory by category.
+
+The planner speaks of a typical rank of the fullest stage. So traffic inside layers is held against the mean of the
+traced stages, traffic between stages, of gradients, and memory against the fullest, FLOPs against all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.mapping import map_axes
+from phalanx.plan.memory import MEMORY_ERROR
+from phalanx.plan.prediction import MemoryReport, executed_flops, predict_layout
+from phalanx.plan.request import PlanRequest
+from phalanx.train.tracing.log import RankTrace, message_rows
+from phalanx.train.tracing.meter import MEMORY_PARTS
+from phalanx.units import format_bytes, format_count, format_seconds
+
+
+def render_rank(trace: RankTrace) -> str:
+    """One rank: messages, FLOPs, memory."""
+    place = ", ".join(f"{axis} {index} of {size}" for axis, (index, size) in trace.place.items() if size > 1)
+    layers = _ranges(trace.layers)
+    lines = [
+        f"rank {trace.rank}" + (f" ({place})" if place else "") + f": layers {layers}",
+        *_messages(trace),
+        *_flops(trace),
+        *_memory(trace),
+        f"  traced in {format_seconds(trace.seconds)} with {format_bytes(trace.rss_bytes)} of this machine's memory",
+    ]
+    return "\n".join(lines)
+
+
+def render_short(trace: RankTrace) -> str:
+    """One line, for a table of ranks."""
+    sent = sum(operation.sent_bytes for operation in trace.operations)
+    return (
+        f"  {trace.rank:>8,}  {_ranges(trace.stages):<14}{len(trace.layers):>7}{len(trace.operations):>12,}"
+        f"{format_bytes(sent):>10}{_pflop(trace.total_flops):>12}{format_bytes(trace.peak.nbytes):>10}"
+        f"  {trace.peak.phase:<10}{format_seconds(trace.seconds):>8}"
+    )
+
+
+SHORT_HEAD = (
+    f"  {'rank':>8}  {'stages':<14}{'layers':>7}{'operations':>12}{'sent':>10}{'FLOPs':>12}{'peak':>10}"
+    f"  {'in':<10}{'traced':>8}"
+)
+
+
+def render_against(lines: Sequence[PlanLine]) -> str:
+    """The comparison with the plan, a mark where it is out of its limit."""
+    head = f"  {'':<15}{'':<24}{'plan':>12}{'trace':>12}{'difference':>12}"
+    body = []
+    for line in lines:
+        show = format_count if line.kind == "FLOPs" else format_bytes
+        word = "within" if line.agrees else "more than"
+        mark = f"  {word} {line.limit:.0%}" if line.limit else ""
+        body.append(
+            f"  {line.kind:<15}{line.name:<24}{show(line.planned):>12}{show(line.traced):>12}"
+            f"{line.difference:>+12.1%}{mark}"
+        )
+    return "\n".join(["AGAINST THE PLAN", head, *body])
+
+
+def render_fit(fit: TracedFit, *, recompute: str) -> str:
+    """Whether the traced step fits; where it does not, what would make it."""
+    need = (
+        f"{format_bytes(fit.traced_bytes)} traced and {format_bytes(fit.buffers_bytes)} of buffers, of "
+        f"{format_bytes(fit.usable_bytes)} usable"
+    )
+    if fit.fits:
+        return f"FITS: {need}"
+    more = {"none": 'parallel.recompute = "selective", ', "selective": 'parallel.recompute = "full", '}.get(
+        recompute, ""
+    )
+    return (
+        f"DOES NOT FIT: {need}\n  the step would end out of memory\n"
+        f'  try {more}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
+    )
+
+
+def _messages(trace: RankTrace) -> list[str]:
+    table = message_rows(trace)
+    if not table:
+        return ["", "  MESSAGES  none: one rank"]
+    head = (
+        f"  {'axis':<12}{'ranks':>7}{'stride':>8}  {'operation':<16}{'phase':<11}{'calls':>8}"
+        f"{'payload':>11}{'sent':>11}"
+    )
+    body = [
+        f"  {row.axis:<12}{row.ranks:>7,}{row.stride:>8,}  {row.kind:<16}{row.phase:<11}{row.calls:>8,}"
+        f"{format_bytes(row.nbytes):>11}{format_bytes(row.sent_bytes):>11}"
+        for row in table
+    ]
+    total = sum(row.sent_bytes for row in table)
+    last = f"  {'all':<12}{'':>15}  {'':<27}{len(trace.operations):>8,}{'':>11}{format_bytes(total):>11}"
+    return ["", "MESSAGES PER STEP", head, *body, last]
+
+
+def _flops(trace: RankTrace) -> list[str]:
+    body = [
+        f"  {phase:<12}" + "".join(f"{kind} {_pflop(count):<16}" for kind, count in kinds.items())
+        for phase, kinds in trace.flops.items()
+        if any(kinds.values())
+    ]
+    return ["", "FLOPS PER STEP", *body, f"  {'all':<12}{_pflop(trace.total_flops)}"]
+
+
+def _memory(trace: RankTrace) -> list[str]:
+    peak = trace.peak
+    body = [
+        f"  {part:<13}{format_bytes(peak.parts_bytes[part]):>10}{peak.parts_bytes[part] / peak.nbytes:>8.1%}"
+        for part in MEMORY_PARTS
+        if peak.parts_bytes.get(part)
+    ]
+    notes = f"  between steps {format_bytes(peak.rest_bytes)}"
+    if peak.host_bytes:
+        notes += f"; on the host {format_bytes(peak.host_bytes)}"
+    return ["", f"PEAK MEMORY, in {peak.phase}", *body, f"  {'peak':<13}{format_bytes(peak.nbytes):>10}", notes]
+
+
+def _pflop(value: float) -> str:
+    for suffix, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if value >= scale:
+            return f"{value / scale:.2f} {suffix}"
+    return f"{value / 1e6:.2f} MFLOP"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 16-19"""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+# The trace beside the plan.
+
+LIMITS = {"communication": 0.03, "FLOPs": 0.02, "memory": MEMORY_ERROR}
+AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner gives for a mean stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanLine:
+    """One quantity, predicted and traced. `limit` is 0 where the line only explains another."""
+
+    kind: str  # communication, FLOPs, memory
+    name: str
+    planned: float
+    traced: float
+    limit: float = 0.0
+
+    @property
+    def difference(self) -> float:
+        """Traced over planned, less one."""
+        return self.traced / self.planned - 1.0 if self.planned else 0.0 if not self.traced else float("inf")
+
+    @property
+    def agrees(self) -> bool:
+        """Within its limit, where it has one."""
+        return not self.limit or abs(self.difference) <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedFit:
+    """Whether the fullest traced rank fits its device: what it needs, and what it may fill."""
+
+    traced_bytes: float
+    buffers_bytes: float  # of communication and workspaces, which a trace does not see: as planned
+    usable_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """True where the rank can run in the memory there is."""
+        return self.traced_bytes + self.buffers_bytes <= self.usable_bytes
+
+
+def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
+    """The fullest of the traced ranks against the memory of its device."""
+    return TracedFit(
+        traced_bytes=float(max(trace.peak.nbytes for trace in traces)),
+        buffers_bytes=memory.parts_bytes.get("buffers", 0.0),
+        usable_bytes=memory.usable_bytes,
+    )
+
+
+def against_plan(ask: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
+    """Every line of the comparison; `traces` holds one rank of every pipeline place."""
+    stages = list({trace.stages: trace for trace in reversed(traces)}.values())
+    _, memory = predict_layout(ask, layout)
+    return [*_traffic(ask, layout, stages), *_flop_lines(ask, layout, stages), *_memory_lines(memory, stages)]
+
+
+def _traffic(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+    lines = []
+    for use in map_axes(ask, layout):
+        sent = [trace.sent_bytes(use.axis) for trace in stages]
+        traced = sum(sent) / len(sent) if use.axis in AVERAGE else max(sent)
+        lines.append(PlanLine(kind="communication", name=use.axis, planned=use.bytes_per_step, traced=traced))
+    total = PlanLine(
+        kind="communication",
+        name="all axes",
+        planned=sum(line.planned for line in lines),
+        traced=sum(line.traced for line in lines),
+        limit=LIMITS["communication"],
+    )
+    return [*lines, total] if lines else []
+
+
+def _flop_lines(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+    inside = layout.devices // layout.pipeline
+    planned = executed_flops(ask, layout)
+
+    def traced(*phases: str, kind: str) -> float:
+        return inside * sum(trace.flops.get(phase, {}).get(kind, 0) for trace in stages for phase in phases)
+
+    lines = [
+        PlanLine(kind="FLOPs", name=name, planned=planned[name], traced=traced(*phases, kind=kind))
+        for name, kind, phases in (
+            ("linear", "linear", ("forward", "backward")),
+            ("attention", "attention", ("forward", "backward")),
+        )
+    ]
+    again = traced("recompute", kind="linear") + traced("recompute", kind="attention")
+    lines.append(PlanLine(kind="FLOPs", name="recompute", planned=planned["recompute"], traced=again))
+    total = PlanLine(
+        kind="FLOPs",
+        name="all",
+        planned=sum(planned.values()),
+        traced=sum(line.traced for line in lines),
+        limit=LIMITS["FLOPs"],
+    )
+    return [*(line for line in lines if line.planned or line.traced), total]
+
+
+# A category of the trace -> where the planner counts it. FSDP2 keeps its shards in the master format and gathers what
+# is computed with; the planner counts 16-bit weights, and master weights with the optimizer.
+TOGETHER = {
+    "weights and optimizer": (("parameters", "gathered", "optimizer"), ("weights", "optimizer", "gathered")),
+    "gradients": (("gradients",), ("gradients",)),
+    "activations and logits": (("activations", "logits", "working", "exchange"), ("activations", "logits")),
+}
+
+
+def _memory_lines(memory: MemoryReport, stages: Sequence[RankTrace]) -> list[PlanLine]:
+    fullest = max(stages, key=lambda trace: trace.peak.nbytes)
+    parts, planned = fullest.peak.parts_bytes, memory.parts_bytes
+    lines = [
+        PlanLine(
+            kind="memory",
+            name=name,
+            planned=sum(planned.get(part, 0.0) for part in theirs),
+            traced=float(sum(parts.get(part, 0) for part in mine)),
+        )
+        for name, (mine, theirs) in TOGETHER.items()
+    ]
+    # The planner's buffers are the communication library's and the allocator's: a trace has neither.
+    total = PlanLine(
+        kind="memory",
+        name="peak",
+        planned=memory.total_bytes - planned.get("buffers", 0.0),
+        traced=float(fullest.peak.nbytes),
+        limit=LIMITS["memory"],
+    )
+    return [*lines, total]

@@ -1,0 +1,178 @@
+"""The real step of one rank of a world of any size on one CPU: a fake group moves nothing, fake tensors hold nothing.
+
+What makes the engine traceable: shapes between stages are known, the one read of a step is answered with constants, and
+experts take tokens in turn. A short first step is not recorded: FSDP2 and the optimizer make their buffers in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from phalanx.errors import UserError, mistake
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Optim
+from phalanx.plan.layout import Layout
+from phalanx.train.engine import Engine
+from phalanx.train.parallel.expert import balance_routing
+from phalanx.train.parallel.pipeline import assume_static
+from phalanx.train.settings import Settings
+from phalanx.train.tracing.kernels import fused_loss, fused_norms, fused_products
+from phalanx.train.tracing.log import RankTrace
+from phalanx.train.tracing.recorder import Recorder
+from phalanx.train.tracing.shortcuts import Shortcuts, run_plainly
+from phalanx.train.tracing.traced_ranks import TracedStep
+from phalanx.train.verify.ranks import LIMIT_S, run_ranks
+
+
+def trace_rank(
+    shape: ModelShape, settings: Settings, optim: Optim, *, rank: int, state_dtype: str = "fp32"
+) -> RankTrace:
+    """One step of `rank`, recorded without its peers, its data or its memory."""
+    began_s = time.perf_counter()
+    forget_meshes()
+    with (
+        warnings.catch_warnings(),
+        _fake_world(rank, settings.layout.devices),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
+        gc.freeze()  # the collector need not walk torch's million objects again and again
+        warnings.simplefilter("ignore")  # torch's advice on the program, which a training run gives in its place
+        fused = fused_products() if settings.compile else nullcontext()
+        try:
+            with fused:
+                found = record_step(
+                    shape,
+                    traceable_settings(settings),
+                    optim,
+                    state_dtype=state_dtype,
+                    fakes=mode,
+                    compiled=settings.compile,
+                )
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not shape.module:
+                raise
+            raise _reads_values(shape, error) from None
+        finally:
+            gc.unfreeze()
+    rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(found, seconds=time.perf_counter() - began_s, rss_bytes=rss_bytes)
+
+
+def _reads_values(shape: ModelShape, error: Exception) -> UserError:
+    """A network of the user's own that cannot be traced, with the last line of it."""
+    steps = traceback.extract_tb(error.__traceback__)
+    own = [step for step in steps if step.filename == shape.module.rpartition(":")[0]]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "model.module"
+    return mistake(
+        where,
+        f"{shape.module} reads the value of a tensor in forward",
+        why="a traced step has shapes and no values; nn.BatchNorm with momentum=None reads its count, for one",
+        fix="train a few steps and look at the record, or trace a network that does not",
+    )
+
+
+def traceable_settings(settings: Settings) -> Settings:
+    """What has no operators to listen to, or no CPU kernels, gives way: compiled blocks run plain, fp8 as bf16.
+
+    `trace_rank` makes up for it in memory: see `kernels`.
+    """
+    compute = "bf16" if settings.compute == "fp8" else settings.compute
+    return replace(settings, compile=False, compute=compute)
+
+
+def record_step(
+    shape: ModelShape,
+    settings: Settings,
+    optim: Optim,
+    *,
+    state_dtype: str,
+    fakes: FakeTensorMode | None,
+    compiled: bool = False,
+) -> RankTrace:
+    """Build this rank's engine, warm it up, and record one step of it. The process group must exist.
+
+    A dry step can stand for a `compiled` one: it runs plain, and keeps what the compiled one would.
+    """
+    layout, dry = settings.layout, fakes is not None
+    read = constant_values if dry else torch.Tensor.tolist
+    run = run_plainly if fakes is None else Shortcuts(fakes).run
+    with fused_norms(), Recorder(run) as recorder:
+        engine = Engine(shape, settings, optim, device=torch.device("cpu"), state_dtype=state_dtype, read=read)
+        for part in engine.parts:
+            balance_routing(part.model)
+        if compiled:
+            engine._loss = fused_loss
+        recorder.attach(engine)
+        if dry:
+            _run(engine, _few(layout), dry=True)
+            engine._schedules.clear()  # and the receive buffers of so many micro-batches
+        else:
+            engine.initialise()
+            _run(engine, layout.accumulation, dry=False)
+        recorder.begin()
+        _run(engine, layout.accumulation, dry=dry)
+        return recorder.finish()
+
+
+def _few(layout: Layout) -> int:
+    """Micro-batches that warm everything up: two, so that one of them is not the last; 1F1B wants one per stage."""
+    least = layout.pipeline if layout.virtual_pipeline == 1 else 2
+    return min(layout.accumulation, max(least, 2))
+
+
+def _run(engine: Engine, micro_batches: int, *, dry: bool) -> None:
+    layout = engine.settings.layout
+    if dry and layout.pipeline > 1:
+        assume_static(engine._schedule(micro_batches)[0])
+    tokens_BS = torch.zeros(micro_batches * layout.micro_batch, engine.settings.sequence, dtype=torch.int64)
+    engine.step(tokens_BS, tokens_BS, lr=1e-4)
+
+
+def constant_values(numbers: torch.Tensor) -> list[float]:
+    """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no wish to stop."""
+    return [1.0, 1.0, 1.0] + [0.0] * (numbers.numel() - 3)
+
+
+def forget_meshes() -> None:
+    """DTensor keeps what it once worked out for a mesh, with the names of groups that an earlier trace has closed."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        getattr(module, name, lambda: None)()  # torch 2.11 lacks the second
+
+
+@contextmanager
+def _fake_world(rank: int, world: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def record_ranks(step: TracedStep, *, limit_s: float = LIMIT_S) -> list[RankTrace]:
+    """The same step on real ranks of this machine over gloo: what a dry trace must equal.
+
+    Experts take tokens in turn, as in a dry trace.
+    """
+    return run_ranks(_record, step.settings.layout.devices, step, limit_s=limit_s)
+
+
+def _record(_: int, step: TracedStep) -> RankTrace:
+
+    return record_step(
+        step.shape, traceable_settings(step.settings), step.optim, state_dtype=step.state_dtype, fakes=None
+    )

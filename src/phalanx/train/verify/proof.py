@@ -1,0 +1,221 @@
+"""`phalanx verify`: a plan's layout against one process, on a small copy of the model or the model itself."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.job.schema import Job
+from phalanx.plan.layout import Layout
+from phalanx.train.check import refuse_layout
+from phalanx.train.models.support import refuse_untrainable
+from phalanx.train.settings import Settings
+from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
+from phalanx.train.verify.ranks import LIMIT_S, RankPlace
+from phalanx.train.verify.small_trial import (
+    SizeChange,
+    eager_trial,
+    features_left_out,
+    make_small_trial,
+    reference_trial,
+    refuse_own_model,
+    size_changes,
+)
+from phalanx.train.verify.terms import EXACT, EXACTLY, Terms, format_name, refuse_ranks
+from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
+from phalanx.units import format_seconds, plural
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutProof:
+    """What was run, how far it was from one process, and what the proof does not cover."""
+
+    job: str
+    model: str
+    layout: Layout
+    small: Layout
+    terms: Terms
+    ranks: int
+    gpus: int  # that the ranks ran on; 0 is CPUs
+    compiled: bool
+    steps: int
+    optimizer: str
+    changes: list[SizeChange]
+    left_out: list[str]
+    comparison: Comparison
+    again: Comparison | None  # of a second start, which finds the compiled code of the first in its cache
+    cached: int  # graphs that the second start found there, of all ranks
+    bounds: Bounds
+    one_s: float
+    split_s: float
+    total_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the layout gives what one process gives."""
+        return self.comparison.first is None and (self.again is None or self.again.first is None)
+
+
+def prove_layout(
+    job: Job,
+    layout: Layout,
+    *,
+    steps: int = 5,
+    terms: Terms = EXACTLY,
+    on_gpu: bool = False,
+    gpus: int = 0,
+    limit_s: float = LIMIT_S,
+    debug: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+    began_s: float | None = None,
+) -> LayoutProof:
+    """Run both and compare. Raises UserError for what cannot be trained, SystemFailure when a process fails.
+
+    `on_gpu` says where the job would run, `terms` where and how the proof does, `gpus` how many there are for it.
+    `began_s` (time.monotonic) starts the clock earlier.
+    """
+    began_s = time.monotonic() if began_s is None else began_s
+    refuse_own_model(job)
+    refuse_untrainable(job.model)
+    settings = Settings.of(job, layout, on_gpu=on_gpu)
+    refuse_layout(job.model, settings)
+    trial = make_small_trial(job, layout, steps=steps, terms=terms)
+    refuse_layout(trial.shape, trial.settings)
+    small = trial.settings.layout
+    refuse_ranks(terms, ranks=small.devices, gpus=gpus)
+    bounds = Bounds() if terms.precision == EXACT else Bounds.rounded(terms.precision)
+    with tempfile.TemporaryDirectory(prefix="phalanx-compiled-") as folder:
+        place = RankPlace(
+            shared=terms.device == "cuda" and small.devices > gpus,
+            environ={CACHE: folder} if trial.settings.compile else {},
+        )
+
+        def run(one: Trial) -> TrialOutcome:
+            return run_trial(one, limit_s=limit_s, debug=debug, place=place)
+
+        how = f"{'compiled, ' if trial.settings.compile else ''}{format_name(terms.precision)}"
+        tell(f"one process, {plural(trial.shape.layers, 'layer')}, {plural(steps, 'step')}, {how}")
+        # In float64 kernels may not matter, so the one process is plain; elsewhere it must run the same ones.
+        wanted = run(reference_trial(trial if terms.precision != EXACT else eager_trial(trial)))
+        tell(f"{plural(small.devices, 'rank')}: {small.name}")
+        found = run(trial)
+        again = None
+        if trial.settings.compile and small.devices > 1:
+            tell("the same again, from the compile cache")
+            again = run(trial)
+    return LayoutProof(
+        job=job.name,
+        model=job.model.name,
+        layout=layout,
+        small=small,
+        terms=terms,
+        ranks=small.devices,
+        gpus=min(gpus, small.devices) if terms.device == "cuda" else 0,
+        compiled=trial.settings.compile,
+        steps=steps,
+        optimizer=trial.optim.name,
+        changes=size_changes(job, layout, trial),
+        left_out=features_left_out(job, layout, trial, compiled=settings.compile, on_gpu=on_gpu),
+        comparison=compare_outcomes(found, wanted, bounds),
+        again=compare_outcomes(again, wanted, bounds) if again is not None else None,
+        cached=again.graphs[0] if again is not None else 0,
+        bounds=bounds,
+        one_s=wanted.seconds,
+        split_s=found.seconds,
+        total_s=time.monotonic() - began_s,
+    )
+
+
+# The page `phalanx verify` prints.
+
+
+AXES = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
+
+
+def render_proof(proof: LayoutProof) -> str:
+    """The proof as a person reads it: the verdict, what was split how far, what differed how much."""
+    blocks = [
+        [f"{proof.job}: {proof.model}, {proof.layout.name}", _verdict(proof)],
+        _axes(proof),
+        _differences(proof),
+        _notes(proof),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _verdict(proof: LayoutProof) -> str:
+    what = f"{plural(proof.ranks, 'rank')} against one process"
+    if proof.gpus:
+        what += f" on {plural(proof.gpus, 'GPU')} over NCCL"
+    how = f"{plural(proof.steps, 'step')} of {proof.optimizer} in {format_name(proof.terms.precision)}"
+    how += ", compiled" if proof.compiled else ""
+    if proof.comparison.first is not None:
+        return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
+    if proof.again is not None and proof.again.first is not None:
+        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({what}, {how}, second start)"
+    twice = (
+        f", twice: {plural(proof.cached, 'graph')} of the second start came from the compile cache"
+        if proof.again
+        else ""
+    )
+    return f"PROVEN: {what}, {how}, give the same{twice}"
+
+
+def _axes(proof: LayoutProof) -> list[str]:
+    rows = [f"  {'axis':<18}{'real':>8}{'proven':>8}"]
+    for name in AXES:
+        real, small = getattr(proof.layout, name), getattr(proof.small, name)
+        if real > 1 or name == "data":
+            rows.append(f"  {name:<18}{real:>8,}{small:>8,}")
+    rows.append(f"  {'ranks':<18}{proof.layout.devices:>8,}{proof.small.devices:>8,}")
+    return rows
+
+
+def _differences(proof: LayoutProof) -> list[str]:
+    """How far apart, and how far is allowed; of both starts the worse."""
+    bounds = proof.bounds
+    rows = [
+        ("loss", "loss", _allowed(bounds.loss, bounds)),
+        ("held-out loss", "evaluation", _allowed(bounds.loss, bounds)),
+        ("gradient norm", "norm", _allowed(bounds.norm, bounds)),
+    ]
+    if not proof.terms.full_size:
+        of = "each tensor, first step" if bounds.rounding else "each tensor's largest"
+        rows.append(("gradients", "gradient", f"{_number(bounds.gradient, bounds)} of {of}"))
+        if bounds.parameter is not None:
+            rows.append(("parameters", "parameter", _number(bounds.parameter, bounds)))
+    head = "relative difference" if bounds.rounding else "largest difference"
+    runs = [one for one in (proof.comparison, proof.again) if one is not None]
+    return [f"  {head:<{len(head)}}{'found':>8}  allowed"] + [
+        f"  {name:<{len(head)}}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
+    ]
+
+
+def _allowed(size: float, bounds: Bounds) -> str:
+    later = f" (later steps {size * bounds.later:.1e})" if bounds.rounding else ""
+    return f"{_number(size, bounds)}{later}"
+
+
+def _number(size: float, bounds: Bounds) -> str:
+    return f"{size:.1e}" if bounds.rounding else f"{size:.0e}"
+
+
+def _notes(proof: LayoutProof) -> list[str]:
+    lines = []
+    if proof.changes:
+        small = ", ".join(f"{one.name} {one.real:,} → {one.small:,}" for one in proof.changes)
+        lines.append(f"  made smaller: {small}")
+    if proof.bounds.rounding:
+        lines.append(
+            f"  allowed: the loss 1, the gradient norm 4, each gradient 16 roundings of {proof.bounds.rounding:.1e} "
+            f"({proof.terms.precision}); 4 times that after the first update"
+        )
+    if proof.left_out:
+        lines.append(f"  not covered: {'; '.join(proof.left_out)}")
+    split = f"{plural(proof.ranks, 'rank')} {format_seconds(proof.split_s)}"
+    lines.append(f"  took {format_seconds(proof.total_s)}: one process {format_seconds(proof.one_s)}, {split}")
+    return lines

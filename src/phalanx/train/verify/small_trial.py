@@ -1,0 +1,301 @@
+"""A small copy of a job that splits as the large one does: every axis that is used stays used, every remainder remains.
+
+What matters to a layout is which axes there are, what divides what, and in which order things happen; not how much of
+each. A layout that this machine has ranks for is kept; in a larger one degrees fall to 2 (4 where a group lies inside a
+group) and grow again while ranks are left. The model falls to a few layers of a few columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from phalanx.errors import mistake
+from phalanx.job.model import ModelShape
+from phalanx.job.schema import Job, Optim
+from phalanx.plan.layout import Layout
+from phalanx.plan.trainable import splits_backward
+from phalanx.train.settings import Settings
+from phalanx.train.verify.terms import EXACT, EXACTLY, RANKS, Terms
+from phalanx.train.verify.trial import Trial
+
+HIDDEN, HEAD, FFN, EXPERT_FFN, VOCAB, SEQUENCE = 32, 8, 48, 16, 64, 16
+# Of narrow formats: at 1e-2, where float64 agrees as well, these models train on the edge of stability, and rounding of
+# 4e-5 in the first gradient norm (bf16) was 1e-1 in the fifth; at 1e-3 it stayed below 3e-4.
+GENTLE_LR = 1e-3
+ROUNDING = ("adamw8bit",)  # optimizers that round on purpose: a last bit becomes a visible step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeChange:
+    """One number of the job and what it is in the copy."""
+
+    name: str
+    real: object
+    small: object
+
+
+def refuse_own_model(job: Job) -> None:
+    """Raises UserError for a network of the user's own."""
+    if job.model.module:
+        raise mistake(
+            "model.module",
+            f"{job.model.module!r} cannot be made smaller by anyone but its author",
+            why="phalanx verify proves a layout on a small copy of the model",
+            fix="verify the layout with a preset of the same family, or train a few steps with precision.compute = "
+            '"fp32" under both layouts',
+        )
+
+
+def make_small_trial(job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY) -> Trial:
+    """The trial that stands for a job under a layout. The layout must be one that `check_layout` lets pass."""
+    refuse_own_model(job)
+    kind, some = job.parallel.context_kind, job.parallel.recompute_layers != "auto"
+    if terms.full_size:
+        small, shape, sequence = replace(layout, compression="none"), job.model, job.data.sequence
+        recompute_layers = int(job.parallel.recompute_layers) if some else None
+    else:
+        small = shrink_layout(job.model, layout, ranks=terms.ranks)
+        shape = shrink_model(job.model, layout, small, ulysses=kind == "ulysses")
+        sequence = _up(SEQUENCE, 2 * small.context * small.tensor)
+        recompute_layers = 1 if some else None
+        if some:  # one of two layers is recomputed on every stage
+            shape = replace(shape, layers=max(shape.layers, 2 * small.pipeline * small.virtual_pipeline))
+        if shape.positions == "learned":
+            shape = replace(shape, max_positions=sequence)
+        if terms.precision == "fp8":  # its products want multiples of 16
+            shape = replace(shape, hidden=HIDDEN, head_dim=2 * HEAD)
+    exact = terms.precision == EXACT
+    settings = Settings(
+        layout=small,
+        sequence=sequence,
+        compute=terms.precision,
+        reduce=EXACT if exact else job.precision.grad_reduce if terms.precision != "fp32" else "fp32",
+        master=EXACT if exact else "fp32" if job.precision.master_weights or terms.precision == "fp32" else "bf16",
+        context_kind=kind,
+        loss_parallel=job.parallel.loss_parallel,
+        recompute_layers=recompute_layers,
+        compile=terms.compile and not splits_backward(layout),
+        reproducible=job.numerics.reproducible,
+        seed=job.data.seed,
+    )
+    sequences = small.data * small.micro_batch * small.accumulation
+    return Trial(
+        shape=shape,
+        settings=settings,
+        sequences=sequences,
+        optim=_optim(job.optim),
+        steps=steps,
+        lr=1e-2 if exact else GENTLE_LR,
+        device=terms.device,
+        tensors=not terms.full_size,  # of a large model they would not fit through a pipe
+    )
+
+
+def reference_trial(trial: Trial) -> Trial:
+    """The same trial on one process, with nothing split or moved, nor recomputed.
+
+    Compiled, it recomputes as the trial does: blocks that recompute are not compiled, and kernels must be the same.
+    """
+    layout = trial.settings.layout
+    one = replace(
+        layout,
+        data=1,
+        shard=1,
+        tensor=1,
+        context=1,
+        pipeline=1,
+        virtual_pipeline=1,
+        expert=1,
+        zero=0,
+        sequence_parallel=False,
+        accumulation=trial.sequences // layout.micro_batch,
+        recompute=layout.recompute if trial.settings.compile else "none",
+        schedule="1f1b",
+        offload="none",
+    )
+    return replace(trial, settings=replace(trial.settings, layout=one, reproducible=False))
+
+
+def eager_trial(trial: Trial) -> Trial:
+    """The same trial with nothing compiled."""
+    return replace(trial, settings=replace(trial.settings, compile=False))
+
+
+def size_changes(job: Job, layout: Layout, trial: Trial) -> list[SizeChange]:
+    """Everything of the model and of the batch that is smaller in the copy."""
+    return [change for change in _pairs(job, layout, trial) if change.real != change.small]
+
+
+def features_left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool, on_gpu: bool) -> list[str]:
+    """What the proof says nothing about, each with its reason; `compiled` and `on_gpu` say how the job will train."""
+    found, small, exact = [], trial.settings.layout, trial.settings.compute == EXACT
+    degrees = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "expert")
+    fewer = [
+        f"{name} {getattr(layout, name):,} ({getattr(small, name):,} here)"
+        for name in degrees
+        if getattr(layout, name) != getattr(small, name) and (name != "shard" or layout.zero)
+    ]
+    if fewer:
+        found.append(", ".join(fewer))
+    if on_gpu and trial.device == "cpu":
+        found.append("NCCL and the kernels of GPUs (gloo and CPUs here; --device cuda runs them)")
+    if job.precision.compute != trial.settings.compute:
+        here = "float64 here: rounding would hide mistakes" if exact else f"{trial.settings.compute} here"
+        found.append(f"{job.precision.compute} arithmetic ({here})")
+    if exact and trial.device == "cuda":
+        found.append("attention kernels of cuDNN and FlashAttention (float64 has none; --precision bf16 runs them)")
+    if layout.compression != "none":
+        found.append(f"{layout.compression} gradients (they round on purpose)")
+    if job.optim.name in ROUNDING or job.precision.optimizer_state != "fp32":
+        found.append("the compact optimizer state (it rounds on purpose; AdamW here)")
+    if compiled and not trial.settings.compile:
+        found.append("compiled blocks (eager here; --compile compiles them)")
+    if not trial.tensors:
+        found.append("single tensors (losses and gradient norms are compared at full size)")
+    return found
+
+
+# ---- the layout ------------------------------------------------------------------------------------------------------
+
+
+def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Layout:
+    """The same degrees where `ranks` ranks do; else 2 where there is a split, and 4 where groups lie in groups.
+
+    Of ranks that are left, context, then tensor and pipeline get more: a ring of 2 has no rank that passes on. Rounds
+    of micro-batches stay rounds.
+    """
+    axes = ("tensor", "context", "pipeline", "data")
+    if real.devices <= ranks:
+        sizes, expert = {name: getattr(real, name) for name in axes}, real.expert
+    else:
+        sizes = {name: min(getattr(real, name), 2) for name in axes}
+        replicas = real.data * real.context
+        if real.zero and 1 < real.shard < replicas and sizes["data"] * sizes["context"] < 4:
+            sizes["data" if real.data >= 4 else "context"] = 4
+        expert = _expert(shape, real, sizes)
+        if expert == 1:  # where experts lie across tensor and context groups, those keep their proportions
+            _grow(real, sizes, ranks)
+    replicas = real.data * real.context
+    data, context, tensor = sizes["data"], sizes["context"], sizes["tensor"]
+    shard = 1
+    if real.zero and real.devices <= ranks:
+        shard = real.shard
+    elif real.zero:
+        shard = data * context if real.shard >= replicas else min(real.shard, 2)
+    return replace(
+        real,
+        data=data,
+        context=context,
+        tensor=tensor,
+        pipeline=sizes["pipeline"],
+        expert=expert,
+        shard=shard,
+        virtual_pipeline=real.virtual_pipeline if real.devices <= ranks else _chunks(real),
+        micro_batch=min(real.micro_batch, 2),
+        accumulation=_micro_batches(real, sizes["pipeline"]),
+        precision="fp32",
+        compression="none",
+    )
+
+
+def _grow(real: Layout, sizes: dict[str, int], ranks: int) -> None:
+    """Double degrees towards the real ones while there are ranks."""
+    for name in ("context", "tensor", "pipeline"):
+        while getattr(real, name) % (2 * sizes[name]) == 0 and 2 * math.prod(sizes.values()) <= ranks:
+            sizes[name] *= 2
+
+
+def _expert(shape: ModelShape, real: Layout, sizes: dict[str, int]) -> int:
+    """Expert ranks: above the tensor ranks if they were, below the stage's ranks if they were. May double the data."""
+    if real.expert == 1 or not shape.is_moe:
+        return 1
+    small = 4 if real.expert > real.tensor > 1 else 2
+    whole = real.expert == real.data * real.context * real.tensor
+    wanted = small if whole else 2 * small
+    stage = sizes["data"] * sizes["context"] * sizes["tensor"]
+    if stage < wanted and real.data >= 2 * sizes["data"]:
+        sizes["data"] *= 2
+        stage *= 2
+    return min(small, stage)
+
+
+def _chunks(real: Layout) -> int:
+    """Two chunks of the zero-bubble schedule make it V-shaped, three do not."""
+    return min(real.virtual_pipeline, 3 if real.schedule == "zero-bubble" else 2)
+
+
+def _micro_batches(real: Layout, pipeline: int) -> int:
+    if real.accumulation == 1 or pipeline == 1:
+        return min(real.accumulation, 2)
+    return 1 if real.accumulation < real.pipeline else 2 * pipeline
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: bool) -> ModelShape:
+    """A model of the same family, with every switch as it was."""
+    stages = small.pipeline * small.virtual_pipeline
+    uneven = shape.layers % (real.pipeline * real.virtual_pipeline) > 0
+    dense = min(shape.dense_layers, 1)
+    kv_heads = small.tensor * (2 if shape.kv_heads > real.tensor else 1)
+    heads = kv_heads * (2 if shape.heads > shape.kv_heads else 1)
+    while ulysses and heads // small.tensor % small.context:
+        heads, kv_heads = 2 * heads, 2 * kv_heads
+    parts, real_parts = small.tensor * small.shard, real.tensor * real.shard
+    small_model = replace(
+        shape,
+        name=f"{shape.name}, small",
+        layers=min(shape.layers, max(2, stages, dense + 1) + uneven),
+        hidden=_alike(HIDDEN, shape.hidden, parts, real_parts),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD,
+        ffn=_up(FFN, small.tensor),
+        vocab=_alike(VOCAB, shape.vocab, parts, real_parts),
+        max_positions=SEQUENCE if shape.positions == "learned" else shape.max_positions,
+        rope_original_positions=SEQUENCE // 2 if shape.rope_original_positions else 0,
+        dense_layers=dense,
+    )
+    return _shrink_experts(small_model, real, small) if shape.is_moe else small_model
+
+
+def _shrink_experts(shape: ModelShape, real: Layout, small: Layout) -> ModelShape:
+    chosen = min(shape.experts_per_token, 2)
+    experts = small.expert * (2 if shape.experts > real.expert else 1)
+    while experts <= chosen:
+        experts *= 2
+    return replace(
+        shape,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_ffn=_up(EXPERT_FFN, small.tensor),
+        shared_experts=min(shape.shared_experts, 1),
+    )
+
+
+def _alike(small: int, real: int, parts: int, real_parts: int) -> int:
+    """`small`, or one less where the real size leaves a remainder too."""
+    return small if real % real_parts == 0 or parts == 1 else small - 1
+
+
+def _up(size: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-size // unit) * unit
+
+
+def _optim(optim: Optim) -> Optim:
+    return replace(optim, name="adamw") if optim.name in ROUNDING else optim
+
+
+def _pairs(job: Job, layout: Layout, trial: Trial) -> Iterator[SizeChange]:
+    names = ["layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"]
+    names += ["experts", "experts_per_token", "expert_ffn", "shared_experts"] if job.model.is_moe else []
+    for name in names:
+        yield SizeChange(name=name, real=getattr(job.model, name), small=getattr(trial.shape, name))
+    yield SizeChange(name="sequence", real=job.data.sequence, small=trial.settings.sequence)
+    small = trial.settings.layout
+    yield SizeChange(name="micro-batch", real=layout.micro_batch, small=small.micro_batch)
+    yield SizeChange(name="micro-batches", real=layout.accumulation, small=small.accumulation)
