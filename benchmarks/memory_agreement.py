@@ -25,8 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.plan.request import PlanRequest, request_from_job
-
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.job.schema import Job

@@ -9,15 +9,10 @@ import sys
 import time
 from dataclasses import replace
 
-from phalanx.plan.request import request_from_job
-
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import request_from_job
-from phalanx.train.tracing.against import against_plan
-from phalanx.train.tracing.text import render_against
-from phalanx.train.tracing.world import Step, trace_ranks
 from phalanx.train.tracing.trace_report import against_plan, render_against
 from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 

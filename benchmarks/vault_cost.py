@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from phalanx.elastic.replica_store import ReplicaStore
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.job.load import load

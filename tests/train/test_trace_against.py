@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from phalanx.plan.request import request_from_job
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load

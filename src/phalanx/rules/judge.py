@@ -15,7 +15,6 @@ from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
-from phalanx.rules.judge import settle_waivers
 from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
 from phalanx.rules.own_rules import OwnRules
 from phalanx.rules.profiles import at_least

@@ -27,23 +27,17 @@ from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.local_launch import LauncherTask
-from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.elastic.transports import facts_here, transport_notes
-from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train import flight as last_words
 from phalanx.train.engine import Engine
 from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
 from phalanx.train.guard.spikes import Spikes
@@ -71,10 +65,6 @@ from phalanx.train.state.training_state import (
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sharing import Sharers, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, watched
-from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
-from phalanx.train.telemetry.sensors import sensors_of
-from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
-from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.units import plural
 
 

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from phalanx.rules.facts.drills import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
 
 from phalanx.record.drill import NAME, drill_subject, key_path, sign, store_path
 from phalanx.record.run import Run
 from phalanx.rules.facts import drills
 from phalanx.rules.facts.drills import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
-from phalanx.train.drill.record import MOST_STORED, key, store, versions, write_record
-from phalanx.rules.facts import drills as records
 from phalanx.train.drill.report import MOST_STORED, drill_key, software_versions, store_record, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
@@ -265,7 +262,7 @@ def test_a_drill_counts_for_its_own_job_alone(
 ) -> None:
     """Wherever its record lies: two projects of one user share the store, and often the folder of runs."""
     store_record(write(tmp_path / "runs" / "a", environ), store_path(environ))
-    subject = drill_subject({**JOB, key: value}, LAYOUT, base=Path())
+    subject = drill_subject({**JOB, drill_key: value}, LAYOUT, base=Path())
     found = find_drills([tmp_path / "runs"], environ=environ, subject=subject)
     assert len(found) == 2
     for one in found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from phalanx.plan.shrink_layout import BatchDeal
 
 from phalanx.job.schema import Batch
 from phalanx.plan.shrink_layout import BatchDeal

@@ -71,7 +71,7 @@ PHALANX = Practice(
         "checkpoint_format": "docs/checkpoints.md: safetensors and JSON, never code",
         "atomic_commit": "docs/checkpoints.md: what counts as saved",
         "verifies_digests": "docs/checkpoints.md: all boxes are verified before a number changes",
-        "resumes_exactly": "docs/checkpoints.md: what is remembered; train/training_state.py",
+        "resumes_exactly": "docs/checkpoints.md: what is remembered; train/state/training_state.py",
         "heartbeat_s": "docs/recovery.md; rank to agent 0.1 s (elastic/rank_link.py), agent to coordinator 0.25 s "
         "(elastic/host_agent.py)",
         "memory_copies": "docs/vault.md: on another host, and rack if there are two; else with the agent's process",

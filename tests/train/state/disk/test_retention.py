@@ -10,7 +10,6 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly_interval
 from phalanx.plan.reliability import predict_reliability as plan
-from phalanx.train.state.interval import Interval
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.retention import CheckpointInterval, delete_commits_after

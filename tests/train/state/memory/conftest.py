@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.elastic.replica_store import ReplicaStore
-from phalanx.elastic.restore_point import find_restore_points
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import find_restore_points

@@ -3,10 +3,8 @@
 import random
 
 import pytest
-from phalanx.elastic.replica_store import DATA_AT, HEADER_BYTES
 
 from phalanx.elastic.replica_store import DATA_AT, HEADER_BYTES
-from phalanx.train.state import Damaged, load
 from phalanx.train.state.index import DamagedCheckpoint
 from phalanx.train.state.restore import load_shards
 

@@ -6,8 +6,6 @@ import threading
 import time
 
 import pytest
-from phalanx.elastic.replica_store import ReplicaStore
-from phalanx.elastic.restore_point import RestorePoint, find_restore_points
 
 from phalanx.elastic.channel import connect
 from phalanx.elastic.replica_store import ReplicaStore

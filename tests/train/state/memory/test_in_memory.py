@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from phalanx.elastic.rank_link import Interrupted
-from phalanx.elastic.replica_store import GENERATIONS, ReplicaStore
-from phalanx.elastic.restore_point import ReplicaInfo, find_restore_points
 
 from phalanx.elastic.rank_link import Interrupted
 from phalanx.elastic.replica_store import GENERATIONS, ReplicaStore

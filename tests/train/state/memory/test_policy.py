@@ -4,13 +4,9 @@ import random
 
 import pytest
 import torch
-from phalanx.elastic.replica_store import ReplicaStore
-from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
-from phalanx.train.state.memory_buddy import Buddy, buddy_of
-from phalanx.train.state.memory_server import _claim
 from phalanx.train.state.in_memory import ReplicaPeer, replica_peer_of
 from phalanx.train.state.replica_server import _claim
 
