@@ -240,7 +240,9 @@ class Rank:
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, membership: Membership, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
+    def _keeper(
+        self, membership: Membership, rank: int, go: Mapping[str, Any], events: EventWriter
+    ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
         machines = self.run.launch().get("machines", {})  # tasks of a launcher are hosts that may share a machine
@@ -273,7 +275,7 @@ class Rank:
 
     def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
-        return MemorySource(
+        return ReplicaSource(
             RestorePoint.from_json(go["restore"]),
             vault=self.vault,
             local_host=self.host,
