@@ -27,7 +27,7 @@ import torch
 from phalanx.hardware.catalog import find
 from phalanx.hardware.failures import failures_per_host_day
 from phalanx.plan.reliability import daly
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import load, newest
 from phalanx.train.state.background import AsyncSaver
 from phalanx.train.state.boxes import Box
@@ -50,11 +50,11 @@ def cut(rank: int, world: int, rows: int) -> tuple[int, int]:
     return min(rows, rank * step), max(0, min(rows, (rank + 1) * step) - min(rows, rank * step))
 
 
-def pieces(rank: int, world: int, rows: int) -> list[Piece]:
+def pieces(rank: int, world: int, rows: int) -> list[TensorShard]:
     """A model's weights and two moments, cut by rows."""
     start, count = cut(rank, world, rows)
     return [
-        Piece(
+        TensorShard(
             name=f"layers.{layer}.{kind}",
             tensor=torch.full((count, WIDTH), float(layer + place)),
             shape=(rows, WIDTH),
@@ -173,7 +173,7 @@ class Split:
         """All ranks."""
         return self.stages * self.copies * self.shards * self.tensor
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> list[TensorShard]:
         """What a rank of it holds: matrices cut twice by rows, norms by shards alone; without memory."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shards)
@@ -189,7 +189,7 @@ class Split:
                 ):
                     values = torch.empty(local, device="meta")
                     found.append(
-                        Piece(
+                        TensorShard(
                             name=f"layers.{layer}.{name}.{kind}",
                             tensor=values,
                             shape=whole,

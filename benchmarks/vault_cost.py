@@ -22,7 +22,7 @@ from phalanx.elastic.vault import Vault
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
 from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_replica import BuddyAddress
@@ -35,12 +35,14 @@ SECRET = b"benchmark"
 WARM_UP, TENSORS = 4, 60  # a model of 20 tensors, and two moments of each
 
 
-def state(size_gb: float, device: str) -> list[Piece]:
+def state(size_gb: float, device: str) -> list[TensorShard]:
     """Weights and moments of a model, all on this rank."""
     rows = int(size_gb * 1e9 / TENSORS / 4 / 1024)
     tensors = [torch.rand(rows, 1024, device=device) for _ in range(TENSORS)]
     return [
-        Piece(name=f"w{place}", tensor=one, shape=tuple(one.shape), start=(0, 0), replicas=1, owner=True, groups={})
+        TensorShard(
+            name=f"w{place}", tensor=one, shape=tuple(one.shape), start=(0, 0), replicas=1, owner=True, groups={}
+        )
         for place, one in enumerate(tensors)
     ]
 
@@ -49,7 +51,7 @@ def keeper_of(vault: Vault, rank: int, world: int, buddy: BuddyAddress | None = 
     return Keeper(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
 
 
-def put_alone(keeper: Keeper, pieces: Sequence[Piece], step: int) -> tuple[float, float, float]:
+def put_alone(keeper: Keeper, pieces: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
     """Seconds of blocking, processor seconds of this thread in it, and seconds until the snapshot is safe."""
     began_s, used_s = time.perf_counter(), time.thread_time()
     blocked_s = keeper.put(step, pieces, {}, held=keeper.safe_step)
@@ -59,7 +61,9 @@ def put_alone(keeper: Keeper, pieces: Sequence[Piece], step: int) -> tuple[float
     return blocked_s, used_s, time.perf_counter() - began_s
 
 
-def measure_puts(pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: BuddyAddress | None) -> list[list[float]]:
+def measure_puts(
+    pieces: Sequence[TensorShard], puts: int, *, reserve: bool, buddy: BuddyAddress | None
+) -> list[list[float]]:
     vault = Vault(1)
     keeper = keeper_of(vault, 0, 1, buddy)
     if reserve:

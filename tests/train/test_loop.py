@@ -12,9 +12,9 @@ from phalanx.elastic.link import Interrupted
 from phalanx.errors import Problem, SystemFailure
 from phalanx.job.schema import Optim
 from phalanx.train import loop as module
-from phalanx.train.engine import NO_WISHES
+from phalanx.train.engine import NO_REQUESTS
 from phalanx.train.loop import Loop
-from phalanx.train.orders import Orders
+from phalanx.train.rank_control import RankControl
 from phalanx.train.telemetry.noise import LocalNorms
 
 
@@ -24,7 +24,7 @@ def bare():
     loop = Loop.__new__(Loop)
     loop.written = []
     loop.events = SimpleNamespace(write=lambda kind, **fields: loop.written.append((kind, fields)))
-    loop.orders = Orders(stop=lambda: False, progress=lambda step, phase: None)
+    loop.orders = RankControl(stop=lambda: False, progress=lambda step, phase: None)
     loop.hooks = SimpleNamespace(step_begins=lambda step: None)
     loop.engine = SimpleNamespace(listener=None)
     return loop
@@ -49,7 +49,7 @@ def test_what_looking_into_a_step_costs_is_no_part_of_the_step(bare, monkeypatch
             passes(8.0)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    result = SimpleNamespace(wishes=NO_WISHES, compute_s=0.5)
+    result = SimpleNamespace(wishes=NO_REQUESTS, compute_s=0.5)
     bare.hooks.step_begins = lambda step: passes(1.0)  # a drill's delay is in the step
     bare.batches = SimpleNamespace(get=lambda step: passes(2.0, (np.zeros((1, 2), dtype=np.int64),) * 2))
     bare.batch_plan = SimpleNamespace(tokens_before=lambda step: 0)
@@ -57,7 +57,7 @@ def test_what_looking_into_a_step_costs_is_no_part_of_the_step(bare, monkeypatch
     bare.job = SimpleNamespace(optim=Optim())
     bare.engine.step = lambda *args, **kwargs: passes(4.0, result)
     bare.timeline, bare._put = Timeline(), -1
-    bare.orders = Orders(stop=lambda: False, progress=lambda step, phase: None, over=lambda: now_s[0] > 1000.0)
+    bare.orders = RankControl(stop=lambda: False, progress=lambda step, phase: None, over=lambda: now_s[0] > 1000.0)
     taken = bare._step(0)
     assert (taken.duration_s, taken.before_s, taken.data_s, taken.own_s) == (39.0, 35.0, 2.0, 1.5)
     now_s[0] = 1000.0

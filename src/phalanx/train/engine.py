@@ -42,10 +42,10 @@ from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.parallel.fsdp import accumulate
-from phalanx.train.parallel.pieces import Piece
 from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.stage import LeanStage
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.parallel.tied import TiedTable
 from phalanx.train.parts import Held, Part, build_parts, fill, fill_from, holdings, num_stages
 from phalanx.train.settings import Settings
@@ -56,7 +56,7 @@ from phalanx.train.telemetry.noise import NUMBERS, Noise, NoiseScale, estimate
 IGNORED = -100  # target of a token that is not scored, as in torch
 
 
-class Wish(IntEnum):
+class StepRequest(IntEnum):
     """What a rank may ask of all the others at the end of a step; one voice is enough."""
 
     STOP = 0  # end the run after this step
@@ -65,7 +65,7 @@ class Wish(IntEnum):
     UNHELD = 3  # my copy of the state before this step is not safe in memory yet
 
 
-NO_WISHES = (False,) * len(Wish)
+NO_REQUESTS = (False,) * len(StepRequest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +116,10 @@ class Engine:
         masters = [self._master(held) for held in parameters]
         self._copies = [(held.local, one) for held, one in zip(parameters, masters, strict=True) if one is not None]
         pieces = [held.piece(held.local if one is None else one) for held, one in zip(parameters, masters, strict=True)]
-        self.pieces: list[Piece] = [one for one, held in zip(pieces, parameters, strict=True) if held.trained]
-        self._frozen: list[Piece] = [one for one, held in zip(pieces, parameters, strict=True) if not held.trained]
+        self.pieces: list[TensorShard] = [one for one, held in zip(pieces, parameters, strict=True) if held.trained]
+        self._frozen: list[TensorShard] = [
+            one for one, held in zip(pieces, parameters, strict=True) if not held.trained
+        ]
         # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
         matrices = {piece.name for piece in self.pieces if len(piece.shape) > 1}
         self.optimizer: Optimizer = build_optimizer(
@@ -215,12 +217,12 @@ class Engine:
         if self._copies:
             torch._foreach_copy_([target for target, _ in self._copies], [source for _, source in self._copies])
 
-    def weights(self) -> list[Piece]:
+    def weights(self) -> list[TensorShard]:
         """The model as the optimizer sees it, frozen weights and buffers included."""
         buffers = [held.piece(held.local) for held in self.held if not held.is_parameter]
         return [*self.pieces, *self._frozen, *buffers]
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
         return [*self.weights(), *self.optimizer.state()]
 
@@ -265,7 +267,7 @@ class Engine:
         targets_BS: torch.Tensor,
         *,
         lr: float,
-        wishes: Callable[[], Sequence[bool]] = lambda: NO_WISHES,
+        wishes: Callable[[], Sequence[bool]] = lambda: NO_REQUESTS,
     ) -> StepResult:
         """Learn from this data rank's part of the global batch; `wishes` is asked late, and heard by all ranks."""
         sent = self.bytes_sent
@@ -290,7 +292,7 @@ class Engine:
         numbers = self._agree(norm_squared, loss_sum, targets_BS, wishes=wishes(), heard=[*moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
-        wanted, more = rest[: len(Wish)], rest[len(Wish) :]
+        wanted, more = rest[: len(StepRequest)], rest[len(StepRequest) :]
         moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
@@ -334,7 +336,7 @@ class Engine:
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        _, loss, valid, *_ = self._read(self._agree(zero, loss_sum, targets_BS, wishes=NO_WISHES))
+        _, loss, valid, *_ = self._read(self._agree(zero, loss_sum, targets_BS, wishes=NO_REQUESTS))
         return loss, int(valid)
 
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,10 @@ from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run
+from phalanx.train.collective_timeouts import CollectiveTimeouts
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.engine import Engine, StepResult, Wish
+from phalanx.train.engine import Engine, StepRequest, StepResult
 from phalanx.train.evaluate import Heldout
 from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, event_fields, is_due, refusal
 from phalanx.train.guard.digest import digest_pieces
@@ -29,9 +30,8 @@ from phalanx.train.guard.divergence import Guard
 from phalanx.train.guard.verdict import Divergence, settle
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
-from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
-from phalanx.train.patience import Patience
+from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.sample import sample_texts
 from phalanx.train.state.background import AsyncSaver
 from phalanx.train.state.interval import Interval
@@ -72,7 +72,7 @@ class Loop:
         engine: Engine,
         events: EventWriter,
         memory: MemoryMeter,
-        orders: Orders,
+        orders: RankControl,
     ) -> None:
         self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
         self.orders, self.hooks = orders, orders.hooks
@@ -102,7 +102,7 @@ class Loop:
             epoch=orders.epoch,
             copies=orders.copies,
         )
-        self.memory, self.patience = memory, Patience.of(plan)
+        self.memory, self.patience = memory, CollectiveTimeouts.of(plan)
         self._saved_step = self._taken_step = -1
         self._taken_for = ""  # why the save that is being written was made
         self.interval = Interval.of(
@@ -155,7 +155,7 @@ class Loop:
             self._tell_saved()
             if self._is_due(step):
                 self._evaluate(step)
-            if result.wishes[Wish.SAVE]:
+            if result.wishes[StepRequest.SAVE]:
                 self._save(step, "interval")
             leaving = self._leaving(step, result)
             self.orders.progress(step, Phase.TRAINING)
@@ -186,9 +186,9 @@ class Loop:
         orders.progress(step, Phase.BUILDING)
 
     def _leaving(self, step: int, result: StepResult) -> str:
-        if result.wishes[Wish.STOP]:
+        if result.wishes[StepRequest.STOP]:
             return "stopped"
-        return "reform" if result.wishes[Wish.REFORM] or step in self.orders.leaves_at else ""
+        return "reform" if result.wishes[StepRequest.REFORM] or step in self.orders.leaves_at else ""
 
     def close(self) -> None:
         """Give up what runs beside the steps; the formation is over."""
@@ -214,14 +214,14 @@ class Loop:
             wrong = settle(case.digests, self.guard.last[case.boxes])
             if wrong is not None:
                 what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
-                raise Astray("settled", step=step, sound=step, what=what, suspects=(wrong,))
+                raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))
         if self.guard.is_due(step):
             self._sound = step
 
-    def _diverged(self, found: Divergence) -> Astray:
+    def _diverged(self, found: Divergence) -> UntrustedState:
         text = found.problem().render().splitlines()[0]
         certain = found.suspects if found.certain else ()
-        return Astray(
+        return UntrustedState(
             "diverged", step=found.step, sound=self._sound, what=text, suspects=certain, evidence=found.to_json()
         )
 
@@ -278,7 +278,7 @@ class Loop:
             ended_s = time.perf_counter()
         self.orders.check()
         opening_s = self.timeline.opening_s  # telemetry's own: no part of the step
-        if not result.wishes[Wish.UNHELD]:
+        if not result.wishes[StepRequest.UNHELD]:
             self._held = before
         return Taken(
             result=result,
@@ -354,7 +354,7 @@ class Loop:
     def _count_skipped(self, result: StepResult, step: int) -> None:
         self._skipped = self._skipped + 1 if result.skipped else 0
         if self._skipped >= self.job.train.skipped_steps:
-            raise Astray(
+            raise UntrustedState(
                 "not-finite",
                 step=step,
                 sound=step - self._skipped,

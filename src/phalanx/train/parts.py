@@ -16,8 +16,8 @@ from phalanx.train.models.init import draw
 from phalanx.train.models.own import OwnStage, build_outline, build_stage, refuse_network
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.parallelize import parallelize
-from phalanx.train.parallel.pieces import Piece
 from phalanx.train.parallel.place import Box, box_of, expert_cuts
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.parallel.untraced import untraced
 from phalanx.train.settings import Settings
 
@@ -50,9 +50,9 @@ class Held:
         held = self.tensor
         return held._local_tensor if isinstance(held, DTensor) else held.detach()
 
-    def piece(self, tensor: torch.Tensor) -> Piece:
+    def piece(self, tensor: torch.Tensor) -> TensorShard:
         """This box with `tensor` as its values."""
-        return Piece(
+        return TensorShard(
             name=self.name,
             tensor=tensor,
             shape=self.box.shape,
@@ -197,7 +197,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def fill(pieces: Sequence[Piece], *, seed: int, layers: int) -> None:
+def fill(pieces: Sequence[TensorShard], *, seed: int, layers: int) -> None:
     """Give every weight its first value, drawn by name, so that all layouts start from the same model."""
     for piece in pieces:
         size = tuple(piece.tensor.shape)
@@ -210,13 +210,13 @@ def fill(pieces: Sequence[Piece], *, seed: int, layers: int) -> None:
 
 @torch.no_grad()
 def fill_from(
-    values: Iterable[tuple[str, torch.Tensor]], parts: Sequence[Part], weights: Sequence[Piece], *, prefix: str
+    values: Iterable[tuple[str, torch.Tensor]], parts: Sequence[Part], weights: Sequence[TensorShard], *, prefix: str
 ) -> None:
     """Give weights and buffers the values of whole tensors, each rank its boxes; names come without `prefix`.
 
     Buffers that no checkpoint holds, and so no piece is of, are whole on every rank.
     """
-    targets: dict[str, list[Piece]] = {}
+    targets: dict[str, list[TensorShard]] = {}
     for piece in weights:
         targets.setdefault(piece.name, []).append(piece)
     buffers = {name: buffer for part in parts for name, buffer in part.model.named_buffers()}

@@ -16,7 +16,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.models.hf_weights import read_hf, read_named
 from phalanx.train.models.own import PREFIX
 from phalanx.train.optim.scaler import LossScale
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.parts import fill_from
 from phalanx.train.state.find import candidates
 from phalanx.train.state.load import prepare
@@ -62,7 +62,7 @@ def _own_names(engine: Engine) -> dict[str, Any] | None:
     return {"tied": dict(engine.outline.tied), "buffers": buffers}
 
 
-def pieces_of(engine: Engine) -> list[Piece]:
+def pieces_of(engine: Engine) -> list[TensorShard]:
     """Everything a checkpoint holds of this rank: the state of the model, and what is this rank's alone."""
     return [*engine.state(), *private_pieces(dist.get_rank(), engine.carried())]
 
@@ -136,7 +136,7 @@ def take_weights(engine: Engine, folder: Path) -> None:
         fill_from(values, engine.parts, engine.weights(), prefix=PREFIX)
         engine.publish()
         return
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorShard]] = {}
     for piece in engine.pieces:
         pieces.setdefault(piece.name, []).append(piece)
     for name, whole in read_hf(folder, engine.shape, wanted=pieces):
@@ -148,7 +148,7 @@ def take_weights(engine: Engine, folder: Path) -> None:
     engine.publish()
 
 
-def _take(engine: Engine, optimizer: list[Piece], source: Source) -> None:
+def _take(engine: Engine, optimizer: list[TensorShard], source: Source) -> None:
     meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):

@@ -40,16 +40,16 @@ from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
 from phalanx.train import last_words
+from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
 from phalanx.train.engine import Engine
 from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
 from phalanx.train.loop import Loop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
-from phalanx.train.orders import Astray, Orders
+from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
 from phalanx.train.state import sweep
 from phalanx.train.state.copies import Copies
@@ -113,7 +113,7 @@ class Rank:
             left |= {"state": state, "step": step}
         except Interrupted:
             pass
-        except Astray as error:
+        except UntrustedState as error:
             left |= {
                 "step": error.step,
                 "why": str(error),
@@ -143,7 +143,7 @@ class Rank:
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
     def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
-        hooks = hooks_of(self.run, rank, self.link.slot)
+        hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
         # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
@@ -164,7 +164,7 @@ class Rank:
             keeper = self._keeper(formation, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
-            orders = Orders(
+            orders = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 epoch=formation.epoch,
@@ -285,7 +285,7 @@ def run_rank(
     shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
     joined_s = _join(plan, device, rank=rank, world=world, store=store, shared=shared)
     events = EventWriter(folder.events(rank), rank=rank)
-    orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
+    orders = RankControl(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=DrillHooks())
     none_met = None, Sharers(host=local_world)
     meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
     watch = watched(
@@ -303,7 +303,7 @@ def run_rank(
             facts = facts_here(plan, slots=local_world) if rank == 0 else None
             notes = transport_notes(facts) if facts is not None else ()
             train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
-    except Astray as error:
+    except UntrustedState as error:
         raise SystemFailure(
             Problem(
                 where=f"step {error.step:,}",
@@ -325,7 +325,7 @@ def train(
     plan: Plan,
     device: torch.device,
     events: EventWriter,
-    orders: Orders,
+    orders: RankControl,
     *,
     copies: MemorySource | None = None,
     at_most: int | None = None,

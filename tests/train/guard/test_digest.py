@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from phalanx.train.guard import digest as digests
 from phalanx.train.guard.digest import digest_pieces, fold
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 SIZES = [0, 1, 3, 4096, 4097, 3 * 4096, 70_001]
 
 
-def piece(tensor: torch.Tensor, name: str = "w") -> Piece:
+def piece(tensor: torch.Tensor, name: str = "w") -> TensorShard:
     start = (0,) * tensor.dim()
-    return Piece(name=name, tensor=tensor, shape=tuple(tensor.shape), start=start, replicas=1, owner=True, groups={})
+    return TensorShard(
+        name=name, tensor=tensor, shape=tuple(tensor.shape), start=start, replicas=1, owner=True, groups={}
+    )
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,13 +7,13 @@ import torch
 
 from phalanx.train.optim.moments import BLOCK, Block8, Format, moment_format, readable
 from phalanx.train.optim.rounding import dice, high, low, to_bf16
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 FORMATS = [(kind, signed) for kind in ("fp32", "bf16", "int8") for signed in (True, False)]
 
 
-def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int, ...] = ()) -> Piece:
-    return Piece(
+def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int, ...] = ()) -> TensorShard:
+    return TensorShard(
         name="w",
         tensor=tensor,
         shape=shape or tuple(tensor.shape),

@@ -14,7 +14,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.score import price
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.optim.build import build_optimizer
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 JOB = """\
 name = "test"
@@ -64,7 +64,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     with torch.device("meta"):
         model = Decoder(job.model)
     pieces = [
-        Piece(
+        TensorShard(
             name=key,
             tensor=parameter.detach(),
             shape=tuple(parameter.shape),

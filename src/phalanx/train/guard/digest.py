@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 Words = NDArray[np.int64]
 ROW = 4096  # words of a row
@@ -24,7 +24,7 @@ WORD = 4  # bytes
 PASS = {"cpu": 16, "cuda": 4096}  # rows at a time: what they need besides fits a core's cache, or is 128 MiB of a GPU
 
 
-def digest_pieces(pieces: Sequence[Piece]) -> str:
+def digest_pieces(pieces: Sequence[TensorShard]) -> str:
     """128 bits in hex of the pieces' names, places and bytes, in their order."""
     found = hashlib.blake2b(digest_size=16, usedforsecurity=False)
     for piece in pieces:
@@ -34,12 +34,12 @@ def digest_pieces(pieces: Sequence[Piece]) -> str:
     return found.hexdigest()
 
 
-def place_of(piece: Piece) -> bytes:
+def place_of(piece: TensorShard) -> bytes:
     """Which box of which tensor a piece is, and how its values are written."""
     return f"{piece.name} {piece.shape} {piece.start} {tuple(piece.tensor.shape)} {piece.tensor.dtype}\n".encode()
 
 
-def fold_pieces(pieces: Sequence[Piece]) -> list[Words]:
+def fold_pieces(pieces: Sequence[TensorShard]) -> list[Words]:
     """The folded rows of every piece; each device is waited for once."""
     folded = [fold(piece.tensor) for piece in pieces]
     found: list[Words] = [np.empty(0, np.int64)] * len(pieces)

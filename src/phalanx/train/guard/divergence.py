@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx.train.guard.digest import fold_pieces, place_of
 from phalanx.train.guard.verdict import Claim, Divergence, judge
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 SHORT = 8  # bytes of a digest on the wire: two of 2^20 sets would be alike by chance once in 2^24 jobs
 TEXT = 512  # bytes that tell the names of tensors
@@ -28,7 +28,7 @@ MOST_NAMES = 4
 class BoxSet:
     """Pieces of this rank that the same ranks hold, with the digest of which boxes they are."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorShard, ...]
     boxes: bytes
     moves: bool  # forward may change them: they are compared with other ranks' only
 
@@ -45,9 +45,9 @@ class BoxSet:
         return found.digest()
 
 
-def box_sets(pieces: Sequence[Piece]) -> list[BoxSet]:
+def box_sets(pieces: Sequence[TensorShard]) -> list[BoxSet]:
     """The pieces by who holds them: those cut by the same groups, with as many copies; buffers that move apart."""
-    held: dict[tuple[frozenset[int], int, bool], list[Piece]] = {}
+    held: dict[tuple[frozenset[int], int, bool], list[TensorShard]] = {}
     for piece in pieces:
         cut_by = frozenset(id(group) for groups in piece.groups.values() for group in groups)
         held.setdefault((cut_by, piece.replicas, piece.moves), []).append(piece)
@@ -63,7 +63,7 @@ class Guard:
     `before` every step and `check` after its update.
     """
 
-    def __init__(self, pieces: Callable[[], Sequence[Piece]], *, every: int) -> None:
+    def __init__(self, pieces: Callable[[], Sequence[TensorShard]], *, every: int) -> None:
         self._pieces, self._every = pieces, every
         self._rest: dict[bytes, bytes] = {}  # digests after the last update, by set; empty when it was not looked at
         self._most_sets = -1  # of any rank; not yet agreed on

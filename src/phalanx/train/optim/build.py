@@ -12,13 +12,13 @@ from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.compact import CompactAdamW
 from phalanx.train.optim.muon import Muon, takes
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 __all__ = ["Optimizer", "build_optimizer"]
 
 
 def build_optimizer(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     *,
     optim: Optim,
     state_dtype: str,
@@ -44,7 +44,7 @@ def build_optimizer(
     return _adamw(pieces, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
 
 
-def _adamw(pieces: Sequence[Piece], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
+def _adamw(pieces: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
     """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
     betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
     if kind == "fp32" and all(piece.tensor.dtype in (torch.float32, torch.float64) for piece in pieces):

@@ -10,7 +10,7 @@ import torch
 from phalanx.train.optim.base import gradient, state_piece, total_bytes
 from phalanx.train.optim.moments import Format, Kept, moment_format, readable, working
 from phalanx.train.optim.rounding import dice, high, key, low, places, throw, to_bf16
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 # Elements worked on at once, on a CPU and on a GPU: temporaries of 128 kB stay in the second-level cache (9 times as
 # fast as those of whole tensors of a million), and those of a GPU stay small beside a model.
@@ -23,7 +23,7 @@ class CompactAdamW:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         *,
         betas: tuple[float, float],
         eps: float,
@@ -70,7 +70,7 @@ class CompactAdamW:
             torch.tensor(keys, dtype=torch.int32).to(like.device, non_blocking=True),
         )
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """The moments as floats; 8-bit ones are decoded, so ask for it only to save or to load."""
         return [
             state_piece(piece, name, readable(form, kept[i], piece.tensor))
@@ -125,7 +125,7 @@ def _follow(flat: torch.Tensor) -> torch.Tensor:
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
-def apply(piece: Piece, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
+def apply(piece: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
     """weight = weight · (1 - lr · decay) - lr · update, in the working format; bf16 weights are rounded by dice."""
     wide = piece.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
     if piece.tensor.dtype == torch.bfloat16:
@@ -139,7 +139,7 @@ def keep(old: Kept, new: Kept) -> None:
         tensor.copy_(value)
 
 
-def load_kept(kept: Kept, form: Format, value: torch.Tensor, piece: Piece, steps: int) -> None:
+def load_kept(kept: Kept, form: Format, value: torch.Tensor, piece: TensorShard, steps: int) -> None:
     """Encode a loaded state tensor, which may be the kept one itself."""
     if piece.tensor.numel():
         keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low(dice(piece, steps))))

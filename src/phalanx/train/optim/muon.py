@@ -17,7 +17,7 @@ from phalanx.train.optim.moments import moment_format, readable, working
 from phalanx.train.optim.rounding import dice, high
 from phalanx.train.optim.spread import spread
 from phalanx.train.optim.whole import Cut, cuts
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 ITERATIONS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al.: steepest at 0, so small singular values rise in few iterations
@@ -28,7 +28,7 @@ NOT_BY_MUON = ("embed.", "head.")  # their rows are looked up or scored one by o
 OWN = "network."  # names of a network of the user's own begin so
 
 
-def takes(piece: Piece, tables: Collection[str] = ()) -> bool:
+def takes(piece: TensorShard, tables: Collection[str] = ()) -> bool:
     """Whether Muon updates this parameter; a three-dimensional one of ours is a batch of matrices (experts).
 
     In a network of the user's own, `tables` are its embeddings and head, and three dimensions may be a convolution's.
@@ -43,7 +43,7 @@ class Muon:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         *,
         momentum: float,
         weight_decay: float,
@@ -81,7 +81,7 @@ class Muon:
             keep(self._momentum[i], self._form.encode(momentum.reshape(-1), high(dice(piece, self.steps))))
         return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """The momentum of every matrix, then the state of the rest."""
         own = [
             state_piece(piece, "momentum", readable(self._form, kept, piece.tensor))
@@ -115,12 +115,12 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
-def _matrix_cuts(piece: Piece) -> list[Cut]:
+def _matrix_cuts(piece: TensorShard) -> list[Cut]:
     """Cuts through the matrices; a cut through the batch of matrices leaves them whole."""
     return [cut for cut in cuts(piece) if cut.dim >= len(piece.shape) - 2]
 
 
-def _alike(pieces: Sequence[Piece]) -> list[list[int]]:
+def _alike(pieces: Sequence[TensorShard]) -> list[list[int]]:
     """Positions of pieces that can be worked on together."""
     found: dict[object, list[int]] = {}
     for i, piece in enumerate(pieces):

@@ -12,14 +12,14 @@ from math import prod
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 SIDES = 65536  # of a die: what bf16 cuts off an fp32 value is 16 bits
 _GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4); as int32
 _MIX = 0x85EBCA6B - 2**32  # of the finaliser of MurmurHash3
 
 
-def places(piece: Piece) -> torch.Tensor:
+def places(piece: TensorShard) -> torch.Tensor:
     """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may.
 
     Where a piece is one run of the whole, a scalar: the position of its first element.
@@ -38,7 +38,7 @@ def places(piece: Piece) -> torch.Tensor:
     return found.reshape(-1)
 
 
-def dice(piece: Piece, step: int) -> torch.Tensor:
+def dice(piece: TensorShard, step: int) -> torch.Tensor:
     """32 random bits for each element of a piece in one step."""
     where = places(piece)
     if not where.dim():

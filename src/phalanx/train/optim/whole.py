@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Cut:
         return max(0, min(self.part, self.extent - rank * self.part))
 
 
-def cuts(piece: Piece) -> list[Cut]:
+def cuts(piece: TensorShard) -> list[Cut]:
     """The cuts that made a piece, last one first: undo them in this order."""
     found = []
     for dim, groups in piece.groups.items():
@@ -51,7 +51,7 @@ def cuts(piece: Piece) -> list[Cut]:
     return found[::-1]
 
 
-def gather(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+def gather(piece: TensorShard, tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which every rank holds a box like `piece`'s. All ranks of its groups must call this."""
     for cut in cuts(piece):
         padded = pad(tensor, cut)
@@ -61,7 +61,7 @@ def gather(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def box(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
+def box(piece: TensorShard, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, as a view."""
     for dim, (start, length) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
         whole = whole.narrow(dim, start, length)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 
-def squared_norm(pieces: Sequence[Piece], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+def squared_norm(pieces: Sequence[TensorShard], grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """This rank's share of the squared norm: summed over all ranks of the job it is the whole, each value once.
 
     Copies that another rank counts add nothing, unless one of them is not finite: that is heard of from every rank.

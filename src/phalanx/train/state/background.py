@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.copies import Copies
 from phalanx.train.state.jsontext import JSON
 from phalanx.train.state.save import TIMEOUT_S, Fence, Saved, save
@@ -57,7 +57,7 @@ class AsyncSaver:
         """Whether a save is being written."""
         return self._current is not None and self._current.is_alive()
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[TensorShard]) -> None:
         """Take the host memory now, so that the first save blocks no longer than the others."""
         self.wait()
         self._copies.take(pieces)
@@ -66,7 +66,7 @@ class AsyncSaver:
         self,
         *,
         step: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         meta: Mapping[str, JSON],
         rank_meta: Mapping[str, JSON] | None = None,
     ) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.shard import owned
 
 
@@ -17,7 +17,7 @@ class Copies:
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def take(self, pieces: Sequence[TensorShard]) -> list[TensorShard]:
         """The owned pieces with the values of now; those handed out before are overwritten."""
         mine = owned(pieces)
         old, self._tensors = self._tensors, {}

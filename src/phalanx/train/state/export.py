@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.boxes import whole
 from phalanx.train.state.catalog import Catalog, Stored, read_catalog
 from phalanx.train.state.dtypes import KINDS
@@ -51,7 +51,7 @@ def state_digest(folder: Place, select: Callable[[str], bool] = lambda name: not
     return tensors_digest(whole_tensors(folder, select))
 
 
-def digest(pieces: Sequence[Piece]) -> str:
+def digest(pieces: Sequence[TensorShard]) -> str:
     """The same of pieces in memory; they must be whole, as they are on one process."""
     for piece in pieces:
         if not piece.whole:

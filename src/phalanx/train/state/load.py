@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.route import Route, find_route
 from phalanx.train.state.shard import box_of
 from phalanx.train.state.source import Source
@@ -32,13 +32,15 @@ class Ready:
                         target.copy_(tensors.read(move.entry, move.part))
 
 
-def load(where: Place | Source, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1) -> None:
+def load(
+    where: Place | Source, pieces: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
+) -> None:
     """Fill every piece from a commit or another source; see `prepare` for what is refused. An error changes nothing."""
     prepare(where, pieces, cast=cast, rank=rank, world=world).fill()
 
 
 def prepare(
-    where: Place | Source, pieces: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1
+    where: Place | Source, pieces: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
 ) -> Ready:
     """Find and verify everything `pieces` need, from the ranks that wrote a part of them and no others.
 

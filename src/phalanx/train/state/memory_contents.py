@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.elastic.vault_header import DATA_AT
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.boxes import Box
 from phalanx.train.state.dtypes import KINDS, dtype_name
 from phalanx.train.state.index import Entry
@@ -54,7 +54,9 @@ def checksum(data: memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def lay_out(pieces: Sequence[Piece], rank: int, meta: Mapping[str, JSON], rank_meta: Mapping[str, JSON]) -> Contents:
+def lay_out(
+    pieces: Sequence[TensorShard], rank: int, meta: Mapping[str, JSON], rank_meta: Mapping[str, JSON]
+) -> Contents:
     """Where each piece will lie; checksums are still to come."""
     entries, offset = [], DATA_AT
     for piece in pieces:

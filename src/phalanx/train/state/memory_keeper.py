@@ -12,7 +12,7 @@ from phalanx.elastic.generations import Needs, next_free, next_sequence
 from phalanx.elastic.vault import GENERATIONS, Vault
 from phalanx.elastic.vault_segment import Segment
 from phalanx.record.redact import redact
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.memory_replica import BuddyAddress, Replica
 from phalanx.train.state.memory_snapshot import Draft, seal, take
 from phalanx.train.state.memory_worker import Worker
@@ -66,7 +66,7 @@ class Keeper:
         """Why the buddy does not have the newest snapshot; empty when all is well."""
         return self._replica.trouble if self._replica is not None else ""
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[TensorShard]) -> None:
         """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
         while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
@@ -76,7 +76,7 @@ class Keeper:
     def put(
         self,
         step: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         meta: Mapping[str, Any],
         *,
         held: int,
@@ -117,7 +117,7 @@ class Keeper:
         return next_free(self._segments, needs, busy=busy)
 
     def _take(
-        self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+        self, generation: int, pieces: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> Draft:
         return take(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
 

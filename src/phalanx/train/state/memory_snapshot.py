@@ -11,7 +11,7 @@ import torch
 
 from phalanx.elastic.vault_header import Header
 from phalanx.elastic.vault_segment import Segment
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import memory_contents as contents_text
 from phalanx.train.state.jsontext import JSON
 from phalanx.train.state.memory_contents import Contents, checksum, lay_out, tensor_at
@@ -47,7 +47,7 @@ class Draft:
 @torch.no_grad()
 def take(
     segment: Segment,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     *,
     rank: int,
     meta: Mapping[str, JSON],

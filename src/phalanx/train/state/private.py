@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.source import Source
 
 
@@ -19,10 +19,10 @@ def is_private(name: str) -> bool:
     return name.startswith("#")
 
 
-def private_pieces(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+def private_pieces(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """The tensors as pieces to save, under names that no other rank and no parameter has."""
     return [
-        Piece(
+        TensorShard(
             name=_start(rank) + name,
             tensor=tensor,
             shape=tuple(tensor.shape),

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.errors import Problem, UserError, nearest
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.boxes import Box, overlap
 from phalanx.train.state.catalog import check_agreement, check_cover
 from phalanx.train.state.dtypes import dtype_name
@@ -27,14 +27,14 @@ class Move:
 
     entry: Entry
     part: Box
-    piece: Piece
+    piece: TensorShard
 
 
 @dataclass(kw_only=True, slots=True)
 class _Need:
     """A piece, and what was found of it so far."""
 
-    piece: Piece
+    piece: TensorShard
     box: Box
     missing: int
     parts: list[tuple[Entry, Box]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Route:
     num_indexes_read: int
 
 
-def find_route(where: Place | Source, pieces: Sequence[Piece], *, cast: bool, rank: int, world: int) -> Route:
+def find_route(where: Place | Source, pieces: Sequence[TensorShard], *, cast: bool, rank: int, world: int) -> Route:
     """How to fill `pieces` of a rank of a world, which need not be that of the checkpoint.
 
     Raises UserError when the checkpoint is of another model, Damaged when an index is, or a part is nowhere.
@@ -129,7 +129,7 @@ def _absent(where: str, name: str, indexes: dict[int, Index]) -> Problem:
     return Problem(where=where, what=f"holds no {name}", why=why)
 
 
-def _mismatch(where: str, stored: Entry, piece: Piece, cast: bool) -> Problem | None:
+def _mismatch(where: str, stored: Entry, piece: TensorShard, cast: bool) -> Problem | None:
     if stored.shape != tuple(piece.shape):
         what = f"{piece.name} is {list(stored.shape)} there and {list(piece.shape)} in this model"
         return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")

@@ -21,7 +21,7 @@ from threading import Event
 import torch
 
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import index as index_file
 from phalanx.train.state import manifest as manifest_file
 from phalanx.train.state import names
@@ -58,7 +58,7 @@ def save(
     *,
     step: int,
     attempt: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     meta: Mapping[str, JSON],
     rank: int,
     world: int,
@@ -136,7 +136,7 @@ def _check_meta(meta: Mapping[str, JSON]) -> None:
 def _write_rank(
     draft: Draft,
     rank: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     meta: Mapping[str, JSON],
     abandoned: Event,
     point: Callable[[str], None],

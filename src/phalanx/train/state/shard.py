@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import names
 from phalanx.train.state.boxes import Box
 from phalanx.train.state.dtypes import KINDS, dtype_name
@@ -22,7 +22,7 @@ from phalanx.train.state.streams import CHUNK_BYTES, Writing
 MOST_UNHASHED = 4  # tensors written and not yet hashed
 
 
-def owned(pieces: Sequence[Piece]) -> list[Piece]:
+def owned(pieces: Sequence[TensorShard]) -> list[TensorShard]:
     """The pieces this rank writes: those it owns that are not empty, widest elements first so that all are aligned."""
     mine = [piece for piece in pieces if piece.owner and piece.tensor.numel()]
     seen: set[str] = set()
@@ -32,7 +32,7 @@ def owned(pieces: Sequence[Piece]) -> list[Piece]:
     return sorted(mine, key=lambda piece: (-piece.tensor.element_size(), piece.name))
 
 
-def _check(piece: Piece, seen: set[str]) -> None:
+def _check(piece: TensorShard, seen: set[str]) -> None:
     kind, box = dtype_name(piece.tensor.dtype), box_of(piece)
     if kind not in KINDS:
         raise mistake(piece.name, f"is {kind}, which a checkpoint cannot hold", fix=f"one of {', '.join(KINDS)}")
@@ -43,13 +43,13 @@ def _check(piece: Piece, seen: set[str]) -> None:
         raise mistake(piece.name, what)
 
 
-def box_of(piece: Piece) -> Box:
+def box_of(piece: TensorShard) -> Box:
     """The box a piece holds."""
     return Box(tuple(piece.start), tuple(piece.tensor.shape))
 
 
 def write_shard(
-    draft: Draft, rank: int, pieces: Sequence[Piece], meta: Mapping[str, JSON], go_on: Callable[[], None]
+    draft: Draft, rank: int, pieces: Sequence[TensorShard], meta: Mapping[str, JSON], go_on: Callable[[], None]
 ) -> Index:
     """Write the tensors of a rank and flush them; returns the index. `go_on` is called now and then, and may raise."""
     mine = owned(pieces)
@@ -92,17 +92,17 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def size_of(piece: Piece) -> int:
+def size_of(piece: TensorShard) -> int:
     """Bytes of the local tensor."""
     return piece.tensor.numel() * piece.tensor.element_size()
 
 
-def _row(piece: Piece) -> Row:
+def _row(piece: TensorShard) -> Row:
     shape = tuple(piece.tensor.shape)
     return Row(name=piece.name, dtype=dtype_name(piece.tensor.dtype), shape=shape, size_bytes=size_of(piece))
 
 
-def _entries(pieces: Sequence[Piece], digests: Sequence[str], rank: int, offset: int) -> Iterator[Entry]:
+def _entries(pieces: Sequence[TensorShard], digests: Sequence[str], rank: int, offset: int) -> Iterator[Entry]:
     for piece, digest in zip(pieces, digests, strict=True):
         yield Entry(
             name=piece.name,

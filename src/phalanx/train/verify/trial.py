@@ -22,7 +22,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.train.engine import IGNORED, Engine
 from phalanx.train.optim.base import Optimizer
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
 from phalanx.train.state.save import save
 from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of, restore_newest
@@ -187,7 +187,7 @@ def _restored(engine: Engine, root: str) -> int:
 class Watched:
     """An optimizer that remembers the gradients it was given."""
 
-    def __init__(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
+    def __init__(self, inner: Optimizer, pieces: Sequence[TensorShard]) -> None:
         self._inner, self._pieces = inner, pieces
         self.steps = inner.steps
         self.grads: list[list[Part]] = []
@@ -198,7 +198,7 @@ class Watched:
         self._inner.step(lr)
         self.steps = self._inner.steps
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """As the optimizer's."""
         return self._inner.state()
 
@@ -211,7 +211,7 @@ class Watched:
         return self._inner.state_bytes()
 
 
-def _part(piece: Piece, tensor: torch.Tensor) -> Part:
+def _part(piece: TensorShard, tensor: torch.Tensor) -> Part:
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         values = values.float()

@@ -204,7 +204,7 @@ import torch
 from phalanx.errors import PhalanxError
 from phalanx.train.state import load, newest, verify
 from phalanx.train.state.export import read_state
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32,) * 2)

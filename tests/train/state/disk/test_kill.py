@@ -20,7 +20,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from phalanx.train.state import newest, save
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 
 def write(root, attempt, stop, report, found):
     first = found + 1

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.elastic.choose import choices
 from phalanx.elastic.vault import Vault
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_server import VaultServer
 from phalanx.train.state.memory_source import MemorySource
@@ -22,7 +22,7 @@ SECRET = bytes(range(32))
 def piece(name, tensor, shape=None, start=None, owner=True):
     shape = tuple(tensor.shape) if shape is None else tuple(shape)
     start = (0,) * len(shape) if start is None else tuple(start)
-    return Piece(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
+    return TensorShard(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
 
 
 def state(seed=0):

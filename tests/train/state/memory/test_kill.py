@@ -13,7 +13,7 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import torch
 from phalanx.train.state import load
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 from phalanx.elastic.choose import choices
 from phalanx.train.state.memory_keeper import Keeper
 from phalanx.train.state.memory_source import MemorySource
@@ -97,7 +97,7 @@ from mmap import mmap
 import torch
 import torch.distributed as dist
 from phalanx.train.state import load
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 from phalanx.train.state.memory_buddy import buddy_of
 from phalanx.elastic.choose import choices
 from phalanx.train.state.memory_keeper import Keeper

@@ -10,10 +10,10 @@ from phalanx.record.run import Run
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.train.parallel.pieces import Piece
+    from phalanx.train.parallel.tensor_shard import TensorShard
 
 
-class Hooks:
+class DrillHooks:
     """Does nothing. Only `drill.inject.Injector` takes its place."""
 
     records_samples = False  # whether step events list the samples they learnt from
@@ -30,7 +30,7 @@ class Hooks:
     def gradients(self, step: int, grads: Sequence[Tensor]) -> None:
         """The summed gradients this rank holds, before their norm is agreed on; may be changed in place."""
 
-    def updated(self, step: int, weights: Sequence[Piece], moments: Sequence[Piece]) -> None:
+    def updated(self, step: int, weights: Sequence[TensorShard], moments: Sequence[TensorShard]) -> None:
         """After the optimizer, before the digest and the copy in memory; may be changed in place."""
 
     def save_point(self, name: str) -> None:
@@ -41,17 +41,17 @@ class Hooks:
         return True
 
 
-def hooks_of(run: Run, rank: int, slot: int) -> Hooks:
+def drill_hooks_of(run: Run, rank: int, slot: int) -> DrillHooks:
     """The injector where the launcher says that this is a drill and there is a schedule; else nothing.
 
     Two conditions, so that a file that strays into a run folder never hurts a real run.
     """
     if run.launch().get("drill") is not True:
-        return Hooks()
+        return DrillHooks()
     from phalanx.train.drill.fired import schedule_path
 
     if not schedule_path(run).is_file():
-        return Hooks()
+        return DrillHooks()
     from phalanx.train.drill.inject import Injector
 
     return Injector.of(run, rank=rank, slot=slot)

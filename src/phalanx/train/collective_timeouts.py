@@ -18,25 +18,30 @@ from phalanx.plan.timeouts import bounded, steady_timeout_s
 WARM_UP_STEPS = 5  # of a formation, before its steps count as steady: as NVIDIA's resiliency extension
 
 
-def set_timeouts(seconds: float) -> None:
+def set_collective_timeouts(seconds: float) -> None:
     """Let every collective that is begun from now on give up after so long, in all groups of this rank."""
     c10d = dist.distributed_c10d
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-class Patience:
+class CollectiveTimeouts:
     """Follows the loop of one formation, and changes the timeout where what is waited for changes."""
 
     def __init__(
-        self, *, first_s: float, steady_s: float, measured: bool, apply: Callable[[float], None] = set_timeouts
+        self,
+        *,
+        first_s: float,
+        steady_s: float,
+        measured: bool,
+        apply: Callable[[float], None] = set_collective_timeouts,
     ) -> None:
         self.timeout_s = self._first_s = first_s
         self._steady_s, self._measured, self._apply = steady_s, measured, apply
         self._steps, self._slowest_s = 0, 0.0
 
     @classmethod
-    def of(cls, plan: Plan) -> Patience:
+    def of(cls, plan: Plan) -> CollectiveTimeouts:
         """Of a planned job."""
         job = plan.job
         steady_s, auto = steady_timeout_s(job, plan.prediction), job.train.timeout_s == "auto"

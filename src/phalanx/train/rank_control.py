@@ -9,14 +9,14 @@ from typing import Any
 
 from phalanx.elastic.board import Phase
 from phalanx.elastic.link import Interrupted
+from phalanx.train.drill_hooks import DrillHooks
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import Hooks
 from phalanx.train.state.copies import Copies
 from phalanx.train.state.memory_keeper import Keeper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Orders:
+class RankControl:
     """Of one rank in one epoch. Without an agent (torchrun, srun) most of it is silent."""
 
     stop: Callable[[], bool]  # the run is to end after this step
@@ -29,7 +29,7 @@ class Orders:
     case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
     copies: Copies = field(default_factory=Copies)  # host memory that saves copy into, from epoch to epoch
     compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
-    hooks: Hooks = field(default_factory=Hooks)
+    hooks: DrillHooks = field(default_factory=DrillHooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
     over: Callable[[], bool] = lambda: False  # the formation has ended: others form the next one
 
@@ -43,7 +43,7 @@ class Orders:
             raise Interrupted
 
 
-class Astray(Exception):
+class UntrustedState(Exception):
     """The state is not to be trusted from some step on: every rank leaves, and the run goes on from before it."""
 
     def __init__(

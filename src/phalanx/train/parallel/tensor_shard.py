@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Piece:
+class TensorShard:
     """A box of one tensor of the whole, unsplit model.
 
     `tensor` is plain and local: what the optimizer updates in place. `replicas` ranks of the world hold the same box;
