@@ -73,8 +73,7 @@ def main(arguments: list[str]) -> int:
 
 def _check(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
-    from phalanx.train.check import refuse_layout
-    from phalanx.train.settings import Settings
+    from phalanx.train.settings import Settings, refuse_layout
 
     settings = Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
     refuse_layout(plan.job.model, settings)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.record.run import Run
+from phalanx.train.callbacks import Callback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from phalanx.train.loop import StepReport, TrainingLoop
     from phalanx.train.parallel.tensor_shard import TensorShard
 
 
@@ -39,6 +41,25 @@ class DrillHooks:
     def heartbeat_allowed(self) -> bool:
         """Whether this rank may say that it lives."""
         return True
+
+
+class DrillFaults(Callback):
+    """Calls the hooks of a drill at the moments of a step; without a drill there is none to call."""
+
+    def __init__(self, hooks: DrillHooks) -> None:
+        self._hooks = hooks
+
+    def on_step_begin(self, training: TrainingLoop) -> None:
+        """Kill, stop or slow this rank."""
+        self._hooks.step_begins(training.step)
+
+    def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[Tensor]) -> None:
+        """Poison gradients."""
+        self._hooks.gradients(training.step, gradients)
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Damage weights or moments."""
+        self._hooks.updated(report.step, training.engine.pieces, training.engine.optimizer.state())
 
 
 def drill_hooks_of(run: Run, rank: int, slot: int) -> DrillHooks:

@@ -46,9 +46,10 @@ from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
-from phalanx.train.loop import Loop
+from phalanx.train.loop import TrainingLoop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
+from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
 from phalanx.train.state import sweep
@@ -164,7 +165,7 @@ class Rank:
             keeper = self._keeper(formation, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
-            orders = RankControl(
+            control = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 epoch=formation.epoch,
@@ -185,7 +186,7 @@ class Rank:
                 replace(self.plan, layout=formation.layout),
                 device,
                 events,
-                orders,
+                control,
                 copies=copies,
                 at_most=go.get("at_most"),
                 store=store,
@@ -285,7 +286,7 @@ def run_rank(
     shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
     joined_s = _join(plan, device, rank=rank, world=world, store=store, shared=shared)
     events = EventWriter(folder.events(rank), rank=rank)
-    orders = RankControl(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=DrillHooks())
+    control = RankControl(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=DrillHooks())
     none_met = None, Sharers(host=local_world)
     meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
     watch = watched(
@@ -295,14 +296,14 @@ def run_rank(
         telemetry=plan.job.telemetry,
         layout=plan.layout,
         rank=rank,
-        epoch=orders.epoch,
+        epoch=control.epoch,
         sharers=sharers,
     )
     try:
         with watch:
             facts = facts_here(plan, slots=local_world) if rank == 0 else None
             notes = transport_notes(facts) if facts is not None else ()
-            train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
+            train(folder, plan, device, events, control, store=store, joined_s=joined_s, notes=notes)
     except UntrustedState as error:
         raise SystemFailure(
             Problem(
@@ -313,7 +314,7 @@ def run_rank(
             )
         ) from error
     except Exception:
-        FlightRecord(folder, rank=rank, epoch=orders.epoch)()
+        FlightRecord(folder, rank=rank, epoch=control.epoch)()
         raise
     finally:
         events.close()
@@ -325,7 +326,7 @@ def train(
     plan: Plan,
     device: torch.device,
     events: EventWriter,
-    orders: RankControl,
+    control: RankControl,
     *,
     copies: MemorySource | None = None,
     at_most: int | None = None,
@@ -339,10 +340,12 @@ def train(
     Making the group of all ranks, who met in `store`, took `joined_s`.
     """
     began_s, memory = time.monotonic(), MemoryMeter(device)
-    job = plan.job
+    job, allow_code = plan.job, bool(folder.launch().get("allow_code"))
+    plugins = load_plugins(job, allow_code=allow_code)
+    refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
     engine = Engine(
         job.model,
-        Settings.of(job, plan.layout, on_gpu=device.type == "cuda", allow_code=bool(folder.launch().get("allow_code"))),
+        Settings.of(job, plan.layout, on_gpu=device.type == "cuda", allow_code=allow_code),
         job.optim,
         device=device,
         state_dtype=job.precision.optimizer_state,
@@ -353,11 +356,11 @@ def train(
         store,
         engine.meshes.group_times,
         joined_s=joined_s,
-        epoch=orders.epoch,
+        epoch=control.epoch,
         device=device,
         notes=notes,
     )
-    orders.hooks.restoring(orders.epoch, dist.get_rank())
+    control.hooks.restoring(control.epoch, dist.get_rank())
     if dist.get_rank() == 0:
         sweep(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
@@ -365,28 +368,29 @@ def train(
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
         take_weights(engine, Path(job.train.weights))
-    loop = Loop(folder, plan, engine, events, memory, orders)
+    loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
     try:
-        if restored.data and restored.data != loop.dataset.digest:
+        if restored.data and restored.data != loop.data_digest:
             raise mistake(
-                ", ".join(job.data.paths),
+                job.plugins.data or ", ".join(job.data.paths),
                 "holds other tokens than the run has learnt from so far",
                 why="the next batches would not be those that come next",
                 fix="put the old dataset back, or start a new run",
             )
+        loop.restore_extras(engine.restored_extras)
         warnings = [*restored.warnings, *_other_size(job, engine.settings)]
         events.write(
             "ready",
             step=restored.step,
-            epoch=orders.epoch,
+            epoch=control.epoch,
             source=source,
             seconds=time.monotonic() - began_s,
             warnings=warnings,
         )
-        if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            orders.keeper.reserve(pieces_of(engine))
-            loop.saver.reserve(pieces_of(engine))
-        orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
+        if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
+            control.keeper.reserve(pieces_of(engine))
+            loop.checkpoints.saver.reserve(pieces_of(engine))
+        control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:
         loop.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.divergence import Guard
+from phalanx.train.guard.divergence import ReplicaGuard
 from phalanx.train.state.random_state import seed_random
 from phalanx.train.tracing.dry import _forget_meshes
 from phalanx.train.training_state import take_weights
@@ -44,8 +44,8 @@ def step_guarded(rank: int, trial: Trial) -> Buffers:
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
     seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
-    guard, found, tokens = Guard(engine.state, every=1), [], []
-    engine.touch_gradients = lambda _: found.append(guard.before(len(tokens)))
+    guard, found, tokens = ReplicaGuard(engine.state, every=1), [], []
+    engine.on_gradients_ready = lambda _: found.append(guard.before(len(tokens)))
     for step in range(trial.steps):
         batch = _mine(engine, trial, step)
         tokens.append(int(batch[0][-1, -1]))

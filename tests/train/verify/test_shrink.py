@@ -12,8 +12,7 @@ from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import SECTIONS, Batch, Data, Job, Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.check import check_layout
-from phalanx.train.settings import Settings
+from phalanx.train.settings import Settings, check_layout
 from phalanx.train.verify.shrink import alone, changes, left_out, shrink
 from phalanx.train.verify.terms import Terms, refuse_ranks
 

@@ -147,7 +147,7 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _auto(evidence: Evidence, step_s: float) -> float:
-    """What "auto" comes to: from the plan, and while training no less than from the steps seen (train/collective_timeouts.py)."""
+    """ "auto": from the plan, and while training no less than from the steps seen (train/collective_timeouts.py)."""
     planned_s = 0.0
     if evidence.plan is not None:
         planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)

@@ -57,7 +57,7 @@ def box_sets(pieces: Sequence[TensorShard]) -> list[BoxSet]:
     ]
 
 
-class Guard:
+class ReplicaGuard:
     """One rank's part in the comparison. Made anew for every formation: what it remembers is of its own storage.
 
     `before` every step and `check` after its update.

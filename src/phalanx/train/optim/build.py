@@ -12,6 +12,7 @@ from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.compact import CompactAdamW
 from phalanx.train.optim.muon import Muon, takes
+from phalanx.train.optim.own import OwnOptimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 __all__ = ["Optimizer", "build_optimizer"]
@@ -24,12 +25,17 @@ def build_optimizer(
     state_dtype: str,
     decays: Callable[[str], bool],
     tables: Collection[str] = (),
+    own: str = "",
+    allow_code: bool = False,
 ) -> Optimizer:
     """An optimizer over this rank's pieces; `decays` says which parameters weight decay applies to.
 
     `tables` are weights of a user's own network that are embeddings or a head. `state_dtype` is the job's
     precision.optimizer_state; Adafactor keeps so little that it stays in fp32.
+    `own` is the reference of an optimizer of the user's own, which comes instead.
     """
+    if own:
+        return OwnOptimizer(pieces, own, optim=optim, decays=decays, allow_code=allow_code)
     if optim.name == "adafactor":
         return Adafactor(pieces, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
     if optim.name == "muon":

@@ -13,7 +13,7 @@ from phalanx.train.parallel.replicate import BUCKET_BYTES, Ear, Replicas
 from phalanx.train.parallel.reproducible import TreeReplicas
 
 if TYPE_CHECKING:
-    from phalanx.train.parts import Held
+    from phalanx.train.model_stages import StageTensor
     from phalanx.train.settings import Settings
 
 
@@ -39,7 +39,7 @@ class Exchange(Protocol):
 class GradientExchange:
     """All parameters of this rank, each with its own group."""
 
-    def __init__(self, trained: Sequence[Held], meshes: Meshes, settings: Settings) -> None:
+    def __init__(self, trained: Sequence[StageTensor], meshes: Meshes, settings: Settings) -> None:
         dense = meshes.dense.get_group("copies")
         expert = meshes.experts.get_group("copies") if meshes.experts is not None else dense
         split = {id(held.tensor) for held in trained if _is_expert(held, meshes)}
@@ -120,7 +120,7 @@ def bucket_bytes(settings: Settings) -> int:
     return round(settings.bucket_mib * 2**20) if settings.bucket_mib is not None else BUCKET_BYTES
 
 
-def _is_expert(held: Held, meshes: Meshes) -> bool:
+def _is_expert(held: StageTensor, meshes: Meshes) -> bool:
     if meshes.experts is None:
         return False
     group = meshes.experts.get_group("expert")

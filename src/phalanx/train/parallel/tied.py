@@ -13,13 +13,13 @@ from phalanx.train.models.decoder import TIED
 from phalanx.train.parallel.dims import Meshes
 
 if TYPE_CHECKING:
-    from phalanx.train.parts import Held
+    from phalanx.train.model_stages import StageTensor
 
 
 class TiedTable:
     """Adds up the two gradients of the table, so that both copies take the same step."""
 
-    def __init__(self, held: Sequence[Held], meshes: Meshes, *, v_shaped: bool) -> None:
+    def __init__(self, held: Sequence[StageTensor], meshes: Meshes, *, v_shaped: bool) -> None:
         mine = [one for one in held if one.name == TIED[0]]
         self._both_here = v_shaped and len(mine) == 2  # the pipeline's end comes back to its beginning
         self._pair: ProcessGroup | None = None
@@ -31,7 +31,7 @@ class TiedTable:
             if dist.get_rank() % ranks == place and mine:
                 self._pair = group
 
-    def sum(self, held: Sequence[Held], grads: Sequence[torch.Tensor]) -> None:
+    def sum(self, held: Sequence[StageTensor], grads: Sequence[torch.Tensor]) -> None:
         """In place."""
         found = [grad for one, grad in zip(held, grads, strict=True) if one.name == TIED[0]]
         if self._both_here:

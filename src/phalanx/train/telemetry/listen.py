@@ -20,7 +20,7 @@ from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.telemetry.noise import EVERY, LocalNorms
 
 if TYPE_CHECKING:
-    from phalanx.train.parts import Held
+    from phalanx.train.model_stages import StageTensor
 
 
 class Listener:
@@ -33,7 +33,7 @@ class Listener:
 
 
 def listen(
-    trained: Sequence[Held], meshes: Meshes, exchange: GradientExchange | None, models: Iterable[torch.nn.Module]
+    trained: Sequence[StageTensor], meshes: Meshes, exchange: GradientExchange | None, models: Iterable[torch.nn.Module]
 ) -> Listener | None:
     """Hear the gradients of a rank; None where no chunk of the batch has a gradient of its own anywhere.
 
@@ -62,7 +62,7 @@ def listen(
     return Listener(norms, heard)
 
 
-def _is_own(held: Held, meshes: Meshes) -> bool:
+def _is_own(held: StageTensor, meshes: Meshes) -> bool:
     if held.name == TIED[0] and held.replicas > meshes.dims.stage // held.box.parts:
         return False
     experts = meshes.experts

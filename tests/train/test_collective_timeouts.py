@@ -27,13 +27,13 @@ class Told:
 
     def steps(self, count: int, seconds: float = 1.0) -> list[float]:
         for _ in range(count):
-            self.patience.stepped(seconds)
+            self.patience.count_step(seconds)
         return self.set
 
 
 def test_it_is_long_until_steps_are_steady() -> None:
     told = Told()
-    told.patience.begin()
+    told.patience.on_start(None)
     assert told.set == [300.0]  # torch has a default of its own for groups of some ranks
     told.set.clear()
     assert told.steps(WARM_UP_STEPS - 1) == []
@@ -44,8 +44,8 @@ def test_it_is_long_until_steps_are_steady() -> None:
 def test_a_rest_is_long_until_the_next_step_is_done() -> None:
     told = Told()
     told.steps(10)
-    told.patience.rest()
-    told.patience.rest()  # evaluated, then saved
+    told.patience.lengthen()
+    told.patience.lengthen()  # evaluated, then saved
     assert told.set == [30.0, 300.0]
     assert told.steps(1) == [30.0, 300.0, 30.0]
 
@@ -53,7 +53,7 @@ def test_a_rest_is_long_until_the_next_step_is_done() -> None:
 def test_a_rest_before_steps_are_steady_changes_nothing() -> None:
     told = Told()
     told.steps(2)
-    told.patience.rest()
+    told.patience.lengthen()
     assert told.steps(1) == []
 
 

@@ -23,7 +23,7 @@ from phalanx.train.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
+class ModelStage:
     """One pipeline stage of the model, as this rank holds it."""
 
     stage: int
@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Held:
+class StageTensor:
     """A parameter or buffer of a part, with its box of the whole tensor."""
 
     name: str
@@ -69,7 +69,7 @@ def num_stages(settings: Settings) -> int:
     return settings.layout.pipeline * max(settings.layout.virtual_pipeline, 1)
 
 
-def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: torch.device) -> list[Part]:
+def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: torch.device) -> list[ModelStage]:
     """This rank's stages, split over its groups, with storage but without values."""
     layout = settings.layout
     stages = num_stages(settings)
@@ -100,7 +100,7 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
         model.positions = model.positions.to(device)
         _move_buffers(model, device)
         model.tie()
-        parts.append(Part(stage=stage, layers=layers[stage], model=model))
+        parts.append(ModelStage(stage=stage, layers=layers[stage], model=model))
     return parts
 
 
@@ -142,12 +142,12 @@ def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:
         model.tie()
 
 
-def holdings(parts: Sequence[Part], meshes: Meshes, *, tied: bool) -> list[Held]:
+def stage_tensors(parts: Sequence[ModelStage], meshes: Meshes, *, tied: bool) -> list[StageTensor]:
     """Every parameter and buffer of this rank's parts, in the order of the model."""
     return [held for part in parts for held in _part_holdings(part, meshes, tied=tied)]
 
 
-def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
+def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[StageTensor]:
     experts = expert_cuts(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
     twice = tied and ends == {True, False}  # the other copy of the tied table stands on another stage
@@ -157,7 +157,7 @@ def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
         cut = experts.get(id(tensor))
         box = box_of(tensor, (cut,) if cut else ())
         copy = twice and name in TIED
-        yield Held(
+        yield StageTensor(
             name=TIED[0] if copy else name,
             tensor=tensor,
             box=box,
@@ -197,7 +197,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def fill(pieces: Sequence[TensorShard], *, seed: int, layers: int) -> None:
+def draw_weights(pieces: Sequence[TensorShard], *, seed: int, layers: int) -> None:
     """Give every weight its first value, drawn by name, so that all layouts start from the same model."""
     for piece in pieces:
         size = tuple(piece.tensor.shape)
@@ -209,8 +209,12 @@ def fill(pieces: Sequence[TensorShard], *, seed: int, layers: int) -> None:
 
 
 @torch.no_grad()
-def fill_from(
-    values: Iterable[tuple[str, torch.Tensor]], parts: Sequence[Part], weights: Sequence[TensorShard], *, prefix: str
+def copy_weights(
+    values: Iterable[tuple[str, torch.Tensor]],
+    parts: Sequence[ModelStage],
+    weights: Sequence[TensorShard],
+    *,
+    prefix: str,
 ) -> None:
     """Give weights and buffers the values of whole tensors, each rank its boxes; names come without `prefix`.
 
