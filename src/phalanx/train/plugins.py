@@ -16,11 +16,13 @@ import dataclasses
 import functools
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import linecache
+import re
 import sys
 import textwrap
 import traceback
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 SOURCE_MODULE = "phalanx_job_source"  # the name of the module that the job carries
 ATTRIBUTES = "__attributes__"  # arguments that are an object's attributes, not its constructor's
 STATE = "__state__"  # arguments that are a state_dict()
+ENTRY_POINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GROUPS = {
     "callbacks": "phalanx.callbacks",
     "loss": "phalanx.losses",
@@ -85,7 +88,8 @@ class PluginReference:
             arguments = json.loads(brace + rest) if brace else {}
         except ValueError as error:
             raise mistake(key, f"{text!r} ends in something that is not JSON: {error}") from error
-        if not name or not all(part.isidentifier() for part in name.split(".")):
+        names_code = all(part.isidentifier() for part in name.split(".")) if place else ENTRY_POINT.fullmatch(name)
+        if not names_code:
             raise mistake(
                 key,
                 f"{text!r} names no code",
@@ -160,7 +164,7 @@ def make_plugin(text: str, *, kind: str, allow_code: bool, known: Mapping[str, A
             made: Any = object.__new__(found)  # type: ignore[arg-type]
             vars(made).update(attributes)
             return made
-        taken = inspect.signature(found).parameters
+        taken = inspect.signature(found).parameters if known else {}
         made = found(**{name: value for name, value in (known or {}).items() if name in taken}, **arguments)
         if state is not None:
             made.load_state_dict(state)
@@ -415,12 +419,11 @@ class _SourceWriter:
             raise self._refused(thing, kind, "defined inside a function", "define it at the top level of its file")
         if "<lambda>" in name:
             raise self._refused(thing, kind, "a lambda", "write it as a function with a name")
-        loaded = sys.modules.get(module)
-        file = getattr(loaded, "__file__", None)
-        if module != "__main__" and file is not None and importlib.util.find_spec(module) is not None:
-            package = getattr(loaded, "__package__", "") or module.rpartition(".")[0]
-            outside = "site-packages" not in file and not package
-            return f"{Path(file).resolve()}:{name}" if outside and file.endswith(".py") else f"{module}:{name}"
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        if module != "__main__" and _is_installed(module):
+            return f"{module}:{name}"
+        if module != "__main__" and file.endswith(".py") and Path(file).is_file():
+            return f"{Path(file).resolve()}:{name}"
         self._add(thing, kind)
         return f"{SOURCE_MODULE}:{name}"
 
@@ -482,6 +485,17 @@ class _SourceWriter:
             why="ranks are processes of their own, and load it by name or from its source",
             fix=fix,
         )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether any process here can import a module: not only one started in this folder or beside this script."""
+    top, script = module.partition(".")[0], getattr(sys.modules.get("__main__"), "__file__", None)
+    here = {Path().resolve(), *([Path(script).resolve().parent] if script else [])}
+    paths = [one for one in sys.path if one and Path(one).resolve() not in here]
+    if top in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(top, paths) is not None:
+        return True
+    editable = [one for one in sys.meta_path if getattr(one, "__module__", "").startswith("__editable__")]
+    return any(one.find_spec(top, None) is not None for one in editable)
 
 
 def _source_of(thing: Any) -> str:
