@@ -29,7 +29,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.guard.compiled import TrialPass, drawn_so_far
-from phalanx.train.guard.spikes import Spikes
+from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.model_stages import (
     ModelStage,
     StageTensor,
@@ -39,28 +39,25 @@ from phalanx.train.model_stages import (
     num_stages,
     stage_tensors,
 )
-from phalanx.train.models.filling import Filling
-from phalanx.train.models.moe import Moe
-from phalanx.train.models.own import PREFIX, Outline, OwnStage, tables_of, whole_values
+from phalanx.train.models.moe import BatchFilling, Moe
+from phalanx.train.models.own import PREFIX, NetworkOutline, OwnStage, tables_of, whole_values
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.own_loss import own_loss
 from phalanx.train.parallel.buffers import BufferExchange
-from phalanx.train.parallel.clip import scale_gradients, squared_norm
 from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
-from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.parallel.fsdp import accumulate
+from phalanx.train.parallel.gradients import GradientExchange, TiedTable, scale_gradients, squared_norm
 from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.stage import LeanStage
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.parallel.tied import TiedTable
 from phalanx.train.settings import Settings
 from phalanx.train.telemetry.clock import Phase, clock_of, time_gathers, time_stage
-from phalanx.train.telemetry.listen import fsdp_groups, listen
+from phalanx.train.telemetry.listen import fsdp_groups, listen_for_noise
 from phalanx.train.telemetry.noise import NUMBERS, Noise, NoiseScale, estimate
 
 IGNORED = -100  # target of a token that is not scored, as in torch
@@ -148,7 +145,7 @@ class Engine:
         )
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
-        self.outline: Outline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
+        self.outline: NetworkOutline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
         self.first_rank_buffers: set[str] = set()  # changed by forward; the first data rank's value counts for all
         self._buffers = None
         if self.outline is not None:
@@ -158,13 +155,13 @@ class Engine:
             None  # tokens of each expert in the last step, a row per layer held here
         )
         self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
-        self._filling = [Filling(part.model) for part in self.parts] if self._moes else []
+        self._filling = [BatchFilling(part.model) for part in self.parts] if self._moes else []
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
-        self.listener = listen(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
+        self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device)
         if device.type == "cuda":
@@ -173,7 +170,7 @@ class Engine:
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
-        self.spikes = Spikes(0.0)  # which finite norms are skipped all the same
+        self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
         self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
         self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}

@@ -27,7 +27,7 @@ from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
-from phalanx.train.telemetry.compiling import compiled_s
+from phalanx.train.telemetry.clock import compiled_s
 from phalanx.train.telemetry.step_events import StepTelemetry
 from phalanx.train.telemetry.timeline import Sample
 

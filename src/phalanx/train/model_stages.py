@@ -14,11 +14,9 @@ from phalanx.plan.schedules import is_v_shaped, my_stages, split_layers
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
 from phalanx.train.models.own import OwnStage, build_outline, build_stage, refuse_network
-from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.dims import Meshes, untraced
 from phalanx.train.parallel.parallelize import parallelize
-from phalanx.train.parallel.place import Box, box_of, expert_cuts
-from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.parallel.untraced import untraced
+from phalanx.train.parallel.tensor_shard import ShardRegion, TensorShard, expert_splits, region_of
 from phalanx.train.settings import Settings
 
 
@@ -37,7 +35,7 @@ class StageTensor:
 
     name: str
     tensor: torch.Tensor  # the parameter itself, perhaps a DTensor
-    box: Box
+    box: ShardRegion
     replicas: int
     owner: bool
     is_parameter: bool
@@ -148,14 +146,14 @@ def stage_tensors(parts: Sequence[ModelStage], meshes: Meshes, *, tied: bool) ->
 
 
 def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[StageTensor]:
-    experts = expert_cuts(part.model)
+    experts = expert_splits(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
     twice = tied and ends == {True, False}  # the other copy of the tied table stands on another stage
     parameters, own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
     known = {id(param) for _, param in parameters}
     for name, tensor in [*parameters, *_kept_buffers(part.model)]:
         cut = experts.get(id(tensor))
-        box = box_of(tensor, (cut,) if cut else ())
+        box = region_of(tensor, (cut,) if cut else ())
         copy = twice and name in TIED
         yield StageTensor(
             name=TIED[0] if copy else name,
@@ -169,7 +167,7 @@ def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[
         )
 
 
-def _is_first(box: Box, meshes: Meshes) -> bool:
+def _is_first(box: ShardRegion, meshes: Meshes) -> bool:
     """Whether this rank has place 0 on every axis of its stage that does not cut the tensor."""
     cutting = {id(cut.group) for cut in box.cuts}
     whole_experts = meshes.experts is not None and id(meshes.experts.get_group("expert")) in cutting

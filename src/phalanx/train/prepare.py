@@ -233,7 +233,7 @@ def baselines(job: Job) -> dict[str, float]:
     """Bits per byte that counting single tokens and pairs reaches on the held-out text; a few seconds."""
     if has_own_data_only(job):
         return {}
-    from phalanx.train.data.baselines import baselines as count
+    from phalanx.train.data.baselines import count_baselines as count
     from phalanx.train.data.dataset import TokenDataset
 
     found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train"))

@@ -43,7 +43,7 @@ from phalanx.train import last_words
 from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
 from phalanx.train.engine import Engine
 from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
-from phalanx.train.guard.spikes import Spikes
+from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
 from phalanx.train.loop import TrainingLoop
@@ -62,9 +62,9 @@ from phalanx.train.state.memory_source import MemorySource
 from phalanx.train.state.prune import drop_after
 from phalanx.train.state.random_state import seed_random
 from phalanx.train.telemetry.communicators import tell_communicators
+from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, meet_peers, monitored_rank
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
-from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
 from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
@@ -90,7 +90,7 @@ class Rank:
         self._server: VaultServer | None = None
         self._host_copies = Copies()
         self._compared: set[str] = set()
-        self._sensors = KeptSensors()
+        self._sensors = SensorCache()
 
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
@@ -206,10 +206,10 @@ class Rank:
         self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
-        return watched(
+        return monitored_rank(
             events,
             lambda: self._sensors.of(device, power_w),
-            Meeting(store=store, secret=self._secret, address=self.address),
+            PeerRendezvous(store=store, secret=self._secret, address=self.address),
             telemetry=self.plan.job.telemetry,
             layout=formation.layout,
             rank=rank,
@@ -288,8 +288,8 @@ def run_rank(
     events = EventWriter(folder.events(rank), rank=rank)
     control = RankControl(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=DrillHooks())
     none_met = None, Sharers(host=local_world)
-    meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
-    watch = watched(
+    meeting, sharers = meet_peers(store, os.environ, device, events) if store is not None else none_met
+    watch = monitored_rank(
         events,
         lambda: sensors_of(device, power_w=plan.cluster.accelerator.tdp_w),
         meeting,
@@ -350,7 +350,7 @@ def train(
         device=device,
         state_dtype=job.precision.optimizer_state,
     )
-    engine.spikes = Spikes(job.train.spike_factor)
+    engine.spikes = SpikeDetector(job.train.spike_factor)
     tell_communicators(
         events,
         store,

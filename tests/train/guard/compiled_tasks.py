@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_due
-from phalanx.train.guard.digest import digest_pieces
+from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
+from phalanx.train.guard.divergence import digest_pieces
 from phalanx.train.state.random_state import seed_random
 from phalanx.train.tracing.dry import _forget_meshes
 from phalanx.train.verify.trial import Trial, _mine
@@ -91,10 +91,10 @@ def _held(rank: int, trial: Trial) -> Held:
     engine.optimizer.load({piece.name: piece.tensor for piece in engine.optimizer.state()}, 0)
     engine.take_carried({}, 0.0)
     engine.publish()
-    due = [is_due(engine, set())]
+    due = [is_comparison_due(engine, set())]
     found = compare_compiled(engine, *_mine(engine, trial, 0))
     key = code_key(engine)
-    due += [is_due(engine, {key} if rank else set()), is_due(engine, {key})]
+    due += [is_comparison_due(engine, {key} if rank else set()), is_comparison_due(engine, {key})]
     _steps(rank, engine, trial, with_it)
     return Held(found=found, without=without, with_it=with_it, due=due)
 

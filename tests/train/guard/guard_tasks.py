@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.digest import digest_pieces
-from phalanx.train.guard.divergence import ReplicaGuard
+from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.verify.trial import Trial, batch
 

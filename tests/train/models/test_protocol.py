@@ -23,7 +23,7 @@ from phalanx.train.models.own import (
     tables_of,
 )
 from phalanx.train.models.protocol import Network, Staged, build_model
-from phalanx.train.optim.muon import takes
+from phalanx.train.optim.muon import takes_muon
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 CODE = """
@@ -345,4 +345,6 @@ def test_muon_leaves_tables_and_convolutions_of_an_own_network_to_adamw(folder: 
         )
 
     by_muon = {"network.table.weight": (50, 8), "network.layers.0.weight": (8, 8), "network.conv.weight": (8, 8, 3)}
-    assert [name for name, size in by_muon.items() if takes(piece(name, *size), tables)] == ["network.layers.0.weight"]
+    assert [name for name, size in by_muon.items() if takes_muon(piece(name, *size), tables)] == [
+        "network.layers.0.weight"
+    ]

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from phalanx.job.schema import Optim
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
-from phalanx.train.optim.whole import box, gather
+from phalanx.train.optim.whole_tensors import gather_tensor, local_region
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 WORLD = 4
@@ -85,7 +85,7 @@ def take_step(optimizer: Optimizer, pieces: list[TensorShard], step: int) -> Non
     """Hand every piece its part of the whole gradient."""
     for piece in pieces:
         grad = gradients(step)[piece.name]
-        piece.tensor.grad = None if grad is None else box(piece, grad).clone()
+        piece.tensor.grad = None if grad is None else local_region(piece, grad).clone()
     optimizer.step(1e-2 / (step + 1))
 
 
@@ -94,7 +94,7 @@ def differences(pieces: list[TensorShard], expected: dict[str, torch.Tensor]) ->
     assert [piece.name for piece in pieces] == list(expected)
     found = {}
     for piece in pieces:
-        whole = gather(piece, piece.tensor.detach())
+        whole = gather_tensor(piece, piece.tensor.detach())
         difference = (whole - expected[piece.name]).abs()
         found[piece.name] = float(difference.max()) if difference.numel() else 0.0
     return found
@@ -119,10 +119,10 @@ def compare(name: str, groups: dict[str, ProcessGroup]) -> dict[str, dict[str, f
         "state": differences(split.state(), {piece.name: piece.tensor for piece in reference.state()}),
         "owned": owned(split.state(), groups),
     }
-    saved = {piece.name: gather(piece, piece.tensor) for piece in split.state()}
-    wholes = {piece.name: gather(piece, piece.tensor) for piece in parts}
+    saved = {piece.name: gather_tensor(piece, piece.tensor) for piece in split.state()}
+    wholes = {piece.name: gather_tensor(piece, piece.tensor) for piece in parts}
     parts, other = start(lambda n: OTHER)
-    other.load({piece.name: box(piece, saved[piece.name]) for piece in other.state()}, split.steps)
+    other.load({piece.name: local_region(piece, saved[piece.name]) for piece in other.state()}, split.steps)
     for step in range(STEPS, STEPS + 2):
         take_step(reference, alone, step)
         take_step(other, parts, step)
@@ -135,8 +135,8 @@ def owned(state: list[TensorShard], groups: dict[str, ProcessGroup]) -> dict[str
     found = {}
     for piece in state:
         owners, holders = torch.zeros(piece.shape), torch.zeros(piece.shape)
-        box(piece, owners).fill_(float(piece.owner))
-        box(piece, holders).fill_(1.0)
+        local_region(piece, owners).fill_(float(piece.owner))
+        local_region(piece, holders).fill_(1.0)
         for count in (owners, holders):
             for group in groups.values():
                 dist.all_reduce(count, group=group)

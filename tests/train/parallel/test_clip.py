@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.train.parallel.clip import scale_gradients, squared_norm
+from phalanx.train.parallel.gradients import scale_gradients, squared_norm
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 

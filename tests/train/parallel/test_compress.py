@@ -16,8 +16,7 @@ from phalanx.job.load import load
 from phalanx.plan.ask import from_job
 from phalanx.plan.compression import pays
 from phalanx.plan.layout import Layout
-from phalanx.train.parallel.compress import KINDS, Quantised, build_codec
-from phalanx.train.parallel.compress_formats import FORMATS
+from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_fsdp import compress_sharded
 from phalanx.train.parallel.compress_powersgd import gains
 

@@ -13,8 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import UserError
 from phalanx.train.parallel import context_ring
-from phalanx.train.parallel.context import KINDS, check_heads, context_core, kv_copies
-from phalanx.train.parallel.context_order import join_all, local_positions, split_all, split_sequence
+from phalanx.train.parallel.context import (
+    KINDS,
+    check_heads,
+    context_core,
+    join_all,
+    kv_copies,
+    local_positions,
+    split_all,
+    split_sequence,
+)
 from phalanx.train.parallel.context_ring import attend, attend_backward
 
 B, N, L, H = 2, 8, 32, 16

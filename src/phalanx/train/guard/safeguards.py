@@ -11,12 +11,18 @@ import torch
 from phalanx.elastic.board import Phase
 from phalanx.plan.digests import digest_every
 from phalanx.train.callbacks import Callback
-from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, event_fields, is_due, refusal
-from phalanx.train.guard.digest import digest_pieces
-from phalanx.train.guard.divergence import ReplicaGuard
-from phalanx.train.guard.verdict import Divergence, settle
+from phalanx.train.guard.compiled import (
+    Comparison,
+    code_key,
+    compare_compiled,
+    compiled_refusal,
+    event_fields,
+    is_comparison_due,
+)
+from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
+from phalanx.train.guard.verdict import Divergence, settle_divergence
 from phalanx.train.rank_control import UntrustedState
-from phalanx.train.telemetry.compiling import compiled_s
+from phalanx.train.telemetry.clock import compiled_s
 from phalanx.units import plural
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ class CompiledCodeCheck(Callback):
         control, engine, step = training.control, training.engine, training.step
         if step >= training.batch_plan.steps or not training.job.train.compile_check:
             return
-        if not is_due(engine, control.compared):
+        if not is_comparison_due(engine, control.compared):
             return
         began_s, compiled = time.perf_counter(), compiled_s()
         tokens, targets = (torch.from_numpy(rows) for rows in training.batches.get(step))
@@ -46,7 +52,7 @@ class CompiledCodeCheck(Callback):
             **event_fields(found),
         )
         if isinstance(found, Comparison) and not found.passes:
-            raise refusal(found, compute=engine.settings.compute, where="train.compile")
+            raise compiled_refusal(found, compute=engine.settings.compute, where="train.compile")
         control.compared.add(code_key(engine))
         control.progress(step, Phase.BUILDING)
 
@@ -81,7 +87,7 @@ class ReplicaComparison(Callback):
             raise self._diverged(found)
         case = self._case
         if case is not None and step == case.step and case.boxes in self.guard.last:
-            wrong = settle(case.digests, self.guard.last[case.boxes])
+            wrong = settle_divergence(case.digests, self.guard.last[case.boxes])
             if wrong is not None:
                 what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
                 raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))

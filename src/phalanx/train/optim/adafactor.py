@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from phalanx.train.optim.base import gradient, total_bytes
 from phalanx.train.optim.compact import apply
-from phalanx.train.optim.moments import working
-from phalanx.train.optim.whole import sum_over
+from phalanx.train.optim.moments import working_dtype
+from phalanx.train.optim.whole_tensors import sum_over
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
@@ -120,7 +120,7 @@ class Adafactor:
 
 
 def _empty(piece: TensorShard) -> Factors:
-    shape, dtype = piece.tensor.shape, working(piece.tensor.dtype)
+    shape, dtype = piece.tensor.shape, working_dtype(piece.tensor.dtype)
     if len(shape) < 2:
         return Factors(row=torch.zeros(shape, dtype=dtype, device=piece.tensor.device), column=None)
     row = torch.zeros(shape[:-1], dtype=dtype, device=piece.tensor.device)
@@ -128,7 +128,7 @@ def _empty(piece: TensorShard) -> Factors:
 
 
 def _squares(piece: TensorShard) -> torch.Tensor:
-    return gradient(piece).to(working(piece.tensor.dtype)).square().add_(TINY)
+    return gradient(piece).to(working_dtype(piece.tensor.dtype)).square().add_(TINY)
 
 
 def _square(update: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from phalanx.train.optim.adafactor import Adafactor
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.compact import CompactAdamW
-from phalanx.train.optim.muon import Muon, takes
+from phalanx.train.optim.muon import Muon, takes_muon
 from phalanx.train.optim.own import OwnOptimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
 
@@ -40,12 +40,12 @@ def build_optimizer(
         return Adafactor(pieces, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
     if optim.name == "muon":
         return Muon(
-            [piece for piece in pieces if takes(piece, tables)],
+            [piece for piece in pieces if takes_muon(piece, tables)],
             momentum=optim.betas[0],
             weight_decay=optim.weight_decay,
             decays=decays,
             kind=state_dtype,
-            rest=_adamw([piece for piece in pieces if not takes(piece, tables)], optim, state_dtype, decays),
+            rest=_adamw([piece for piece in pieces if not takes_muon(piece, tables)], optim, state_dtype, decays),
         )
     return _adamw(pieces, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from phalanx.train.parallel import wire
-from phalanx.train.parallel.context_order import join_all, split_all
+from phalanx.train.parallel.context import join_all, split_all
 
 _FLASH_HEADS = (8, 256)  # the CUDA kernel wants a head size that is a multiple of 8 and at most 256
 
