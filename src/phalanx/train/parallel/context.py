@@ -165,7 +165,8 @@ def join_all(parts_C: Tensor, dim: int) -> Tensor:
 # Two ways to bring the keys and values of the other ranks: round a ring while computing, or gathered at once.
 #
 # B batch, N query heads, K key/value heads (N is a multiple of K), S local sequence, L whole sequence, T keys of a
-# block, H head, C context ranks, X = 2 (keys, values). Rank c of C holds slices c and 2C-1-c of 2C: its positions ascend.
+# block, H head, C context ranks, X = 2 (keys, values). Rank c of C holds slices c and 2C-1-c of 2C: its positions
+# ascend.
 
 
 _FLASH_HEADS = (8, 256)  # the CUDA kernel wants a head size that is a multiple of 8 and at most 256
