@@ -145,7 +145,7 @@ def test_what_looking_costs_before_the_step_is_told_apart(meshes, monkeypatch):
             yield
 
     monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    monkeypatch.setattr(timeline, "Wiretap", Slow)
+    monkeypatch.setattr(timeline, "CollectiveTap", Slow)
     sampler = _sampler(meshes, [], every=2)
     found = []
     for step in (2, 3):
