@@ -107,7 +107,7 @@ def test_a_group_that_breaks_at_the_meeting_is_left_to_the_training(
     def broken(card: DeviceCard) -> list[DeviceCard]:
         raise dist.DistBackendError("Connection closed by peer")
 
-    monkeypatch.setattr(monitor, "exchange", broken)
+    monkeypatch.setattr(monitor, "exchange_cards", broken)
     assert monitor.meet_peers(Refusing(), {}, torch.device("cpu"), events) == (None, Sharers())  # type: ignore[arg-type]
     assert len(remarks(tmp_path)) == 1
 
@@ -150,7 +150,7 @@ def test_a_host_that_knows_itself_as_loopback_takes_the_address_towards_the_othe
     """Debian writes `127.0.1.1 host` into /etc/hosts, and MASTER_ADDR is that host."""
     routes = {"first": "127.0.0.1", "10.9.9.2": "10.9.9.1"}
     monkeypatch.setattr(monitor, "_address_towards", lambda host: routes[host])
-    monkeypatch.setattr(monitor, "exchange", lambda mine: [mine, mine, card("far", "x", far)])
+    monkeypatch.setattr(monitor, "exchange_cards", lambda mine: [mine, mine, card("far", "x", far)])
     meeting, sharers = monitor.meet_peers(dist.HashStore(), {"MASTER_ADDR": "first"}, torch.device("cpu"), events)
     assert meeting is not None
     assert (meeting.address, sharers) == (wanted, Sharers(host=2, device=2))
