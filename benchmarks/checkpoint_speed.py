@@ -23,18 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.restore import find_restore_route
+from phalanx.train.state.shards import Region, owned_shards
 
-from phalanx.hardware.catalog import find
+from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import failures_per_host_day
-from phalanx.plan.reliability import daly
+from phalanx.plan.reliability import daly_interval
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state import load, newest
-from phalanx.train.state.background import AsyncSaver
-from phalanx.train.state.boxes import Box
-from phalanx.train.state.index import Entry, Index, encode
-from phalanx.train.state.jsontext import from_text
-from phalanx.train.state.route import find_route
-from phalanx.train.state.shard import owned
+from phalanx.train.state import newest
+from phalanx.train.state import restore as load
+from phalanx.train.state.index import RankIndex, StoredShard, decode_json, encode_rank_index
 from phalanx.units import DAY_S
 
 RANKS, READERS = 2, 3
@@ -209,23 +208,23 @@ class Simulated:
 
     def __init__(self, split: Split) -> None:
         self.world, self.meta, self._split = split.world, dict[str, Any](), split
-        self._writers = {rank for rank in range(split.world) if owned(split.pieces(rank))}
+        self._writers = {rank for rank in range(split.world) if owned_shards(split.pieces(rank))}
 
     def count(self, rank: int) -> int:
         """Whether a rank wrote anything."""
         return int(rank in self._writers)
 
-    def index(self, rank: int) -> Index:
+    def index(self, rank: int) -> RankIndex:
         """As it is read: from its text."""
         entries, offset = [], 0
-        for piece in owned(self._split.pieces(rank)):
+        for piece in owned_shards(self._split.pieces(rank)):
             size_bytes = piece.tensor.numel() * 4
             entries.append(
-                Entry(
+                StoredShard(
                     name=piece.name,
                     dtype="float32",
                     shape=piece.shape,
-                    box=Box(piece.start, tuple(piece.tensor.shape)),
+                    box=Region(piece.start, tuple(piece.tensor.shape)),
                     rank=rank,
                     offset=offset,
                     size_bytes=size_bytes,
@@ -233,8 +232,8 @@ class Simulated:
                 )
             )
             offset += size_bytes
-        index = Index(rank=rank, header_bytes=0, header_sha256="", entries=tuple(entries), meta={})
-        from_text(encode(index))
+        index = RankIndex(rank=rank, header_bytes=0, header_sha256="", entries=tuple(entries), meta={})
+        decode_json(encode_rank_index(index))
         return index
 
     def open(self, rank: int) -> Any:
@@ -252,7 +251,7 @@ def planning(old: Split, new: Split) -> tuple[float, float, int]:
         rank = int(place * new.world)
         mine = new.pieces(rank)
         began = time.perf_counter()
-        route = find_route(source, mine, cast=False, rank=rank, world=new.world)
+        route = find_restore_route(source, mine, cast=False, rank=rank, world=new.world)
         load_s, indexes = max(load_s, time.perf_counter() - began), max(indexes, route.num_indexes_read)
     return save_s, load_s, indexes
 
@@ -302,7 +301,7 @@ def main() -> None:
     best = min(slowest["raw"]) / min(slowest["write"])
     blocked_s = statistics.median(slowest["blocked"])
     stall_s = blocked_s + statistics.median(slowest["slowdown"])
-    interval_s = daly(blocked_s, DAY_S / failures_per_host_day(find("cpu"), 1))
+    interval_s = daly_interval(blocked_s, DAY_S / failures_per_host_day(find_accelerator("cpu"), 1))
     rates = {key: size_gb / statistics.median(slowest[key]) for key in ("raw", "write")}
     peaks = {key: size_gb / min(slowest[key]) for key in ("raw", "write")}
     print(f"{size_gb:.2f} GB of state on {RANKS} ranks, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")

@@ -249,11 +249,11 @@ def plan_of(c: Configuration, cluster: str, dataset: str, folder: Path) -> Plan:
 
 def run_of(plan: Plan, dataset: Path, folder: Path) -> tuple[Run, Plan]:
     """A run folder, as `phalanx train` makes one."""
-    from phalanx.job.dump import to_dict
+    from phalanx.job.load import job_to_dict
 
     data = replace(plan.job.data, paths=(str(dataset),))
     plan = replace(plan, job=replace(plan.job, data=data))
-    job = to_dict(plan.job)
+    job = job_to_dict(plan.job)
     run = create_run(folder / "runs", "profile", job_toml=to_toml(job), job=job, plan_json=plan.to_json())
     run.set_launch(v=1, world=1, layout=plan.layout.name, started=time.time(), earlier=[], allow_code=False)
     return run, plan

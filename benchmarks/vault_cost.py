@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
+from phalanx.train.state.replica_server import ReplicaServer
 
-from phalanx.elastic.vault import Vault
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
 from phalanx.train.verify.ranks import run_ranks
 
 FLOOR_S = 0.5  # of blocking for 1 GB: issue 4
@@ -47,11 +46,11 @@ def state(size_gb: float, device: str) -> list[TensorShard]:
     ]
 
 
-def keeper_of(vault: Vault, rank: int, world: int, buddy: BuddyAddress | None = None) -> Keeper:
-    return Keeper(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
+def keeper_of(vault: ReplicaStore, rank: int, world: int, buddy: ReplicaAddress | None = None) -> InMemoryCheckpointer:
+    return InMemoryCheckpointer(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
 
 
-def put_alone(keeper: Keeper, pieces: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
+def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
     """Seconds of blocking, processor seconds of this thread in it, and seconds until the snapshot is safe."""
     began_s, used_s = time.perf_counter(), time.thread_time()
     blocked_s = keeper.put(step, pieces, {}, held=keeper.safe_step)
@@ -62,9 +61,9 @@ def put_alone(keeper: Keeper, pieces: Sequence[TensorShard], step: int) -> tuple
 
 
 def measure_puts(
-    pieces: Sequence[TensorShard], puts: int, *, reserve: bool, buddy: BuddyAddress | None
+    pieces: Sequence[TensorShard], puts: int, *, reserve: bool, buddy: ReplicaAddress | None
 ) -> list[list[float]]:
-    vault = Vault(1)
+    vault = ReplicaStore(1)
     keeper = keeper_of(vault, 0, 1, buddy)
     if reserve:
         keeper.reserve(pieces)
@@ -73,15 +72,15 @@ def measure_puts(
     return [list(column) for column in zip(*found, strict=True)]
 
 
-def other_host() -> tuple[int, BuddyAddress]:
+def other_host() -> tuple[int, ReplicaAddress]:
     """A process with a vault of its own that takes copies; forked before this one has threads."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        server = VaultServer(Vault(1), secret=SECRET, address="127.0.0.1")
+        server = ReplicaServer(ReplicaStore(1), secret=SECRET, address="127.0.0.1")
         os.write(writing, server.port.to_bytes(4, "little"))
         signal.pause()
-    return child, BuddyAddress(host="127.0.0.1", port=int.from_bytes(os.read(reading, 4), "little"), slot=0)
+    return child, ReplicaAddress(host="127.0.0.1", port=int.from_bytes(os.read(reading, 4), "little"), slot=0)
 
 
 def report_puts(size_gb: float, puts: int, device: str) -> None:
@@ -126,7 +125,7 @@ def measure_steps(rank: int, steps: int) -> tuple[dict[bool, list[float]], list[
     job, (layout, rows) = load(JOB).job, first_run()
     engine = Engine(job.model, Settings.of(job, layout, on_gpu=False), job.optim, device=torch.device("cpu"))
     engine.initialise()
-    keeper = keeper_of(Vault(1), rank, layout.devices)
+    keeper = keeper_of(ReplicaStore(1), rank, layout.devices)
     found: dict[bool, list[float]] = {False: [], True: []}
     blocked: list[float] = []
     drawn = torch.Generator().manual_seed(rank // 2)

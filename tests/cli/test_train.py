@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.elastic import client
+from phalanx.elastic import local_launch as client
 from phalanx.record.run import open_run
 from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading

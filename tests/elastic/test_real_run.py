@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from phalanx.validate.calibration_report import calibrate_run
 
-from phalanx.plan.fieldwork import calibrate_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.job.dump import to_dict, to_rows
-from phalanx.job.load import load
+from phalanx.job.load import job_to_dict, job_to_rows, load
 from phalanx.job.schema import SECTIONS, Job
 
 Write = Callable[[str], Path]
@@ -48,7 +47,7 @@ def test_explicit_keys_override_a_preset(write: Write) -> None:
 
 
 def test_every_setting_has_an_origin(write: Write) -> None:
-    rows = to_rows(load(write(MINIMAL)))
+    rows = job_to_rows(load(write(MINIMAL)))
     assert len({key for key, _, _ in rows}) == len(rows) > 80
     assert all(origin for _, _, origin in rows)
 
@@ -102,7 +101,7 @@ pue = 1.1
     assert (job.checkpoint.interval_s, job.checkpoint.asynchronous) == (600.0, False)
     assert (job.fault.spares, job.fault.failures_per_host_day) == (2, 0.01)
     assert (job.telemetry.listen, job.cost.pue, job.cluster.target) == ("[::1]:9090", 1.1, "c.toml")
-    dumped = to_dict(job)
+    dumped = job_to_dict(job)
     kept = {"path": "checkpoints", "interval_s": 600.0, "keep": 3, "async": False, "memory_every": "auto"}
     assert dumped["checkpoint"] == kept
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from phalanx.elastic.rank_link import Interrupted
 
-from phalanx.elastic.link import Interrupted
 from phalanx.errors import Problem, SystemFailure
 from phalanx.job.schema import Optim
 from phalanx.train import loop as module

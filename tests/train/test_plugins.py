@@ -29,7 +29,7 @@ from phalanx.train.plugins import (
     refuse_plugins,
 )
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import compare
+from phalanx.train.verify.compare import compare_outcomes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINE = Path(__file__).parent / "plugin_files" / "mine.py"
@@ -199,7 +199,7 @@ def test_a_loss_that_is_no_sum_over_valid_tokens_is_refused(trial):
 def test_own_loss_and_optimizer_compute_the_same_on_two_ranks(trial, once):
     own = {"loss": f"{MINE}:smooth_loss", "optimizer": f"{MINE}:SignDescent", "allow_code": True, "lr": 1e-3}
     alone, plain = once(trial(**own)), once(trial(lr=1e-3))
-    found = compare(once(trial(data=2, shard=2, zero=3, **own)), alone)
+    found = compare_outcomes(once(trial(data=2, shard=2, zero=3, **own)), alone)
     assert found.first is None, found.first.render()
     assert alone.losses[0] != plain.losses[0]
 

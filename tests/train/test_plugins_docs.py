@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from phalanx.plan.shrink_layout import BatchDeal
 
 from phalanx.job.load import load
-from phalanx.plan.shrink import Dealing
 from phalanx.train.data.batches import IGNORED, BatchPlan
 from phalanx.train.data.sources import OwnBatches
 from phalanx.train.plugins import LoadedPlugins, absolute_references, load_plugins
-from phalanx.train.verify.compare import compare
+from phalanx.train.verify.compare import compare_outcomes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
 DRILL = (Path(__file__).parents[2] / "examples" / "drill.toml").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def test_the_callback_prints_and_stops_and_keeps_its_state(plugins, capsys):
 
 def test_loss_and_optimizer_train_the_same_on_two_ranks(job, trial, once):
     own = {"loss": job.plugins.loss, "optimizer": job.plugins.optimizer, "allow_code": True, "lr": 1e-3}
-    found = compare(once(trial(data=2, shard=2, zero=3, **own)), once(trial(**own)))
+    found = compare_outcomes(once(trial(data=2, shard=2, zero=3, **own)), once(trial(**own)))
     assert found.first is None, found.first.render()
 
 
@@ -66,7 +66,7 @@ def test_the_stream_is_dealt_in_order_and_goes_on_where_it_was(job, plugins):
     plan = BatchPlan.of(job.batch, sequence=64, tokens=4 * 1024)
 
     def open_it(data, rank: int, ranks: int) -> OwnBatches:
-        dealing = Dealing(data_ranks=ranks, micro=2, rounds=1, powers=False)
+        dealing = BatchDeal(data_ranks=ranks, micro=2, rounds=1, powers=False)
         return OwnBatches(data, plan, dealing, sequence=64, vocab=512, data_rank=rank, seed=0, name="x")
 
     def fresh():
@@ -91,7 +91,7 @@ def test_the_stream_is_dealt_in_order_and_goes_on_where_it_was(job, plugins):
 def test_items_that_are_short_or_labelled_or_wrong():
     def batches(items, **changes) -> OwnBatches:
         plan = SimpleNamespace(at=lambda step: (step * 2, 2), steps=9)
-        dealing = Dealing(data_ranks=1, micro=1, rounds=1, powers=False)
+        dealing = BatchDeal(data_ranks=1, micro=1, rounds=1, powers=False)
         given = {"sequence": 4, "vocab": 10, "data_rank": 0, "seed": 0, "name": "x", **changes}
         return OwnBatches(items, plan, dealing, **given)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from phalanx.train.tracing.hang_check import find_hang
+from phalanx.train.tracing.traced_ranks import TracedStep, stage_ranks, trace_ranks
+from phalanx.train.tracing.traced_step import record_ranks, trace_rank
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
@@ -12,10 +15,6 @@ from phalanx.plan.layout import Layout
 from phalanx.train.engine import StepRequest
 from phalanx.train.settings import Settings
 from phalanx.train.telemetry.noise import NUMBERS
-from phalanx.train.tracing.compare import find_hang
-from phalanx.train.tracing.dry import trace_rank
-from phalanx.train.tracing.real import record_ranks
-from phalanx.train.tracing.world import Step, stage_ranks, trace_ranks
 
 ONE = Layout(
     data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
@@ -44,7 +43,7 @@ CASES = {
 def step(shape, changes):
     layout = replace(ONE, **changes)
     settings = Settings(layout=layout, sequence=64, compute="bf16", reduce="fp32", master="fp32")
-    return Step(shape=shape, settings=settings, optim=Optim(), state_dtype="fp32")
+    return TracedStep(shape=shape, settings=settings, optim=Optim(), state_dtype="fp32")
 
 
 def dry(one, rank):

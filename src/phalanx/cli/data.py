@@ -119,10 +119,10 @@ def _count(option: str, text: str | None, default: int) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from phalanx.job.dataset import check_files, read_manifest
+    from phalanx.job.dataset import check_dataset_files, read_manifest
 
     manifest = read_manifest(args.path)
-    check_files(args.path, manifest)
+    check_dataset_files(args.path, manifest)
     _print(manifest, args.path, as_json=args.json)
     return 0
 
@@ -130,10 +130,10 @@ def _show(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     import time
 
-    from phalanx.job.dataset import verify
+    from phalanx.job.dataset import verify_dataset
 
     start = time.monotonic()
-    manifest = verify(args.path)
+    manifest = verify_dataset(args.path)
     files = 2 * len(manifest.shards) + 1
     if args.json:
         print_json({"path": args.path, "files": files, "digest": manifest.digest})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.job.key_rules import AUTO, MOST_TOKENS, choice, count, day, flag, nested, number, pair, text, texts
 from phalanx.job.model import ModelShape
-from phalanx.job.rules import AUTO, MOST_TOKENS, choice, count, day, flag, nested, number, pair, text, texts
 
 Auto = Literal["auto"]
 

@@ -52,6 +52,6 @@ FRAMEWORKS = {
 }
 
 
-def framework(name: str) -> Framework:
+def find_framework(name: str) -> Framework:
     """The limits of a profile's framework; the unknown one can do everything."""
     return FRAMEWORKS.get(name, EVERYTHING)

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.elastic.host import HostAgent
-from phalanx.elastic.interface import LIBRARIES, interface_of
-from phalanx.elastic.link import Link
-from phalanx.elastic.process import Work, die_with
-from phalanx.elastic.secret import read_secret
-from phalanx.elastic.transports import facts_here, transport_notes, transport_warnings
-from phalanx.elastic.wishes import Wishes
+from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.host_agent import HostAgent
+from phalanx.elastic.local_launch import StopSignals
+from phalanx.elastic.rank_link import RankLink
+from phalanx.elastic.rank_process import Work, die_with
+from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings
 from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
@@ -42,7 +41,7 @@ def main(arguments: list[str]) -> int:
     folder, host, slots, address, parent = arguments
     if int(parent):
         die_with(int(parent))
-    wishes = Wishes.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
+    wishes = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
         os.environ.setdefault(name, str(RECORDED))
@@ -85,7 +84,7 @@ def _work(run: Run, agent: HostAgent, notes: Sequence[str]) -> Work:
 
     secret = read_secret(run.path / "secret")
 
-    def work(link: Link) -> None:
+    def work(link: RankLink) -> None:
         Rank(
             run=Path(run.path),
             link=link,

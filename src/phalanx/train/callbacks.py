@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.elastic.failure import failure_of
-from phalanx.elastic.link import Interrupted
+from phalanx.elastic.rank_link import Interrupted
 from phalanx.errors import PhalanxError, Problem, SystemFailure
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from phalanx.record.redact import redact
 from phalanx.record.run import Run
 from phalanx.train.callbacks import Callback
 from phalanx.train.engine import StepRequest
-from phalanx.train.state.background import AsyncSaver
-from phalanx.train.state.interval import Interval
-from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
 
 if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
@@ -45,7 +45,7 @@ class Checkpointing(Callback):
             epoch=control.epoch,
             copies=control.copies,
         )
-        self._interval = Interval.of(
+        self._interval = CheckpointInterval.of(
             plan.reliability,
             training.job.checkpoint,
             now_s=time.monotonic() - _since_last_commit(training.folder, control.went_s),
@@ -96,7 +96,9 @@ class Checkpointing(Callback):
         if keeper is None or not every or (step % every and step not in self._leaves_at):
             return
         skipped, began_s = keeper.skipped, time.perf_counter()
-        keeper.put(step, pieces_of(training.engine), self._meta(), held=self.safe_step, rank_meta=self._rank_meta())
+        keeper.put(
+            step, checkpoint_shards(training.engine), self._meta(), held=self.safe_step, rank_meta=self._rank_meta()
+        )
         self.copy_s = time.perf_counter() - began_s
         if keeper.skipped == skipped:
             self._copied_step = step
@@ -105,14 +107,14 @@ class Checkpointing(Callback):
         """What a checkpoint keeps beside tensors, the same on every rank."""
         training = self._training
         tokens = training.batch_plan.tokens_before(training.step)
-        meta = meta_of(training.engine, step=training.step, tokens=tokens, data=training.data_digest)
+        meta = checkpoint_meta(training.engine, step=training.step, tokens=tokens, data=training.data_digest)
         position = training.batches.position(training.step)
         return meta if position is None else {**meta, "data_position": position}
 
     def _rank_meta(self) -> dict[str, Any]:
         """The same of each rank."""
         states = self._training.callbacks.state_dict()
-        return {**rank_meta_of(self._training.engine), **({"callbacks": states} if states else {})}
+        return {**checkpoint_rank_meta(self._training.engine), **({"callbacks": states} if states else {})}
 
     # ---- on disk ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Checkpointing(Callback):
         meta, rank_meta = self._meta(), self._rank_meta()
         training.warn_of_buffers(training.engine.changed_unsaved(), UNSAVED_BUFFER)
         try:
-            self.saver.save(step=step, pieces=pieces_of(training.engine), meta=meta, rank_meta=rank_meta)
+            self.saver.save(step=step, pieces=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
         except SystemFailure as error:  # of the save before; this one has begun
             self.tell_unsaved(self._writing_step, error)
         self._writing_step, self._reason = step, reason

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from phalanx.plan.auto_settings import bounded_timeout_s, steady_timeout_s
 from phalanx.plan.plan import Plan
-from phalanx.plan.timeouts import bounded, steady_timeout_s
 from phalanx.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CollectiveTimeouts(Callback):
             # The first may compile. A prediction that is too low must not end a run that is only slow.
             self._slowest_s = max(self._slowest_s, seconds if self._steps > 1 else 0.0)
         if self._steps >= WARM_UP_STEPS:
-            seen_s = bounded(self._slowest_s) if self._measured else 0.0
+            seen_s = bounded_timeout_s(self._slowest_s) if self._measured else 0.0
             self._set(max(self._steady_s, seen_s))
 
     def _set(self, seconds: float) -> None:

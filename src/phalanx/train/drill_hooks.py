@@ -69,7 +69,7 @@ def drill_hooks_of(run: Run, rank: int, slot: int) -> DrillHooks:
     """
     if run.launch().get("drill") is not True:
         return DrillHooks()
-    from phalanx.train.drill.fired import schedule_path
+    from phalanx.train.drill.firings import schedule_path
 
     if not schedule_path(run).is_file():
         return DrillHooks()

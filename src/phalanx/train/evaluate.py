@@ -19,9 +19,9 @@ from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
 from phalanx.train.engine import IGNORED, Engine, TokenSum
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.state.export import read_state
-from phalanx.train.state.find import newest
-from phalanx.train.state.url import Place
+from phalanx.train.state.paths import Location
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.whole_tensors import read_state
 
 if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
@@ -137,9 +137,9 @@ class TextSamples(Callback):
                 training.events.write("sample", step=training.step, text=text)
 
 
-def sample_texts(checkpoints: Place | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
+def sample_texts(checkpoints: Location | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
     """Continue an empty document, `train.samples` times; nothing for a model too large for one process."""
-    found = newest(checkpoints)
+    found = newest_checkpoint(checkpoints)
     if job.model.module:
         return  # a model of the user's own is theirs to sample
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.job.model import ModelShape
-from phalanx.plan.schedules import is_v_shaped, my_stages, split_layers
+from phalanx.plan.schedules import is_v_shaped, layers_of_stages, my_stages
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
 from phalanx.train.models.own import OwnStage, build_outline, build_stage, refuse_network
@@ -71,7 +71,7 @@ def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: 
     """This rank's stages, split over its groups, with storage but without values."""
     layout = settings.layout
     stages = num_stages(settings)
-    layers = split_layers(shape.layers, stages, embed_cost=embed_cost(shape), head_cost=head_cost(shape))
+    layers = layers_of_stages(shape.layers, stages, embed_cost=embed_cost(shape), head_cost=head_cost(shape))
     v_shaped = is_v_shaped(layout.schedule, max(layout.virtual_pipeline, 1)) and layout.pipeline > 1
     mine = my_stages(meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped)
     whole = None

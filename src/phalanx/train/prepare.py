@@ -25,9 +25,8 @@ from phalanx.elastic.preflight import MOST_RANKS_PER_CORE
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
-from phalanx.hardware.sharing import allowed_ranks
-from phalanx.job.dump import to_dict
-from phalanx.job.load import ResolvedJob, load
+from phalanx.hardware.local import allowed_ranks
+from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.job.textfile import read_text
 from phalanx.plan.inputs import InputFindings, look_at_inputs
@@ -411,7 +410,7 @@ def differences(old: Job, new: Job) -> list[str]:
 def flat(job: Job) -> dict[str, Any]:
     """Every setting by its dotted key."""
     result: dict[str, Any] = {}
-    for section, value in to_dict(job).items():
+    for section, value in job_to_dict(job).items():
         if isinstance(value, dict):
             result |= {f"{section}.{key}": item for key, item in value.items()}
         else:

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.elastic.board import Phase
-from phalanx.elastic.link import Interrupted
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.rank_link import Interrupted
 from phalanx.train.drill_hooks import DrillHooks
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.state.copies import Copies
-from phalanx.train.state.memory_keeper import Keeper
+from phalanx.train.state.async_saver import HostCopies
+from phalanx.train.state.in_memory import InMemoryCheckpointer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +25,9 @@ class RankControl:
     went_s: float | None = None  # Unix time at which this launch began to train; None is now
     reform: Callable[[], bool] = lambda: False  # the formation is to be left after this step
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
-    keeper: Keeper | None = None  # copies in host memory
+    keeper: InMemoryCheckpointer | None = None  # copies in host memory
     case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
-    copies: Copies = field(default_factory=Copies)  # host memory that saves copy into, from epoch to epoch
+    copies: HostCopies = field(default_factory=HostCopies)  # host memory that saves copy into, from epoch to epoch
     compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
     hooks: DrillHooks = field(default_factory=DrillHooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint

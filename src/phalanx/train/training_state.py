@@ -18,19 +18,22 @@ from phalanx.train.models.hf_weights import read_hf, read_named
 from phalanx.train.models.own import PREFIX
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.find import candidates
-from phalanx.train.state.load import prepare
-from phalanx.train.state.private import private_pieces, read_private
-from phalanx.train.state.random_state import random_state, restore_random
-from phalanx.train.state.source import FolderSource, Source
-from phalanx.train.state.url import Place
+from phalanx.train.state.paths import Location
+from phalanx.train.state.rank_state import (
+    capture_random_state,
+    private_shards,
+    read_private_tensors,
+    restore_random_state,
+)
+from phalanx.train.state.reader import CheckpointReader, StateSource, sound_checkpoints
+from phalanx.train.state.restore import prepare_restore
 
 UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
 ELSEWHERE = "another rank could not read it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
+class RestoredRun:
     """Where a run goes on: `step` steps are done. `warnings` tell of newer checkpoints that could not be used."""
 
     step: int = 0
@@ -38,7 +41,7 @@ class Restored:
     warnings: tuple[str, ...] = ()
 
 
-def meta_of(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, Any]:
+def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, Any]:
     """What a checkpoint keeps beside tensors. The sampler's place is the step: its order depends on nothing else."""
     return {
         "step": step,
@@ -62,45 +65,45 @@ def _own_names(engine: Engine) -> dict[str, Any] | None:
     return {"tied": dict(engine.outline.tied), "buffers": buffers}
 
 
-def pieces_of(engine: Engine) -> list[TensorShard]:
+def checkpoint_shards(engine: Engine) -> list[TensorShard]:
     """Everything a checkpoint holds of this rank: the state of the model, and what is this rank's alone."""
-    return [*engine.state(), *private_pieces(dist.get_rank(), engine.carried())]
+    return [*engine.state(), *private_shards(dist.get_rank(), engine.carried())]
 
 
-def rank_meta_of(engine: Engine) -> dict[str, Any]:
+def checkpoint_rank_meta(engine: Engine) -> dict[str, Any]:
     """What a checkpoint keeps of each rank beside tensors."""
-    return random_state(engine.device)
+    return capture_random_state(engine.device)
 
 
-def restore_copies(engine: Engine, source: Source) -> Restored:
+def restore_from_replicas(engine: Engine, source: StateSource) -> RestoredRun:
     """Load the copies that memory holds; with warnings when a rank could not. All ranks must call this."""
     failure = _load(engine, lambda: source, cast=False)
     if failure:
-        return Restored(warnings=(failure,))
-    return Restored(step=source.step, data=str(source.meta.get("data", "")))
+        return RestoredRun(warnings=(failure,))
+    return RestoredRun(step=source.step, data=str(source.meta.get("data", "")))
 
 
-def restore_newest(engine: Engine, root: Place | str, *, at_most: int | None = None) -> Restored:
+def restore_newest_checkpoint(engine: Engine, root: Location | str, *, at_most: int | None = None) -> RestoredRun:
     """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this.
 
     `at_most` leaves out those of more steps: something went wrong after it.
     """
     warnings: list[str] = []
-    found = [one for one in candidates(root, warnings) if at_most is None or one.step <= at_most]
+    found = [one for one in sound_checkpoints(root, warnings) if at_most is None or one.step <= at_most]
     for checkpoint in found:
-        failure = _load(engine, lambda place=checkpoint.path: FolderSource(place), cast=True)  # type: ignore[misc]
+        failure = _load(engine, lambda place=checkpoint.path: CheckpointReader(place), cast=True)  # type: ignore[misc]
         if not failure:
             data = str(checkpoint.meta.get("data", ""))
-            return Restored(step=checkpoint.step, data=data, warnings=tuple(warnings))
+            return RestoredRun(step=checkpoint.step, data=data, warnings=tuple(warnings))
         warnings.append(failure)
     if warnings:
         if found and all(text.endswith(ELSEWHERE) for text in warnings):
             time.sleep(1.0)  # the rank that knows the reason is to be heard first
-        raise _none_left(root, warnings)
-    return Restored()
+        raise _no_checkpoint_left(root, warnings)
+    return RestoredRun()
 
 
-def _load(engine: Engine, find: Callable[[], Source], *, cast: bool) -> str:
+def _load(engine: Engine, find: Callable[[], StateSource], *, cast: bool) -> str:
     """Fill the engine from a source; empty when every rank has done so, else why it was not to be.
 
     Nothing has changed where the source was found wanting; where reading failed later, everything may have.
@@ -110,21 +113,21 @@ def _load(engine: Engine, find: Callable[[], Source], *, cast: bool) -> str:
     failure = ""
     try:
         source = find()
-        ready = prepare(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
+        ready = prepare_restore(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
     except UNREADABLE as error:
         failure = str(error) or type(error).__name__
     if not _all_agree(not failure, engine.device):
         return failure or ELSEWHERE
     try:
         ready.fill()
-        _take(engine, optimizer, source)
+        _restore_beside_tensors(engine, optimizer, source)
     except UNREADABLE as error:
         failure = f"{type(error).__name__}: {error}"
     return "" if _all_agree(not failure, engine.device) else failure or ELSEWHERE
 
 
 @torch.no_grad()
-def take_weights(engine: Engine, folder: Path) -> None:
+def load_hf_weights(engine: Engine, folder: Path) -> None:
     """Start from a Hugging Face folder: each rank reads the tensors it has a part of, one at a time.
 
     A network of the user's own has its own names: those of its state_dict(), as `phalanx export` writes them.
@@ -148,7 +151,7 @@ def take_weights(engine: Engine, folder: Path) -> None:
     engine.publish()
 
 
-def _take(engine: Engine, optimizer: list[TensorShard], source: Source) -> None:
+def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source: StateSource) -> None:
     meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):
@@ -158,8 +161,8 @@ def _take(engine: Engine, optimizer: list[TensorShard], source: Source) -> None:
     if meta.get("noise"):
         engine.noise.load(meta["noise"])
     if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
-        engine.take_carried(read_private(source, rank), unit=float(meta.get("carried_unit") or 0.0))
-    restore_random(source, rank=rank, world=world, device=engine.device)
+        engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
+    restore_random_state(source, rank=rank, world=world, device=engine.device)
     own = source.index(rank if world == source.world else 0).meta.get("callbacks")  # each rank's, or rank 0's for all
     engine.restored_extras = {"callbacks": own or {}, "data_position": meta.get("data_position")}
     engine.publish()
@@ -173,7 +176,7 @@ def _all_agree(mine: bool, device: torch.device) -> bool:
     return int(vote.item()) == 0
 
 
-def _none_left(root: Place | str, warnings: list[str]) -> SystemFailure:
+def _no_checkpoint_left(root: Location | str, warnings: list[str]) -> SystemFailure:
     told = [text for text in warnings if not text.endswith(ELSEWHERE)]
     first = (told or warnings)[0].splitlines()[0]
     return SystemFailure(

@@ -23,23 +23,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.elastic.board import NO_STEP, Phase
-from phalanx.elastic.choose import Choice
-from phalanx.elastic.fence import fence
-from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.elastic.link import Interrupted, Link
-from phalanx.elastic.process import take_rank
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_process import take_rank
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import RestorePoint
 from phalanx.elastic.transports import facts_here, transport_notes
-from phalanx.elastic.vault import Vault
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train import last_words
+from phalanx.train import flight as last_words
 from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
 from phalanx.train.engine import Engine
 from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
@@ -53,19 +53,23 @@ from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
 from phalanx.train.state import sweep
-from phalanx.train.state.copies import Copies
-from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
-from phalanx.train.state.memory_source import MemorySource
-from phalanx.train.state.prune import drop_after
-from phalanx.train.state.random_state import seed_random
+from phalanx.train.state.async_saver import HostCopies
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.replica_server import ReplicaServer
+from phalanx.train.state.retention import delete_commits_after
+from phalanx.train.state.training_state import (
+    RestoredRun,
+    checkpoint_shards,
+    load_hf_weights,
+    restore_from_replicas,
+    restore_newest_checkpoint,
+)
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, meet_peers, monitored_rank
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
-from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
 
@@ -76,8 +80,8 @@ class Rank:
         self,
         *,
         run: Path,
-        link: Link,
-        vault: Vault,
+        link: RankLink,
+        vault: ReplicaStore,
         host: str,
         address: str,
         secret: bytes,
@@ -87,20 +91,20 @@ class Rank:
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
-        self._server: VaultServer | None = None
-        self._host_copies = Copies()
+        self._server: ReplicaServer | None = None
+        self._host_copies = HostCopies()
         self._compared: set[str] = set()
         self._sensors = SensorCache()
 
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
-            formation = Formation.from_json(form)
-            rank = formation.rank(Seat(self.host, self.link.slot))
+            formation = Membership.from_json(form)
+            rank = formation.rank(HostSlot(self.host, self.link.slot))
             if rank is not None:
                 self._take_part(formation, rank)
 
-    def _take_part(self, formation: Formation, rank: int) -> None:
+    def _take_part(self, formation: Membership, rank: int) -> None:
         epoch = formation.epoch
         local = formation.of_host(self.host)
         take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
@@ -125,7 +129,7 @@ class Rank:
             }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
-            if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
+            if not (self.link.is_over(epoch) or last_words.is_lost_peer(error)):
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
@@ -143,7 +147,7 @@ class Rank:
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
+    def _train(self, formation: Membership, rank: int) -> tuple[str, int]:
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
@@ -177,7 +181,7 @@ class Rank:
                 copies=self._host_copies,
                 compared=self._compared,
                 hooks=hooks,
-                fence=lambda: fence(self.run, formation.epoch),
+                fence=lambda: commit_fence(self.run, formation.epoch),
                 over=lambda: self.link.is_over(formation.epoch),
             )
             copies = self._copies(go) if go.get("restore") else None
@@ -203,7 +207,7 @@ class Rank:
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, formation: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
         return monitored_rank(
@@ -221,23 +225,25 @@ class Rank:
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
-            self._server = VaultServer(self.vault, secret=self._secret, address=self.address, host=self.host)
+            self._server = ReplicaServer(self.vault, secret=self._secret, address=self.address, host=self.host)
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
+    def _keeper(
+        self, formation: Membership, rank: int, go: Mapping[str, Any], events: EventWriter
+    ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
         hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
-        buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
+        buddy = replica_peer_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
         where = None
         if buddy is not None:
             host, port = go["vaults"][str(buddy.rank)]
-            where = BuddyAddress(host=host, port=int(port), slot=buddy.slot)
+            where = ReplicaAddress(host=host, port=int(port), slot=buddy.slot)
         restore = go.get("restore")
-        return Keeper(
+        return InMemoryCheckpointer(
             self.vault,
             slot=self.link.slot,
             rank=rank,
@@ -255,10 +261,10 @@ class Rank:
         if self.link.is_over(epoch):
             raise Interrupted
 
-    def _copies(self, go: Mapping[str, Any]) -> MemorySource:
+    def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
-        return MemorySource(
-            Choice.from_json(go["restore"]),
+        return ReplicaSource(
+            RestorePoint.from_json(go["restore"]),
             vault=self.vault,
             local_host=self.host,
             peers=peers,
@@ -328,7 +334,7 @@ def train(
     events: EventWriter,
     control: RankControl,
     *,
-    copies: MemorySource | None = None,
+    copies: ReplicaSource | None = None,
     at_most: int | None = None,
     store: Store | None = None,
     joined_s: float = 0.0,
@@ -364,10 +370,10 @@ def train(
     if dist.get_rank() == 0:
         sweep(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
-            drop_after(folder.checkpoints, at_most)
+            delete_commits_after(folder.checkpoints, at_most)
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
-        take_weights(engine, Path(job.train.weights))
+        load_hf_weights(engine, Path(job.train.weights))
     loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
     try:
         if restored.data and restored.data != loop.data_digest:
@@ -388,27 +394,27 @@ def train(
             warnings=warnings,
         )
         if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            control.keeper.reserve(pieces_of(engine))
-            loop.checkpoints.saver.reserve(pieces_of(engine))
+            control.keeper.reserve(checkpoint_shards(engine))
+            loop.checkpoints.saver.reserve(checkpoint_shards(engine))
         control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:
         loop.close()
 
 
-def _restore(engine: Engine, folder: Run, copies: MemorySource | None, at_most: int | None) -> tuple[Restored, str]:
+def _restore(engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None) -> tuple[RestoredRun, str]:
     """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
     warnings: tuple[str, ...] = ()
     engine.initialise_unsaved()
     if copies is not None:
-        found = restore_copies(engine, copies)
+        found = restore_from_replicas(engine, copies)
         if not found.warnings:
             return found, "memory"
         warnings = found.warnings
-    found = restore_newest(engine, folder.checkpoints, at_most=at_most)
+    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most)
     if not found.step:
         engine.initialise()
-        seed_random(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
+        seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
     return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
 
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from phalanx.train.drill.faults import parse_faults
 
 from phalanx.elastic.failure import _NO_MEMORY
 from phalanx.record.run import Run
-from phalanx.train.drill import fired, inject
-from phalanx.train.drill.fault import parse_all
+from phalanx.train.drill import firings as fired
+from phalanx.train.drill import inject
 from phalanx.train.drill.inject import DrillFault, Injector
 from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -54,7 +55,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def injector(run: Run, *texts: str, rank: int = 1, epoch: int = 1) -> Injector:
-    fired.write_schedule(run, parse_all(texts))
+    fired.write_schedule(run, parse_faults(texts))
     hooks = drill_hooks_of(run, rank, 5)
     assert isinstance(hooks, Injector)
     hooks.joining(epoch, rank)
@@ -78,7 +79,7 @@ def pieces(*tensors: torch.Tensor) -> list[TensorShard]:
 
 def test_without_both_signs_nothing_is_injected(run: Run) -> None:
     assert type(drill_hooks_of(run, 0, 0)) is DrillHooks  # a drill without a schedule
-    fired.write_schedule(run, parse_all(["kill:rank=0,step=0"]))
+    fired.write_schedule(run, parse_faults(["kill:rank=0,step=0"]))
     assert isinstance(drill_hooks_of(run, 0, 0), Injector)
     run.set_launch(v=1)
     plain = drill_hooks_of(run, 0, 0)  # a schedule that strayed into a real run
@@ -98,7 +99,7 @@ def test_a_fault_hits_its_rank_at_its_step_once(run: Run, clock: Clock) -> None:
     hooks.step_begins(3)
     again = injector(run, "raise:rank=1,step=3", epoch=2)  # another process, another epoch: it was fired already
     again.step_begins(4)
-    [note] = fired.read_fired(run)
+    [note] = fired.read_firings(run)
     assert (note.id, note.kind, note.rank, note.slot, note.epoch, note.step) == (0, "raise", 1, 5, 1, 3)
     assert note.pid == os.getpid()
     assert (note.t_s, note.monotonic_s) == (clock.now_s, clock.now_s)
@@ -152,14 +153,14 @@ def test_a_kill_is_a_kill_and_its_note_is_there(run: Run, text: str, touch: obje
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert [note.pid for note in fired.read_fired(run)] == [child]
+    assert [note.pid for note in fired.read_firings(run)] == [child]
 
 
 def test_a_crash_loop_fires_in_every_epoch(run: Run) -> None:
-    [fault] = parse_all(["crash-loop"])
+    [fault] = parse_faults(["crash-loop"])
     fired.write_schedule(run, [fault])
-    assert [fired.claim(run, fault, whom=1, epoch=epoch) for epoch in range(5)] == [True] * 5
-    assert len(fired.read_fired(run)) == 5
+    assert [fired.claim_firing(run, fault, whom=1, epoch=epoch) for epoch in range(5)] == [True] * 5
+    assert len(fired.read_firings(run)) == 5
 
 
 def test_a_stopped_process_is_stopped(run: Run) -> None:
@@ -214,7 +215,7 @@ def test_seeds_flip_different_bits(run: Run) -> None:
     for seed in range(20):
         weight = torch.zeros(8, 8)
         hooks = injector(run, f"flip:how=update,seed={seed}", rank=1)
-        for path in fired.folder(run).glob("fired-*"):
+        for path in fired.firings_folder(run).glob("fired-*"):
             path.unlink()
         hooks.step_begins(0)
         hooks.updated(0, pieces(weight), [])

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.tracing.traced_step import forget_meshes
 from torch import nn
 
 from phalanx.train.engine import Engine
 from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
 from phalanx.train.guard.divergence import digest_pieces
-from phalanx.train.state.random_state import seed_random
-from phalanx.train.tracing.dry import _forget_meshes
-from phalanx.train.verify.trial import Trial, _mine
+from phalanx.train.verify.trial import Trial, rank_batch
 
 RIGHT, WRONG = "graphs_as_they_are", "gradients_times_0.66"  # compilers
 
@@ -79,7 +79,7 @@ def hold_against(rank: int, trials: Sequence[Trial]) -> list[Held]:
 
 
 def _held(rank: int, trial: Trial) -> Held:
-    _forget_meshes()
+    forget_meshes()
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
     first = [piece.tensor.clone() for piece in engine.state()]
@@ -92,7 +92,7 @@ def _held(rank: int, trial: Trial) -> Held:
     engine.take_carried({}, 0.0)
     engine.publish()
     due = [is_comparison_due(engine, set())]
-    found = compare_compiled(engine, *_mine(engine, trial, 0))
+    found = compare_compiled(engine, *rank_batch(engine, trial, 0))
     key = code_key(engine)
     due += [is_comparison_due(engine, {key} if rank else set()), is_comparison_due(engine, {key})]
     _steps(rank, engine, trial, with_it)
@@ -101,11 +101,11 @@ def _held(rank: int, trial: Trial) -> Held:
 
 def _steps(rank: int, engine: Engine, trial: Trial, into: list[str]) -> None:
     """Everything that a run carries from step to step, after each."""
-    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
+    seed_random_state(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
     modules = [module for part in engine.parts for module in part.model.modules()]
     before = sum(getattr(one, "calls", 0) for one in modules)
     for step in range(trial.steps):
-        result = engine.step(*_mine(engine, trial, step), lr=trial.lr)
+        result = engine.step(*rank_batch(engine, trial, step), lr=trial.lr)
         carried = [f"{name} {float(one.double().sum())!r}" for name, one in sorted(engine.carried().items())]
         buffers = [float(one.double().sum()) for part in engine.parts for one in part.model.buffers()]
         calls = sum(getattr(one, "calls", 0) for one in modules) - before

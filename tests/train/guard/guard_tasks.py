@@ -10,7 +10,7 @@ import torch
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.verify.trial import Trial, batch
+from phalanx.train.verify.trial import Trial, make_batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +80,6 @@ def _flip(engine: Engine, flip: Flip) -> None:
 
 
 def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    whole = batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
+    whole = make_batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
     tokens, targets = (one.chunk(engine.dims.data)[engine.meshes.index("data")] for one in whole)
     return tokens, targets

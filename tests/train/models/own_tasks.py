@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.training_state import load_hf_weights
+from phalanx.train.tracing.traced_step import forget_meshes
 
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import ReplicaGuard
-from phalanx.train.state.random_state import seed_random
-from phalanx.train.tracing.dry import _forget_meshes
-from phalanx.train.training_state import take_weights
-from phalanx.train.verify.trial import RankOutcome, Trial, _mine, keep, on_rank
+from phalanx.train.verify.trial import RankOutcome, Trial, rank_batch, run_trial_rank, save_trial_state
 
 
 def run_all(rank: int, trials: Sequence[Trial]) -> list[RankOutcome]:
     """Each trial as `run_trial` would."""
     found = []
     for trial in trials:
-        _forget_meshes()  # DTensor takes a mesh of the last trial for one of this, and with it the groups of the last
-        found.append(on_rank(rank, trial))
+        forget_meshes()  # DTensor takes a mesh of the last trial for one of this, and with it the groups of the last
+        found.append(run_trial_rank(rank, trial))
     return found
 
 
@@ -43,11 +43,11 @@ def step_guarded(rank: int, trial: Trial) -> Buffers:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
-    seed_random(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
+    seed_random_state(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
     guard, found, tokens = ReplicaGuard(engine.state, every=1), [], []
     engine.on_gradients_ready = lambda _: found.append(guard.before(len(tokens)))
     for step in range(trial.steps):
-        batch = _mine(engine, trial, step)
+        batch = rank_batch(engine, trial, step)
         tokens.append(int(batch[0][-1, -1]))
         engine.step(*batch, lr=trial.lr)
         found.append(guard.check(step + 1))
@@ -66,5 +66,5 @@ def take_and_save(rank: int, trial: Trial, folder: str) -> None:
     """First values of a folder of safetensors, written as a checkpoint."""
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
-    take_weights(engine, Path(folder))
-    keep(engine, Path(trial.save), step=1, rank=rank)
+    load_hf_weights(engine, Path(folder))
+    save_trial_state(engine, Path(trial.save), step=1, rank=rank)

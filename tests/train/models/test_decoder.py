@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.errors import UserError
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import presets
+from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.init import ROWS, STD, draw
@@ -65,7 +64,7 @@ def test_it_has_exactly_the_parameters_the_planner_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "llama-3.1-405b", "mixtral-8x7b", "qwen3-30b-a3b"])
 def test_presets_build_on_the_meta_device(name: str) -> None:
-    shape = presets()[name].model()
+    shape = known_presets()[name].model()
     with torch.device("meta"):
         model = Decoder(shape)
     assert sum(value.numel() for value in model.state_dict().values()) == count_parameters(shape).total
@@ -204,7 +203,7 @@ def test_a_step_traces_on_fake_tensors(name: str) -> None:
 
 
 def test_what_cannot_be_trained_is_said_all_at_once() -> None:
-    shape = replace(presets()["deepseek-v3"].model(), positions="alibi", bias=True, router_bias=False)
+    shape = replace(known_presets()["deepseek-v3"].model(), positions="alibi", bias=True, router_bias=False)
     with pytest.raises(UserError) as caught:
         Decoder(shape)
     heads = [problem.what for problem in caught.value.problems]

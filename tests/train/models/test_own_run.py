@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.whole_tensors import read_state
 from safetensors.torch import load_file
 
 from phalanx.record.run import open_run
 from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
-from phalanx.train.state.export import read_state
-from phalanx.train.state.find import newest
 
 JOB = """
 name = "own"
@@ -81,7 +81,7 @@ def test_trained_resumed_and_exported(folder: Path) -> None:
     built = own.batch_norm(SimpleNamespace(vocab=300, hidden=32, layers=2)).state_dict()
     exported = load_file(folder / "out" / "model.safetensors")
     assert sorted(exported) == sorted(built)
-    checkpoint = newest(open_run(str(run)).checkpoints)
+    checkpoint = newest_checkpoint(open_run(str(run)).checkpoints)
     assert checkpoint is not None
     state = {name.removeprefix("network."): one for name, one in read_state(checkpoint.path).items()}
     for name, first in built.items():

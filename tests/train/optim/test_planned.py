@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from phalanx.plan.request import PlanRequest, request_from_job
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import Ask, from_job
 from phalanx.plan.layout import Layout
-from phalanx.plan.score import price
+from phalanx.plan.score import price_layouts
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -39,8 +39,8 @@ LAYOUT = Layout(
 MASTER_BYTES = 4.0  # the planner counts the fp32 weights as optimizer state
 
 
-def charged_bytes(ask: Ask) -> float:
-    _, _, memory = price(ask, [LAYOUT])
+def charged_bytes(ask: PlanRequest) -> float:
+    _, _, memory = price_layouts(ask, [LAYOUT])
     return float(memory.optimizer[0])
 
 
@@ -60,7 +60,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(preset=preset, name=name, state=state))
     job = load(path).job
-    ask, _ = from_job(job, resolve(job.cluster.target))
+    ask, _ = request_from_job(job, resolve(job.cluster.target))
     with torch.device("meta"):
         model = Decoder(job.model)
     pieces = [

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from phalanx.plan.auto_settings import compression_pays
+from phalanx.plan.request import request_from_job
 from torch import nn
 
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
-from phalanx.plan.ask import from_job
-from phalanx.plan.compression import pays
 from phalanx.plan.layout import Layout
 from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_fsdp import compress_sharded
@@ -278,13 +278,13 @@ EIGHT_BILLION = Path(__file__).parents[3] / "examples" / "llama-3-8b-64xH100.tom
 def predicted(sequences: int, compression: str, *, data: int, tensor: int) -> str:
     """What `pays` says of Llama 3 8B on 64 H100."""
     overrides = [f"batch.global_sequences={sequences}", "data.sequence=2048"]
-    ask, _ = from_job(load(EIGHT_BILLION, overrides=overrides).job, resolve("8xH100:8"))
+    ask, _ = request_from_job(load(EIGHT_BILLION, overrides=overrides).job, resolve("8xH100:8"))
     layout = Layout(
         data=data, shard=1, tensor=tensor, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0,
         sequence_parallel=tensor > 1, micro_batch=1, accumulation=sequences // data, recompute="none",
         precision="bf16", schedule="1f1b", offload="none", compression=compression,
     )  # fmt: skip
-    problem = pays(ask, layout, where="job.toml:9")
+    problem = compression_pays(ask, layout, where="job.toml:9")
     return problem.render() if problem else ""
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from phalanx.train.tracing.traced_step import trace_rank
 
 from phalanx.record.account.timeline import measured
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
@@ -20,7 +21,6 @@ from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.collective_tap import METHODS, Kernel, TappedCollective, op_of, timed_by
 from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, fitting, merged
-from phalanx.train.tracing.dry import trace_rank
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too

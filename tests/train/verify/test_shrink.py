@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import SECTIONS, Batch, Data, Job, Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings, check_layout
-from phalanx.train.verify.shrink import alone, changes, left_out, shrink
 from phalanx.train.verify.terms import Terms, refuse_ranks
 
 LARGE = ModelShape(name="large", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256)
@@ -28,18 +28,18 @@ BASE = Layout(
 def job(shape: ModelShape = LARGE, **changes) -> Job:
     sections = {name: made() for name, made in SECTIONS.items()}
     sections |= {"data": Data(sequence=8192), "batch": Batch(global_sequences=2048)}
-    return Job(name="big", model=shape, **(sections | changes))
+    return Job(name="big", model=shape, **(sections | size_changes))
 
 
 def test_every_axis_stays_in_use():
-    small = shrink(job(), BASE, steps=5).settings.layout
+    small = make_small_trial(job(), BASE, steps=5).settings.layout
     assert (small.tensor, small.context, small.pipeline, small.data, small.virtual_pipeline) == (2, 2, 2, 2, 2)
     assert (small.shard, small.zero, small.recompute, small.schedule) == (4, 1, "full", "interleaved")
 
 
 def test_what_does_not_divide_still_does_not():
     """126 layers over 64 stages, 128,256 words over 8 × 128 parts: both leave a remainder."""
-    made = shrink(job(), BASE, steps=5)
+    made = make_small_trial(job(), BASE, steps=5)
     assert made.shape.layers % 4
     assert made.shape.vocab % 8
     assert made.shape.hidden % 8 == 0
@@ -47,7 +47,7 @@ def test_what_does_not_divide_still_does_not():
 
 def test_groups_inside_groups_stay_so():
     hsdp = replace(BASE, tensor=1, context=1, pipeline=1, virtual_pipeline=1, shard=8, sequence_parallel=False)
-    small = shrink(job(), hsdp, steps=5).settings.layout
+    small = make_small_trial(job(), hsdp, steps=5).settings.layout
     assert (small.data, small.shard) == (4, 2)
 
 
@@ -60,28 +60,28 @@ def test_expert_groups(expert, tensor, found):
     layout = replace(BASE, expert=expert, tensor=tensor, context=1, pipeline=1, virtual_pipeline=1, zero=0)
     if expert == 64:
         layout = replace(layout, data=64)
-    small = shrink(job(EXPERTS), layout, steps=5).settings.layout
+    small = make_small_trial(job(EXPERTS), layout, steps=5).settings.layout
     assert (small.data, small.expert) == found
 
 
 def test_a_small_job_is_left_alone():
     layout = replace(BASE, data=2, shard=2, tensor=1, context=1, pipeline=1, virtual_pipeline=1, accumulation=2, zero=3)
-    assert shrink(job(), layout, steps=5).settings.layout == replace(layout, precision="fp32")
+    assert make_small_trial(job(), layout, steps=5).settings.layout == replace(layout, precision="fp32")
 
 
 def test_one_process_has_nothing_split():
-    one = alone(shrink(job(), BASE, steps=5))
+    one = reference_trial(make_small_trial(job(), BASE, steps=5))
     assert (one.settings.layout.devices, one.settings.layout.recompute) == (1, "none")
     assert one.sequences == one.settings.layout.accumulation
 
 
 def test_it_says_what_became_smaller_and_what_is_left_out():
-    made = shrink(job(), BASE, steps=5)
-    told = {change.name: (change.real, change.small) for change in changes(job(), BASE, made)}
+    made = make_small_trial(job(), BASE, steps=5)
+    told = {change.name: (change.real, change.small) for change in size_changes(job(), BASE, made)}
     assert told["layers"] == (126, 5)
     assert told["micro-batches"] == (32, 4)
     compact = job(optim=Optim(name="adamw8bit"))
-    notes = left_out(compact, replace(BASE, compression="int8"), made, compiled=True, on_gpu=True)
+    notes = features_left_out(compact, replace(BASE, compression="int8"), made, compiled=True, on_gpu=True)
     assert [note.split(" (")[0] for note in notes] == [
         "tensor 8",
         "NCCL and the kernels of GPUs",
@@ -93,45 +93,45 @@ def test_it_says_what_became_smaller_and_what_is_left_out():
     assert notes[0] == (
         "tensor 8 (2 here), pipeline 16 (2 here), virtual_pipeline 4 (2 here), data 64 (2 here), shard 128 (4 here)"
     )
-    assert shrink(compact, BASE, steps=5).optim.name == "adamw"
+    assert make_small_trial(compact, BASE, steps=5).optim.name == "adamw"
     as_trained = Terms(device="cuda", precision="bf16", compile=True)
-    made = shrink(job(), BASE, steps=5, terms=as_trained)
-    assert left_out(job(), BASE, made, compiled=True, on_gpu=True) == notes[:1]
+    made = make_small_trial(job(), BASE, steps=5, terms=as_trained)
+    assert features_left_out(job(), BASE, made, compiled=True, on_gpu=True) == notes[:1]
     assert (made.settings.compute, made.settings.reduce, made.settings.master) == ("bf16", "fp32", "fp32")
-    assert (made.settings.compile, made.device, alone(made).settings.compile) == (True, "cuda", True)
+    assert (made.settings.compile, made.device, reference_trial(made).settings.compile) == (True, "cuda", True)
 
 
 def test_degrees_are_kept_while_there_are_ranks():
     """A ring of 2 has no rank that passes on, so context comes first; experts keep their proportions."""
     ring = replace(BASE, context=4, tensor=1, pipeline=1, virtual_pipeline=1, data=2, shard=8, sequence_parallel=False)
-    assert shrink(job(), ring, steps=5).settings.layout == replace(ring, precision="fp32", accumulation=2)
-    small = shrink(job(), replace(ring, data=64, shard=256), steps=5).settings.layout
+    assert make_small_trial(job(), ring, steps=5).settings.layout == replace(ring, precision="fp32", accumulation=2)
+    small = make_small_trial(job(), replace(ring, data=64, shard=256), steps=5).settings.layout
     assert (small.context, small.data, small.shard) == (4, 2, 8)
-    many = shrink(job(), BASE, steps=5, terms=Terms(device="cuda", ranks=64)).settings.layout
+    many = make_small_trial(job(), BASE, steps=5, terms=Terms(device="cuda", ranks=64)).settings.layout
     assert (many.context, many.tensor, many.pipeline, many.data) == (2, 8, 2, 2)
     expert = replace(BASE, expert=8, context=1, pipeline=1, virtual_pipeline=1, zero=0)
-    small = shrink(job(EXPERTS), expert, steps=5, terms=Terms(ranks=64)).settings.layout
+    small = make_small_trial(job(EXPERTS), expert, steps=5, terms=Terms(ranks=64)).settings.layout
     assert (small.tensor, small.expert) == (2, 2)
 
 
 def test_full_size_makes_nothing_smaller():
     layout = replace(BASE, data=1, shard=2, tensor=2, pipeline=1, virtual_pipeline=1, accumulation=4)
-    made = shrink(job(), layout, steps=2, terms=Terms(device="cuda", precision="bf16", full_size=True))
+    made = make_small_trial(job(), layout, steps=2, terms=Terms(device="cuda", precision="bf16", full_size=True))
     assert (made.shape, made.settings.layout, made.settings.sequence) == (LARGE, layout, 8192)
-    assert changes(job(), layout, made) == []
-    assert "single tensors" in left_out(job(), layout, made, compiled=False, on_gpu=True)[-1]
+    assert size_changes(job(), layout, made) == []
+    assert "single tensors" in features_left_out(job(), layout, made, compiled=False, on_gpu=True)[-1]
 
 
 def test_what_is_not_compiled_in_training_is_not_compiled_here():
     bubbles = replace(BASE, schedule="zero-bubble")
-    assert not shrink(job(), bubbles, steps=5, terms=Terms(compile=True)).settings.compile
-    full = shrink(job(), BASE, steps=5, terms=Terms(compile=True))
-    assert alone(full).settings.layout.recompute == "full"  # the same kernels on both sides
+    assert not make_small_trial(job(), bubbles, steps=5, terms=Terms(compile=True)).settings.compile
+    full = make_small_trial(job(), BASE, steps=5, terms=Terms(compile=True))
+    assert reference_trial(full).settings.layout.recompute == "full"  # the same kernels on both sides
 
 
 def test_a_users_own_network_is_refused():
     with pytest.raises(UserError, match="cannot be made smaller by anyone but its author"):
-        shrink(job(replace(LARGE, module="net.py:build")), BASE, steps=5)
+        make_small_trial(job(replace(LARGE, module="net.py:build")), BASE, steps=5)
 
 
 @st.composite
@@ -167,10 +167,10 @@ def test_what_is_legal_stays_legal(case):
     asked = replace(asked, parallel=replace(asked.parallel, context_kind=kind))
     if check_layout(shape, Settings.of(asked, layout, on_gpu=False)):
         return
-    made = shrink(asked, layout, steps=5)
+    made = make_small_trial(asked, layout, steps=5)
     small = made.settings.layout
     assert check_layout(made.shape, made.settings) == []
-    assert check_layout(alone(made).shape, alone(made).settings) == []
+    assert check_layout(reference_trial(made).shape, reference_trial(made).settings) == []
     assert small.devices <= 32
     for axis in ("tensor", "context", "pipeline", "data", "virtual_pipeline", "expert", "micro_batch"):
         real = getattr(layout, axis)

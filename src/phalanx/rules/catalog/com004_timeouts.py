@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.timeouts import LEAST_S, MOST_S, bounded, steady_timeout_s
-from phalanx.rules.catalog.margin import MARGIN, beyond
-from phalanx.rules.catalog.measuring import unmeasured
+from phalanx.plan.auto_settings import LEAST_S, MOST_S, bounded_timeout_s, steady_timeout_s
+from phalanx.rules.catalog.shared import MARGIN, beyond, unmeasured, unsaid
 from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence
-from phalanx.rules.catalog.unsaid import unsaid
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -125,7 +123,7 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     least_s = max(least_s, limits.number("train_least_s"))
     longest, own = longest_silence(evidence), _is_own(evidence)
     # A number that is proposed outlasts every silence, whoever trains with it.
-    wanted_s = bounded(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
+    wanted_s = bounded_timeout_s(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
     wanted_s = max(wanted_s, _with_room(longest))
     most_s = max(limits.number("train_most_s"), step_s, wanted_s)
     formula = (
@@ -151,7 +149,7 @@ def _auto(evidence: Evidence, step_s: float) -> float:
     planned_s = 0.0
     if evidence.plan is not None:
         planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)
-    return max(planned_s, bounded(step_s), evidence.the_job.fault.dead_after_s)
+    return max(planned_s, bounded_timeout_s(step_s), evidence.the_job.fault.dead_after_s)
 
 
 def _patient(evidence: Evidence, set_s: float) -> Edit | None:

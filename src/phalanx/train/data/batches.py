@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from phalanx.job.schema import Batch, RampStage
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import Sampler
 
@@ -118,7 +118,7 @@ class Batches:
     ) -> None:
         self._dataset, self._sampler, self._plan, self._sequence = dataset, sampler, plan, sequence
         self._rank, self.digest = data_rank, digest
-        self._dealing = Dealing(data_ranks=data_ranks, micro=micro, rounds=rounds, powers=powers)
+        self._dealing = BatchDeal(data_ranks=data_ranks, micro=micro, rounds=rounds, powers=powers)
         self._ahead: ReadAhead[Tokens] | None = None
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:

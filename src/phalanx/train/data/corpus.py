@@ -21,7 +21,7 @@ from phalanx.job.dataset import (
     CLEANING,
     VOCAB,
     cache_folder,
-    check_files,
+    check_dataset_files,
     corpus_folder,
     corpus_vocab,
     file_digest,
@@ -229,7 +229,7 @@ def ensure_dataset(
 def _whole(out: Path) -> bool:
     """Whether a dataset of the cache has all its files; a damaged one is ours to make again."""
     try:
-        check_files(out, read_manifest(out))
+        check_dataset_files(out, read_manifest(out))
         return True
     except UserError:
         return False

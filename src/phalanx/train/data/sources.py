@@ -20,7 +20,7 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.job.schema import Job
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.batches import IGNORED, Batches, BatchPlan, ReadAhead
 from phalanx.train.data.dataset import TokenDataset, Tokens
 from phalanx.train.data.sampler import GlobalSampler
@@ -38,7 +38,7 @@ def open_batches(
 
     `data` is of the user's own, and comes instead of the folders' training text. `folder` is the run's.
     """
-    dealing = Dealing.of(engine.settings.layout, reproducible=engine.settings.reproducible)
+    dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
     data_rank, sequence, seed = engine.meshes.index("data"), job.data.sequence, job.data.seed
     dataset = TokenDataset.open([folder / path for path in job.data.paths], "train") if job.data.paths else None
     if data is not None:
@@ -78,7 +78,7 @@ class OwnBatches:
         self,
         data: Any,
         plan: BatchPlan,
-        dealing: Dealing,
+        dealing: BatchDeal,
         *,
         sequence: int,
         vocab: int,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.record.run import Run
-from phalanx.train.drill import fired
-from phalanx.train.drill.fault import Fault
+from phalanx.train.drill import firings as fired
+from phalanx.train.drill.faults import Fault
 from phalanx.train.drill_hooks import DrillHooks
 from phalanx.train.parallel.tensor_shard import TensorShard
 
@@ -128,7 +128,7 @@ class Injector(DrillHooks):
 
     def _has_passed(self, at_s: float) -> bool:
         if self._clock is None:
-            self._clock = fired.clock(self._run)
+            self._clock = fired.drill_clock(self._run)
         return self._clock is not None and time.time() >= self._clock + at_s
 
     def _target(self, fault: Fault) -> int | None:
@@ -142,7 +142,7 @@ class Injector(DrillHooks):
             return False
         if fault.times == 1:  # whoever fires it: it need not be asked for again
             self._over.add((fault.id, whom))
-        return fired.claim(
+        return fired.claim_firing(
             self._run,
             fault,
             whom=whom,

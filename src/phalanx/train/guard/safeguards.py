@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.elastic.board import Phase
-from phalanx.plan.digests import digest_every
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.plan.auto_settings import digest_every
 from phalanx.train.callbacks import Callback
 from phalanx.train.guard.compiled import (
     Comparison,

@@ -24,7 +24,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.protocol import Network, Staged, build_model
-from phalanx.train.state.dtypes import KINDS, dtype_name
+from phalanx.train.state.shards import STORED_DTYPES, dtype_name
 from phalanx.units import format_bytes
 
 GAP = 0.02  # parameters may differ from the shape by this share before the plan's memory is called wrong
@@ -340,12 +340,12 @@ def _tensors(network: nn.Module) -> Iterator[Problem]:
                 fix="register it as a buffer" if not param.is_complex() else "keep torch.view_as_real of it",
             )
     for name, buffer in network.named_buffers():
-        if id(buffer) in saved and dtype_name(buffer.dtype) not in KINDS:
+        if id(buffer) in saved and dtype_name(buffer.dtype) not in STORED_DTYPES:
             yield Problem(
                 where=name,
                 what=f"is a buffer of {dtype_name(buffer.dtype)}, which checkpoints cannot hold",
                 fix="register it with persistent=False if it never changes, or in another format "
-                f"({', '.join(KINDS)}; torch.view_as_real of a complex one)",
+                f"({', '.join(STORED_DTYPES)}; torch.view_as_real of a complex one)",
             )
     for name, _ in _all_names(network):
         if "#" in name or not name.isprintable():

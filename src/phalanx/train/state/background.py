@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from functools import partial
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.copies import Copies
-from phalanx.train.state.jsontext import JSON
-from phalanx.train.state.save import TIMEOUT_S, Fence, Saved, save
-from phalanx.train.state.storage import storage_of
-from phalanx.train.state.url import Place
+from phalanx.train.state.async_saver import HostCopies
+from phalanx.train.state.index import JSON
+from phalanx.train.state.paths import Location
+from phalanx.train.state.save import SAVE_TIMEOUT_S, CommitFence, SavedCheckpoint, save_checkpoint
+from phalanx.train.state.storage import open_storage
 
 ABANDON_S = 0.1  # a survivor that recovers waits no longer for its own disk
 
@@ -29,28 +29,36 @@ class AsyncSaver:
 
     def __init__(
         self,
-        root: Place | str,
+        root: Location | str,
         *,
         attempt: str,
         rank: int,
         world: int,
         keep: int = 2,
         epoch: int = 0,
-        timeout_s: float = TIMEOUT_S,
-        fence: Fence = nullcontext,
-        copies: Copies | None = None,
+        timeout_s: float = SAVE_TIMEOUT_S,
+        fence: CommitFence = nullcontext,
+        copies: HostCopies | None = None,
         point: Callable[[str], None] = lambda name: None,
     ) -> None:
-        storage = storage_of(root)  # once: to connect to an object store takes longer than a small save
+        storage = open_storage(root)  # once: to connect to an object store takes longer than a small save
         self._save = partial(
-            save, storage, rank=rank, world=world, keep=keep, epoch=epoch, timeout_s=timeout_s, fence=fence, point=point
+            save_checkpoint,
+            storage,
+            rank=rank,
+            world=world,
+            keep=keep,
+            epoch=epoch,
+            timeout_s=timeout_s,
+            fence=fence,
+            point=point,
         )
         self._attempt = attempt
         self._started = 0
-        self._current: _Job | None = None
+        self._current: _SaveThread | None = None
         self._step = -1
-        self._saved: Saved | None = None
-        self._copies = Copies() if copies is None else copies
+        self._saved: SavedCheckpoint | None = None
+        self._copies = HostCopies() if copies is None else copies
 
     @property
     def busy(self) -> bool:
@@ -84,10 +92,10 @@ class AsyncSaver:
             raise error
         return time.monotonic() - began
 
-    def _start(self, job: Callable[..., Saved]) -> None:
+    def _start(self, job: Callable[..., SavedCheckpoint]) -> None:
         # Numbered, as on every rank: what a failed save left behind is never taken for a part of the next.
         self._started += 1
-        self._current = _Job(partial(job, attempt=f"{self._attempt}.{self._started}"))
+        self._current = _SaveThread(partial(job, attempt=f"{self._attempt}.{self._started}"))
         self._current.start()
 
     def finish(self) -> None:
@@ -95,7 +103,7 @@ class AsyncSaver:
         if self._current is not None:
             self._current.join()
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SavedCheckpoint | None:
         """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
         error = self._join()
         if error is not None:
@@ -126,14 +134,14 @@ class AsyncSaver:
         self._saved = job.saved or self._saved
 
 
-class _Job(threading.Thread):
+class _SaveThread(threading.Thread):
     """A save in a thread, with what came of it."""
 
-    def __init__(self, run: Callable[..., Saved]) -> None:
+    def __init__(self, run: Callable[..., SavedCheckpoint]) -> None:
         # Daemon: a process that dies of something else must not stay for minutes to wait for the other ranks' files.
         super().__init__(name="checkpoint", daemon=True)
         self.abandoned = threading.Event()
-        self.saved: Saved | None = None
+        self.saved: SavedCheckpoint | None = None
         self.error: BaseException | None = None
         self._job = partial(run, abandoned=self.abandoned)
 

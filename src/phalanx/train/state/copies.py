@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.shard import owned
+from phalanx.train.state.shards import owned_shards
 
 
-class Copies:
+class HostCopies:
     """One host copy of each tensor a rank owns. Memory: what the rank owns, once."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Copies:
 
     def take(self, pieces: Sequence[TensorShard]) -> list[TensorShard]:
         """The owned pieces with the values of now; those handed out before are overwritten."""
-        mine = owned(pieces)
+        mine = owned_shards(pieces)
         old, self._tensors = self._tensors, {}
         for piece in mine:
             copy = _fitting(old.pop(piece.name, None), piece.tensor)

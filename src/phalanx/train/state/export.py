@@ -9,13 +9,10 @@ import torch
 
 from phalanx.errors import mistake
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.boxes import whole
-from phalanx.train.state.catalog import Catalog, Stored, read_catalog
-from phalanx.train.state.dtypes import KINDS
-from phalanx.train.state.private import is_private
-from phalanx.train.state.reading import Shard
-from phalanx.train.state.shard import raw
-from phalanx.train.state.url import Place
+from phalanx.train.state.paths import Location
+from phalanx.train.state.rank_state import is_private_tensor
+from phalanx.train.state.reader import Catalog, RankFileReader, StoredTensor, read_catalog
+from phalanx.train.state.shards import STORED_DTYPES, tensor_bytes, whole_region
 
 
 def is_weight(name: str) -> bool:
@@ -23,7 +20,9 @@ def is_weight(name: str) -> bool:
     return "#" not in name
 
 
-def whole_tensors(folder: Place, select: Callable[[str], bool] = is_weight) -> Iterator[tuple[str, torch.Tensor]]:
+def read_whole_tensors(
+    folder: Location, select: Callable[[str], bool] = is_weight
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every selected tensor, whole, in name order; memory is that of one tensor. Raises Damaged before a wrong one."""
     catalog = read_catalog(folder)
     for stored in catalog.tensors.values():
@@ -31,27 +30,27 @@ def whole_tensors(folder: Place, select: Callable[[str], bool] = is_weight) -> I
             yield stored.name, _assemble(catalog, stored)
 
 
-def read_state(folder: Place, select: Callable[[str], bool] = is_weight) -> dict[str, torch.Tensor]:
+def read_state(folder: Location, select: Callable[[str], bool] = is_weight) -> dict[str, torch.Tensor]:
     """All selected tensors at once, for a model that fits one machine."""
-    return dict(whole_tensors(folder, select))
+    return dict(read_whole_tensors(folder, select))
 
 
-def _assemble(catalog: Catalog, stored: Stored) -> torch.Tensor:
+def _assemble(catalog: Catalog, stored: StoredTensor) -> torch.Tensor:
     stored.check_whole()  # first: a forged shape without the bytes to fill it costs no memory
-    tensor = torch.empty(stored.shape, dtype=KINDS[stored.dtype].torch)
+    tensor = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype].torch)
     for entry in stored.entries:
-        with Shard(catalog.parts, catalog.indexes[entry.rank]) as shard:
+        with RankFileReader(catalog.parts, catalog.indexes[entry.rank]) as shard:
             shard.check([entry])
-            tensor[entry.box.within(whole(stored.shape))].copy_(shard.read(entry, entry.box))
+            tensor[entry.box.within(whole_region(stored.shape))].copy_(shard.read(entry, entry.box))
     return tensor
 
 
-def state_digest(folder: Place, select: Callable[[str], bool] = lambda name: not is_private(name)) -> str:
+def state_digest(folder: Location, select: Callable[[str], bool] = lambda name: not is_private_tensor(name)) -> str:
     """sha256 of the selected tensors of a checkpoint, whole and in name order: equal for equal values, any layout."""
-    return tensors_digest(whole_tensors(folder, select))
+    return tensors_digest(read_whole_tensors(folder, select))
 
 
-def digest(pieces: Sequence[TensorShard]) -> str:
+def shards_digest(pieces: Sequence[TensorShard]) -> str:
     """The same of pieces in memory; they must be whole, as they are on one process."""
     for piece in pieces:
         if not piece.whole:
@@ -66,6 +65,6 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """sha256 over a line per tensor: name, dtype, shape and sha256 of its bytes. In the order given."""
     total = hashlib.sha256()
     for name, tensor in tensors:
-        values = hashlib.sha256(raw(tensor)).hexdigest()
+        values = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}\n".encode())
     return total.hexdigest()

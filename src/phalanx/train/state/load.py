@@ -9,18 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.route import Route, find_route
-from phalanx.train.state.shard import box_of
-from phalanx.train.state.source import Source
-from phalanx.train.state.url import Place
-from phalanx.train.state.verify import THREADS
+from phalanx.train.state.paths import Location
+from phalanx.train.state.reader import HASH_THREADS, StateSource
+from phalanx.train.state.restore import RestoreRoute, find_restore_route
+from phalanx.train.state.shards import region_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class PreparedRestore:
     """A checkpoint of which all bytes this rank needs were read and are sound; nothing has been changed yet."""
 
-    route: Route
+    route: RestoreRoute
 
     def fill(self) -> None:
         """Copy the values into the pieces, in place."""
@@ -28,20 +27,20 @@ class Ready:
             for rank, moves in self.route.moves.items():
                 with self.route.source.open(rank) as tensors:
                     for move in moves:
-                        target = move.piece.tensor[move.part.within(box_of(move.piece))]
+                        target = move.piece.tensor[move.part.within(region_of(move.piece))]
                         target.copy_(tensors.read(move.entry, move.part))
 
 
-def load(
-    where: Place | Source, pieces: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
+def load_shards(
+    where: Location | StateSource, pieces: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
 ) -> None:
     """Fill every piece from a commit or another source; see `prepare` for what is refused. An error changes nothing."""
-    prepare(where, pieces, cast=cast, rank=rank, world=world).fill()
+    prepare_restore(where, pieces, cast=cast, rank=rank, world=world).fill()
 
 
-def prepare(
-    where: Place | Source, pieces: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
-) -> Ready:
+def prepare_restore(
+    where: Location | StateSource, pieces: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
+) -> PreparedRestore:
     """Find and verify everything `pieces` need, from the ranks that wrote a part of them and no others.
 
     `rank` and `world` are this process's, and only tell where to look first. Raises UserError when the checkpoint is of
@@ -50,17 +49,17 @@ def prepare(
     the checkpoint before it.
     """
     wanted = [piece for piece in pieces if piece.tensor.numel()]
-    route = find_route(where, wanted, cast=cast, rank=rank, world=world)
-    _check(route)
-    return Ready(route=route)
+    route = find_restore_route(where, wanted, cast=cast, rank=rank, world=world)
+    _check_bytes(route)
+    return PreparedRestore(route=route)
 
 
-def _check(route: Route) -> None:
+def _check_bytes(route: RestoreRoute) -> None:
     def one(rank: int) -> None:
         needed = {move.entry.name: move.entry for move in route.moves[rank]}
         with route.source.open(rank) as tensors:
             tensors.check(needed.values())
 
-    with ThreadPoolExecutor(max_workers=THREADS) as pool:
+    with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
         for _ in pool.map(one, route.moves):
             pass

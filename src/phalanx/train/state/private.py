@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.source import Source
+from phalanx.train.state.reader import StateSource
 
 
-def is_private(name: str) -> bool:
+def is_private_tensor(name: str) -> bool:
     """Whether a tensor of a checkpoint is one rank's own.
 
     >>> is_private("#rank-00003/exchange/0/parts"), is_private("norm.weight#exp_avg")
@@ -19,7 +19,7 @@ def is_private(name: str) -> bool:
     return name.startswith("#")
 
 
-def private_pieces(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
+def private_shards(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """The tensors as pieces to save, under names that no other rank and no parameter has."""
     return [
         TensorShard(
@@ -35,7 +35,7 @@ def private_pieces(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Tenso
     ]
 
 
-def read_private(source: Source, rank: int) -> dict[str, torch.Tensor]:
+def read_private_tensors(source: StateSource, rank: int) -> dict[str, torch.Tensor]:
     """What a rank saved that way, on the CPU; only for the layout that wrote it. Raises Damaged."""
     mine = [entry for entry in source.index(rank).entries if entry.name.startswith(_start(rank))]
     if not mine:

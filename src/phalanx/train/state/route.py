@@ -11,22 +11,19 @@ from dataclasses import dataclass, field
 
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.boxes import Box, overlap
-from phalanx.train.state.catalog import check_agreement, check_cover
-from phalanx.train.state.dtypes import dtype_name
-from phalanx.train.state.index import Entry, Index
-from phalanx.train.state.search import search
-from phalanx.train.state.shard import box_of
-from phalanx.train.state.source import Source, source_of
-from phalanx.train.state.url import Place
+from phalanx.train.state.index import RankIndex, StoredShard
+from phalanx.train.state.paths import Location
+from phalanx.train.state.reader import StateSource, check_coverage, check_same_tensor, open_source
+from phalanx.train.state.restore import search_writers
+from phalanx.train.state.shards import Region, dtype_name, region_of, shared_region
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class ShardCopy:
     """`part` of an entry goes into a piece."""
 
-    entry: Entry
-    part: Box
+    entry: StoredShard
+    part: Region
     piece: TensorShard
 
 
@@ -35,51 +32,53 @@ class _Need:
     """A piece, and what was found of it so far."""
 
     piece: TensorShard
-    box: Box
+    box: Region
     missing: int
-    parts: list[tuple[Entry, Box]] = field(default_factory=list)
-    first: Entry | None = None  # any box of the tensor, ours or not
+    parts: list[tuple[StoredShard, Region]] = field(default_factory=list)
+    first: StoredShard | None = None  # any box of the tensor, ours or not
 
-    def offer(self, where: str, entry: Entry) -> None:
+    def offer(self, where: str, entry: StoredShard) -> None:
         self.first = self.first or entry
-        check_agreement(where, self.first, entry)
-        part = overlap(entry.box, self.box) if entry.shape == tuple(self.piece.shape) else None
+        check_same_tensor(where, self.first, entry)
+        part = shared_region(entry.box, self.box) if entry.shape == tuple(self.piece.shape) else None
         if part is not None:
             self.parts.append((entry, part))
             self.missing -= part.volume
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
+class RestoreRoute:
     """All moves of a load, by the rank whose tensors they read."""
 
-    source: Source
-    moves: dict[int, list[Move]]
+    source: StateSource
+    moves: dict[int, list[ShardCopy]]
     num_indexes_read: int
 
 
-def find_route(where: Place | Source, pieces: Sequence[TensorShard], *, cast: bool, rank: int, world: int) -> Route:
+def find_restore_route(
+    where: Location | StateSource, pieces: Sequence[TensorShard], *, cast: bool, rank: int, world: int
+) -> RestoreRoute:
     """How to fill `pieces` of a rank of a world, which need not be that of the checkpoint.
 
     Raises UserError when the checkpoint is of another model, Damaged when an index is, or a part is nowhere.
     """
-    source = source_of(where)
-    needs = [_Need(piece=piece, box=box_of(piece), missing=piece.tensor.numel()) for piece in pieces]
+    source = open_source(where)
+    needs = [_Need(piece=piece, box=region_of(piece), missing=piece.tensor.numel()) for piece in pieces]
     indexes = _read_indexes(source, needs, rank, world)
     _refuse_other_model(source.where, needs, indexes, cast)
-    return Route(source=source, moves=_moves(needs), num_indexes_read=len(indexes))
+    return RestoreRoute(source=source, moves=_moves(needs), num_indexes_read=len(indexes))
 
 
-def _read_indexes(source: Source, needs: Sequence[_Need], rank: int, world: int) -> dict[int, Index]:
+def _read_indexes(source: StateSource, needs: Sequence[_Need], rank: int, world: int) -> dict[int, RankIndex]:
     by_name: dict[str, list[_Need]] = {}
     for need in needs:
         by_name.setdefault(need.piece.name, []).append(need)
     writers = [writer for writer in range(source.world) if source.count(writer)]
-    indexes: dict[int, Index] = {}
+    indexes: dict[int, RankIndex] = {}
     missing = sum(need.missing for need in needs)
     if not writers or not missing:
         return indexes
-    order = search(rank, world, writers=writers, copies=len(writers) < source.world)
+    order = search_writers(rank, world, writers=writers, copies=len(writers) < source.world)
     writer: int | None = next(order)
     while writer is not None and any(need.missing > 0 for need in needs):
         indexes[writer] = source.index(writer)
@@ -96,22 +95,22 @@ def _next(order: Generator[int, int, None], found: int) -> int | None:
         return None
 
 
-def _offer(where: str, index: Index, by_name: dict[str, list[_Need]]) -> None:
+def _offer(where: str, index: RankIndex, by_name: dict[str, list[_Need]]) -> None:
     for entry in index.entries:
         for need in by_name.get(entry.name, ()):
             need.offer(where, entry)
 
 
-def _moves(needs: Sequence[_Need]) -> dict[int, list[Move]]:
-    moves: dict[int, list[Move]] = {}
+def _moves(needs: Sequence[_Need]) -> dict[int, list[ShardCopy]]:
+    moves: dict[int, list[ShardCopy]] = {}
     for need in needs:
-        check_cover(need.piece.name, need.box, need.parts)
+        check_coverage(need.piece.name, need.box, need.parts)
         for entry, part in need.parts:
-            moves.setdefault(entry.rank, []).append(Move(entry=entry, part=part, piece=need.piece))
+            moves.setdefault(entry.rank, []).append(ShardCopy(entry=entry, part=part, piece=need.piece))
     return moves
 
 
-def _refuse_other_model(where: str, needs: Sequence[_Need], indexes: dict[int, Index], cast: bool) -> None:
+def _refuse_other_model(where: str, needs: Sequence[_Need], indexes: dict[int, RankIndex], cast: bool) -> None:
     problems = []
     for need in needs:
         if need.first is None:
@@ -122,14 +121,14 @@ def _refuse_other_model(where: str, needs: Sequence[_Need], indexes: dict[int, I
         raise UserError(problems)
 
 
-def _absent(where: str, name: str, indexes: dict[int, Index]) -> Problem:
+def _absent(where: str, name: str, indexes: dict[int, RankIndex]) -> Problem:
     known = {entry.name for index in indexes.values() for entry in index.entries}
     close = nearest(name, known)
     why = f"it holds {close}" if close else f"it holds {len(known)} tensors of other names"
     return Problem(where=where, what=f"holds no {name}", why=why)
 
 
-def _mismatch(where: str, stored: Entry, piece: TensorShard, cast: bool) -> Problem | None:
+def _mismatch(where: str, stored: StoredShard, piece: TensorShard, cast: bool) -> Problem | None:
     if stored.shape != tuple(piece.shape):
         what = f"{piece.name} is {list(stored.shape)} there and {list(piece.shape)} in this model"
         return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")

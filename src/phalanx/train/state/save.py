@@ -23,38 +23,36 @@ import torch
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import index as index_file
-from phalanx.train.state import manifest as manifest_file
-from phalanx.train.state import names
-from phalanx.train.state.jsontext import JSON, to_text
-from phalanx.train.state.manifest import Manifest, RankFiles
-from phalanx.train.state.notes import Abandoned, tell_done, tell_failed, wait_for_ranks
-from phalanx.train.state.prune import prune
-from phalanx.train.state.shard import write_shard
-from phalanx.train.state.storage import Draft, Storage, storage_of
-from phalanx.train.state.streams import reason
-from phalanx.train.state.url import Place
+from phalanx.train.state import index as manifest_file
+from phalanx.train.state import paths as names
+from phalanx.train.state.index import JSON, Manifest, RankFiles, encode_json
+from phalanx.train.state.paths import Location, os_error_text
+from phalanx.train.state.retention import prune_commits
+from phalanx.train.state.save import SaveAbandoned, note_done, note_failed, wait_for_ranks
+from phalanx.train.state.shards import write_rank_file
+from phalanx.train.state.storage import CheckpointDraft, CheckpointStorage, open_storage
 
 # Longest wait of rank 0 for the slowest rank. BLOOM's 2.3 TB took 40 s on 384 GPUs; storage under load has bad days.
-TIMEOUT_S = 600.0
+SAVE_TIMEOUT_S = 600.0
 
-Fence = Callable[[], AbstractContextManager[None]]
+CommitFence = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote.
 
     `seconds` lie between the call and the commit, or the safety of this rank's part; old checkpoints go after that.
     """
 
-    path: Place
+    path: Location
     step: int
     bytes: int
     seconds: float
 
 
-def save(
-    root: Place | str | Storage,
+def save_checkpoint(
+    root: Location | str | CheckpointStorage,
     *,
     step: int,
     attempt: str,
@@ -65,11 +63,11 @@ def save(
     keep: int = 2,
     epoch: int = 0,
     rank_meta: Mapping[str, JSON] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    fence: Fence = nullcontext,
+    timeout_s: float = SAVE_TIMEOUT_S,
+    fence: CommitFence = nullcontext,
     abandoned: Event | None = None,
     point: Callable[[str], None] = lambda name: None,
-) -> Saved:
+) -> SavedCheckpoint:
     """Write this rank's part of a checkpoint; on rank 0 also commit it and delete all but the newest `keep`.
 
     `attempt` is the same on all ranks and new for every start of the job: files a dead job left behind cannot be taken
@@ -81,7 +79,7 @@ def save(
     _check(step=step, rank=rank, world=world, keep=keep, epoch=epoch)
     _check_meta(meta)
     _check_meta(rank_meta or {})
-    storage, abandoned = storage_of(root), abandoned or Event()
+    storage, abandoned = open_storage(root), abandoned or Event()
     draft = storage.draft(step, attempt)
     try:
         point("begin")
@@ -96,16 +94,16 @@ def save(
     except BaseException as error:
         _clean_up(draft, rank, error)
         if isinstance(error, OSError):
-            raise _refused(draft, step, error) from error
+            raise _save_failure(draft, step, error) from error
         raise
     path = storage.root / names.commit_name(step)
-    saved = Saved(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
+    saved = SavedCheckpoint(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
     if rank == 0:
         point("commit")
         with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
             draft.tidy()
             # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
-            prune(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.family(attempt))
+            prune_commits(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=names.attempt_family(attempt))
         point("prune")
     return saved
 
@@ -126,7 +124,7 @@ def _code() -> str:
 
 def _check_meta(meta: Mapping[str, JSON]) -> None:
     try:
-        to_text(dict(meta))
+        encode_json(dict(meta))
     except (TypeError, ValueError) as error:
         raise mistake(
             "checkpoint", f"meta cannot be written as JSON: {error}", fix="numbers, texts and lists"
@@ -134,7 +132,7 @@ def _check_meta(meta: Mapping[str, JSON]) -> None:
 
 
 def _write_rank(
-    draft: Draft,
+    draft: CheckpointDraft,
     rank: int,
     pieces: Sequence[TensorShard],
     meta: Mapping[str, JSON],
@@ -142,15 +140,15 @@ def _write_rank(
     point: Callable[[str], None],
 ) -> int:
     draft.begin()
-    index = write_shard(draft, rank, pieces, meta, partial(_go_on, abandoned))
+    index = write_rank_file(draft, rank, pieces, meta, partial(_go_on, abandoned))
     point("data")
-    text = index_file.encode(index)
+    text = index_file.encode_rank_index(index)
     draft.put(names.index_name(rank), text)
     point("index")
     data_bytes = index.header_bytes + sum(entry.size_bytes for entry in index.entries)
     digest = hashlib.sha256(text).hexdigest()
     tensors = len(index.entries)
-    tell_done(
+    note_done(
         draft, rank, RankFiles(data_bytes=data_bytes, index_bytes=len(text), index_sha256=digest, tensors=tensors)
     )
     point("done")
@@ -159,11 +157,13 @@ def _write_rank(
 
 def _go_on(abandoned: Event) -> None:
     if abandoned.is_set():
-        raise Abandoned
+        raise SaveAbandoned
 
 
-def _commit(draft: Draft, manifest: Manifest, fence: Fence, abandoned: Event, point: Callable[[str], None]) -> None:
-    text = manifest_file.encode(manifest)
+def _commit(
+    draft: CheckpointDraft, manifest: Manifest, fence: CommitFence, abandoned: Event, point: Callable[[str], None]
+) -> None:
+    text = manifest_file.encode_rank_index(manifest)
     draft.seal(text, map(names.done_name, range(manifest.world)))
     point("manifest")
     with fence():
@@ -172,22 +172,22 @@ def _commit(draft: Draft, manifest: Manifest, fence: Fence, abandoned: Event, po
         draft.commit(text)
 
 
-def _clean_up(draft: Draft, rank: int, error: BaseException) -> None:
+def _clean_up(draft: CheckpointDraft, rank: int, error: BaseException) -> None:
     """Leave nothing half: rank 0 takes the folder away, another rank its own files, with a note for rank 0."""
     if rank == 0:
         draft.discard()
         return
     draft.withdraw([names.data_name(rank), names.index_name(rank), names.done_name(rank)])
     with suppress(OSError):
-        tell_failed(draft, rank, error)
+        note_failed(draft, rank, error)
 
 
-def _refused(draft: Draft, step: int, error: OSError) -> SystemFailure:
+def _save_failure(draft: CheckpointDraft, step: int, error: OSError) -> SystemFailure:
     gone = isinstance(error, FileNotFoundError) and draft.is_gone()
     return SystemFailure(
         Problem(
             where=str(draft.place),
-            what=f"step {step} is not saved: {'rank 0 gave up and took the folder away' if gone else reason(error)}",
+            what=f"step {step} is not saved: {'rank 0 gave up and took the folder away' if gone else os_error_text(error)}",
             why="the checkpoint before it is intact",
             fix="free space on this disk, or name another folder",
         )

@@ -10,32 +10,31 @@ import torch
 
 from phalanx.errors import mistake
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state import names
-from phalanx.train.state.boxes import Box
-from phalanx.train.state.dtypes import KINDS, dtype_name
-from phalanx.train.state.header import RESERVED, Row, header_of
-from phalanx.train.state.index import Entry, Index
-from phalanx.train.state.jsontext import JSON
-from phalanx.train.state.storage import Draft
-from phalanx.train.state.streams import CHUNK_BYTES, Writing
+from phalanx.train.state import paths as names
+from phalanx.train.state.index import JSON, RESERVED, RankIndex, Row, StoredShard, header_of
+from phalanx.train.state.paths import CHUNK_BYTES, WritableFile
+from phalanx.train.state.shards import STORED_DTYPES, Region, dtype_name
+from phalanx.train.state.storage import CheckpointDraft
 
 MOST_UNHASHED = 4  # tensors written and not yet hashed
 
 
-def owned(pieces: Sequence[TensorShard]) -> list[TensorShard]:
+def owned_shards(pieces: Sequence[TensorShard]) -> list[TensorShard]:
     """The pieces this rank writes: those it owns that are not empty, widest elements first so that all are aligned."""
     mine = [piece for piece in pieces if piece.owner and piece.tensor.numel()]
     seen: set[str] = set()
     for piece in mine:
-        _check(piece, seen)
+        _check_shard(piece, seen)
         seen.add(piece.name)
     return sorted(mine, key=lambda piece: (-piece.tensor.element_size(), piece.name))
 
 
-def _check(piece: TensorShard, seen: set[str]) -> None:
-    kind, box = dtype_name(piece.tensor.dtype), box_of(piece)
-    if kind not in KINDS:
-        raise mistake(piece.name, f"is {kind}, which a checkpoint cannot hold", fix=f"one of {', '.join(KINDS)}")
+def _check_shard(piece: TensorShard, seen: set[str]) -> None:
+    kind, box = dtype_name(piece.tensor.dtype), region_of(piece)
+    if kind not in STORED_DTYPES:
+        raise mistake(
+            piece.name, f"is {kind}, which a checkpoint cannot hold", fix=f"one of {', '.join(STORED_DTYPES)}"
+        )
     if piece.name in seen or piece.name in ("", RESERVED):
         raise mistake(piece.name or "''", "names two pieces of one rank, or is no name", fix="one piece a tensor")
     if not len(piece.shape) == len(box.start) == len(box.size) or any(map(int.__gt__, box.end, piece.shape)):
@@ -43,38 +42,42 @@ def _check(piece: TensorShard, seen: set[str]) -> None:
         raise mistake(piece.name, what)
 
 
-def box_of(piece: TensorShard) -> Box:
+def region_of(piece: TensorShard) -> Region:
     """The box a piece holds."""
-    return Box(tuple(piece.start), tuple(piece.tensor.shape))
+    return Region(tuple(piece.start), tuple(piece.tensor.shape))
 
 
-def write_shard(
-    draft: Draft, rank: int, pieces: Sequence[TensorShard], meta: Mapping[str, JSON], go_on: Callable[[], None]
-) -> Index:
+def write_rank_file(
+    draft: CheckpointDraft,
+    rank: int,
+    pieces: Sequence[TensorShard],
+    meta: Mapping[str, JSON],
+    go_on: Callable[[], None],
+) -> RankIndex:
     """Write the tensors of a rank and flush them; returns the index. `go_on` is called now and then, and may raise."""
-    mine = owned(pieces)
+    mine = owned_shards(pieces)
     header = header_of(map(_row, mine))
-    size_bytes = len(header) + sum(map(size_of, mine))
+    size_bytes = len(header) + sum(map(shard_bytes, mine))
     # The file is flushed while the last digests are still computed: the inner block ends first.
     with ThreadPoolExecutor(max_workers=1) as hasher:
         digests: list[Future[str]] = []
         with draft.create(names.data_name(rank), size_bytes) as writer:
             writer.write(memoryview(header))
             for piece in mine:
-                data = raw(piece.tensor)
-                digests.append(hasher.submit(_sha256, data))
+                data = tensor_bytes(piece.tensor)
+                digests.append(hasher.submit(_hex_digest, data))
                 _write(writer, data, go_on)
                 _wait_until_few(digests)
     entries = tuple(_entries(mine, [digest.result() for digest in digests], rank, len(header)))
-    header_sha256 = _sha256(memoryview(header))
-    return Index(rank=rank, header_bytes=len(header), header_sha256=header_sha256, entries=entries, meta=meta)
+    header_sha256 = _hex_digest(memoryview(header))
+    return RankIndex(rank=rank, header_bytes=len(header), header_sha256=header_sha256, entries=entries, meta=meta)
 
 
-def _sha256(data: memoryview) -> str:
+def _hex_digest(data: memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _write(writer: Writing, data: memoryview, go_on: Callable[[], None]) -> None:
+def _write(writer: WritableFile, data: memoryview, go_on: Callable[[], None]) -> None:
     for begin in range(0, len(data), CHUNK_BYTES):
         go_on()
         writer.write(data[begin : begin + CHUNK_BYTES])
@@ -86,32 +89,32 @@ def _wait_until_few(digests: Sequence[Future[str]]) -> None:
         digests[-1 - MOST_UNHASHED].result()
 
 
-def raw(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row order, as the processor keeps them (little-endian); a copy only where it must be."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def size_of(piece: TensorShard) -> int:
+def shard_bytes(piece: TensorShard) -> int:
     """Bytes of the local tensor."""
     return piece.tensor.numel() * piece.tensor.element_size()
 
 
 def _row(piece: TensorShard) -> Row:
     shape = tuple(piece.tensor.shape)
-    return Row(name=piece.name, dtype=dtype_name(piece.tensor.dtype), shape=shape, size_bytes=size_of(piece))
+    return Row(name=piece.name, dtype=dtype_name(piece.tensor.dtype), shape=shape, size_bytes=shard_bytes(piece))
 
 
-def _entries(pieces: Sequence[TensorShard], digests: Sequence[str], rank: int, offset: int) -> Iterator[Entry]:
+def _entries(pieces: Sequence[TensorShard], digests: Sequence[str], rank: int, offset: int) -> Iterator[StoredShard]:
     for piece, digest in zip(pieces, digests, strict=True):
-        yield Entry(
+        yield StoredShard(
             name=piece.name,
             dtype=dtype_name(piece.tensor.dtype),
             shape=tuple(piece.shape),
-            box=box_of(piece),
+            box=region_of(piece),
             rank=rank,
             offset=offset,
-            size_bytes=size_of(piece),
+            size_bytes=shard_bytes(piece),
             sha256=digest,
         )
-        offset += size_of(piece)
+        offset += shard_bytes(piece)

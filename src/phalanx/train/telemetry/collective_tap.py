@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import Work, _resolve_process_group
 from torch.distributed import ProcessGroup
 
-from phalanx.train.tracing.calls import WORDS, payload_of, tensors_of
+from phalanx.train.tracing.operators import WORDS, payload_of, tensors_of
 
 # Of torch 2.11 to 2.13; those a version lacks are left out.
 METHODS = [

@@ -24,9 +24,14 @@ from phalanx.train.engine import IGNORED, Engine
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
-from phalanx.train.state.save import save
-from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of, restore_newest
-from phalanx.train.verify.ranks import CORES, LIMIT_S, Place, run_ranks
+from phalanx.train.state.save import save_checkpoint
+from phalanx.train.state.training_state import (
+    checkpoint_meta,
+    checkpoint_rank_meta,
+    checkpoint_shards,
+    restore_newest_checkpoint,
+)
+from phalanx.train.verify.ranks import CORES, LIMIT_S, RankPlace, run_ranks
 
 Array = NDArray[Any]
 HELD_OUT = 10**6  # the seed of the batch that is evaluated, not learned from
@@ -44,7 +49,7 @@ class Trial:
     lr: float = 1e-2
     state_dtype: str = "fp32"
     resume: str = ""  # a folder of checkpoints: goes on from the newest, of whatever layout
-    save: str = ""  # where to write one after the last step
+    save_checkpoint: str = ""  # where to write one after the last step
     loss_scale: float = 0.0  # first scale of fp16, when not the default
     broken_rank: int = -1  # the gradient of this rank is infinite in the first step, as from a bad memory chip
     device: str = "cpu"
@@ -53,7 +58,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class OutcomeShard:
     """A rank's box of one tensor."""
 
     name: str
@@ -74,15 +79,15 @@ class RankOutcome:
     skipped: list[bool]
     tokens: list[int]
     evaluations: list[tuple[float, int]]  # before the first and after the last step
-    grads: list[list[Part]]  # of every step that was not skipped, clipped
-    params: list[list[Part]]  # after every step
+    grads: list[list[OutcomeShard]]  # of every step that was not skipped, clipped
+    params: list[list[OutcomeShard]]  # after every step
     loss_scale: float
     seconds: float
     graphs: tuple[int, int] = (0, 0)  # compiled graphs: found in the compile cache, and not found there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What a trial gave: the numbers every rank agreed on and whole tensors put together from their boxes."""
 
     losses: list[float]
@@ -107,13 +112,13 @@ class Outcome:
         return found.hexdigest()
 
 
-def run_trial(trial: Trial, *, limit_s: float = LIMIT_S, debug: bool = True, place: Place = CORES) -> Outcome:
+def run_trial(trial: Trial, *, limit_s: float = LIMIT_S, debug: bool = True, place: RankPlace = CORES) -> TrialOutcome:
     """Run a trial on as many ranks as its layout has, on the trial's kind of device."""
     world, place = trial.settings.layout.devices, replace(place, device=trial.device)
-    return put_together(run_ranks(on_rank, world, trial, limit_s=limit_s, debug=debug, place=place))
+    return join_rank_outcomes(run_ranks(run_trial_rank, world, trial, limit_s=limit_s, debug=debug, place=place))
 
 
-def batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens_BS and targets_BS of a step, whatever the layout; a few targets of the first sequence do not count."""
     drawn = torch.Generator().manual_seed(1000 + step)
     tokens_BL = torch.randint(0, vocab, (sequences, sequence + 1), generator=drawn)
@@ -122,7 +127,7 @@ def batch(step: int, *, sequences: int, sequence: int, vocab: int) -> tuple[torc
     return tokens_BL[:, :-1].contiguous(), targets_BS
 
 
-def on_rank(rank: int, trial: Trial) -> RankOutcome:
+def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     """One rank of a trial, inside a process group."""
     began_s = time.perf_counter()
     # FSDP2 warns of views that nobody changes in place: the embedding's output under tensor parallelism is one.
@@ -134,19 +139,19 @@ def on_rank(rank: int, trial: Trial) -> RankOutcome:
         engine.initialise()
     if trial.loss_scale and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, scale=trial.loss_scale)
-    watched = Watched(engine.optimizer, engine.pieces if trial.tensors else ())
+    watched = WatchedOptimizer(engine.optimizer, engine.pieces if trial.tensors else ())
     engine.optimizer = watched
     if rank == trial.broken_rank:
         _break_once(engine)
-    evaluations = [engine.evaluate(*_mine(engine, trial, HELD_OUT))] if trial.evaluate else []
+    evaluations = [engine.evaluate(*rank_batch(engine, trial, HELD_OUT))] if trial.evaluate else []
     results, params = [], []
     for step in range(first, first + trial.steps):
-        results.append(engine.step(*_mine(engine, trial, step), lr=trial.lr))
+        results.append(engine.step(*rank_batch(engine, trial, step), lr=trial.lr))
         params.append([_part(piece, piece.tensor) for piece in engine.pieces] if trial.tensors else [])
     if trial.evaluate:
-        evaluations.append(engine.evaluate(*_mine(engine, trial, HELD_OUT)))
+        evaluations.append(engine.evaluate(*rank_batch(engine, trial, HELD_OUT)))
     if trial.save:
-        keep(engine, Path(trial.save), step=first + trial.steps, rank=rank)
+        save_trial_state(engine, Path(trial.save), step=first + trial.steps, rank=rank)
     return RankOutcome(
         losses=[one.loss for one in results],
         norms=[one.grad_norm for one in results],
@@ -170,9 +175,9 @@ def _graphs() -> tuple[int, int]:
     return hits, misses
 
 
-def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rank_batch(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This data rank's sequences of the global batch."""
-    whole = batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
+    whole = make_batch(step, sequences=trial.sequences, sequence=trial.settings.sequence, vocab=trial.shape.vocab)
     ranks, index = engine.dims.data, engine.meshes.index("data")
     tokens_BS, targets_BS = (one.chunk(ranks)[index] for one in whole)
     return tokens_BS, targets_BS
@@ -181,16 +186,16 @@ def _mine(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, torch.
 def _restored(engine: Engine, root: str) -> int:
     """The step of the newest checkpoint, with everything in place that it does not hold; 0 where there is none."""
     engine.initialise_unsaved()
-    return restore_newest(engine, Path(root)).step
+    return restore_newest_checkpoint(engine, Path(root)).step
 
 
-class Watched:
+class WatchedOptimizer:
     """An optimizer that remembers the gradients it was given."""
 
     def __init__(self, inner: Optimizer, pieces: Sequence[TensorShard]) -> None:
         self._inner, self._pieces = inner, pieces
         self.steps = inner.steps
-        self.grads: list[list[Part]] = []
+        self.grads: list[list[OutcomeShard]] = []
 
     def step(self, lr: float) -> None:
         """Note the gradients, then update."""
@@ -211,12 +216,12 @@ class Watched:
         return self._inner.state_bytes()
 
 
-def _part(piece: TensorShard, tensor: torch.Tensor) -> Part:
+def _part(piece: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         values = values.float()
     array: Array = values.numpy().copy()
-    return Part(
+    return OutcomeShard(
         name=piece.name,
         shape=piece.shape,
         start=piece.start,
@@ -239,25 +244,25 @@ def _break_once(engine: Engine) -> None:
     engine._gradients = broken  # type: ignore[method-assign]
 
 
-def keep(engine: Engine, root: Path, *, step: int, rank: int) -> None:
+def save_trial_state(engine: Engine, root: Path, *, step: int, rank: int) -> None:
     """Write a checkpoint as the loop does."""
-    meta = meta_of(engine, step=step, tokens=0, data="random")
-    save(
+    meta = checkpoint_meta(engine, step=step, tokens=0, data="random")
+    save_checkpoint(
         root,
         step=step,
         attempt="trial",
-        pieces=pieces_of(engine),
+        pieces=checkpoint_shards(engine),
         meta=meta,
         rank=rank,
         world=engine.dims.world,
-        rank_meta=rank_meta_of(engine),
+        rank_meta=checkpoint_rank_meta(engine),
     )
 
 
 # ---- from the boxes of all ranks to whole tensors --------------------------------------------------------------------
 
 
-def put_together(ranks: Sequence[RankOutcome]) -> Outcome:
+def join_rank_outcomes(ranks: Sequence[RankOutcome]) -> TrialOutcome:
     """One outcome of the whole job; where ranks contradict each other, their quarrels are listed."""
     first = ranks[0]
     quarrels = [f"rank {rank} saw other losses than rank 0" for rank, one in enumerate(ranks) if not _agree(first, one)]
@@ -268,7 +273,7 @@ def put_together(ranks: Sequence[RankOutcome]) -> Outcome:
         quarrels += [f"step {step + 1}: {text}" for text in found]
     for number in range(len(first.grads)):
         grads.append(_whole([one.grads[number] for one in ranks])[0])
-    return Outcome(
+    return TrialOutcome(
         losses=first.losses,
         norms=first.norms,
         skipped=first.skipped,
@@ -288,7 +293,7 @@ def _agree(a: RankOutcome, b: RankOutcome) -> bool:
     return same and a.skipped == b.skipped and a.evaluations == b.evaluations and a.loss_scale == b.loss_scale
 
 
-def _whole(ranks: Sequence[Sequence[Part]]) -> tuple[dict[str, Array], list[str]]:
+def _whole(ranks: Sequence[Sequence[OutcomeShard]]) -> tuple[dict[str, Array], list[str]]:
     """Whole tensors by name, and what is wrong with the boxes: copies that differ, places no rank holds."""
     whole: dict[str, Array] = {}
     digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}

@@ -8,11 +8,13 @@ import sys
 
 import pytest
 import torch
+from phalanx.train.state.whole_tensors import read_state
 
 from phalanx.errors import PhalanxError
-from phalanx.train.state import Damaged, load, newest, verify
-from phalanx.train.state.export import read_state
-from phalanx.train.state.jsontext import to_text
+from phalanx.train.state import Damaged, newest
+from phalanx.train.state import reader as verify
+from phalanx.train.state import restore as load
+from phalanx.train.state.index import encode_json
 
 
 def forge_manifest(folder, change):
@@ -20,15 +22,15 @@ def forge_manifest(folder, change):
     body = json.loads((folder / "manifest.json").read_text())
     del body["sha256"]
     change(body)
-    body["sha256"] = hashlib.sha256(to_text(body)).hexdigest()
-    (folder / "manifest.json").write_bytes(to_text(body))
+    body["sha256"] = hashlib.sha256(encode_json(body)).hexdigest()
+    (folder / "manifest.json").write_bytes(encode_json(body))
 
 
 def forge_index(folder, change):
     path = folder / "rank-00000.json"
     body = json.loads(path.read_text())
     change(body)
-    data = to_text(body)
+    data = encode_json(body)
     path.write_bytes(data)
     sums = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
     forge_manifest(folder, lambda manifest: manifest["ranks"][0].update(sums))
@@ -202,8 +204,10 @@ import resource, sys
 from pathlib import Path
 import torch
 from phalanx.errors import PhalanxError
-from phalanx.train.state import load, newest, verify
-from phalanx.train.state.export import read_state
+from phalanx.train.state import restore as load
+from phalanx.train.state import reader as verify
+from phalanx.train.state import newest
+from phalanx.train.state.whole_tensors import read_state
 from phalanx.train.parallel.tensor_shard import Piece
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

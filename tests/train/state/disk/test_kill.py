@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from phalanx.train.state import load, newest
+from phalanx.train.state import newest
+from phalanx.train.state import restore as load
 
 POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
 

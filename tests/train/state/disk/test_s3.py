@@ -10,12 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from phalanx.train.state.paths import parse_location
+from phalanx.train.state.retention import list_commits
 
 from phalanx.errors import SystemFailure
-from phalanx.train.state import Damaged, load, newest, save, sweep, verify
-from phalanx.train.state import objects as objects_module
-from phalanx.train.state.prune import committed
-from phalanx.train.state.url import place_of
+from phalanx.train.state import Damaged, newest, save, sweep
+from phalanx.train.state import object_store as objects_module
+from phalanx.train.state import reader as verify
+from phalanx.train.state import restore as load
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server", reason="moto[server] is a real S3 server for tests")
@@ -137,11 +139,11 @@ def values(kit, path, world=1):
 def test_four_processes_save_and_three_load(kit, store, runs):
     root, ended, errors = runs["all"]
     assert ended == [0] * RANKS, errors
-    assert [place.name for place in committed(root)] == ["step-00000003", "step-00000002"]  # keep 2
+    assert [place.name for place in list_commits(root)] == ["step-00000003", "step-00000002"]  # keep 2
     found = newest(root, verify=True)
     assert (found.step, found.world, found.meta, found.warnings) == (3, RANKS, {"value": 3}, ())
     assert values(kit, found.path, world=3) == {3.0}
-    key = place_of(root).key
+    key = parse_location(root).key
     kept = [f"step-{step:08d}/{attempt}/rank-{rank:05d}{ending}" for step, attempt in ((2, "b"), (3, "c"))
             for rank in range(RANKS) for ending in (".json", ".safetensors")]  # fmt: skip
     kept += ["step-00000002/manifest.json", "step-00000003/manifest.json"]
@@ -156,7 +158,7 @@ def test_rank_0_dies_between_part_and_manifest(kit, runs, stop):
     assert (found.step, found.warnings) == ((2 if stop == "commit" else 1), ())
     assert values(kit, found.path) == {float(found.step)}
     sweep(root)
-    assert [place.name for place in committed(root)][-1] == "step-00000001"  # a sweep takes no commit
+    assert [place.name for place in list_commits(root)][-1] == "step-00000001"  # a sweep takes no commit
     save(root, step=2, attempt="c", pieces=[kit.piece("w", torch.full((ROWS, 8), 7.0))], meta={}, rank=0, world=1)
     assert values(kit, newest(root, verify=True).path) == {7.0}
 
@@ -194,7 +196,7 @@ def test_large_tensors_go_up_in_parts_and_come_down_in_ranges(kit, store, root, 
 
 def test_an_upload_that_fails_leaves_no_parts_behind(store, root, monkeypatch):
     monkeypatch.setattr(objects_module, "CHUNK_BYTES", 5 * 2**20)
-    place = place_of(root) / "half"
+    place = parse_location(root) / "half"
 
     def fail():
         with objects_module.ObjectWriter(store, place, 2**24) as writer:

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import find_restore_points
+from phalanx.train.state.in_memory import InMemoryCheckpointer
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.replica_server import ReplicaServer
 
-from phalanx.elastic.choose import choices
-from phalanx.elastic.vault import Vault
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_server import VaultServer
-from phalanx.train.state.memory_source import MemorySource
 
 SECRET = bytes(range(32))
 
@@ -66,7 +66,7 @@ def same_bits(one, other):
 
 def keeper(vault, rank, world, *, epoch=1, slot=None, **options):
     options = {"buddy": None, **options}
-    return Keeper(
+    return InMemoryCheckpointer(
         vault, slot=rank if slot is None else slot, rank=rank, world=world, epoch=epoch, secret=SECRET, **options
     )
 
@@ -84,8 +84,8 @@ def put_all(vault, tensors, world, *, step, epoch=1, held=-1, keepers=None):
 
 
 def source(vault, host="here", *, choice=None, peers=None):
-    choice = choice or choices({host: vault.held()})[0]
-    return MemorySource(choice, vault=vault, local_host=host, peers=peers or {}, secret=SECRET)
+    choice = choice or find_restore_points({host: vault.held()})[0]
+    return ReplicaSource(choice, vault=vault, local_host=host, peers=peers or {}, secret=SECRET)
 
 
 def fork(work, *arguments):
@@ -127,7 +127,7 @@ def kit():
 
 @pytest.fixture
 def vault():
-    made = Vault(4)
+    made = ReplicaStore(4)
     yield made
     made.close()
 
@@ -138,7 +138,7 @@ def serve():
     servers = []
 
     def start(vault, host="there"):
-        servers.append(VaultServer(vault, secret=SECRET, address="127.0.0.1", host=host))
+        servers.append(ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=host))
         return servers[-1]
 
     yield start

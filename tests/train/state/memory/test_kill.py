@@ -12,12 +12,12 @@ import pytest
 DRIVER = """
 import json, os, random, signal, sys, time
 import torch
-from phalanx.train.state import load
+from phalanx.train.state import restore as load
 from phalanx.train.parallel.tensor_shard import Piece
-from phalanx.elastic.choose import choices
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_source import MemorySource
-from phalanx.elastic.vault import Vault
+from phalanx.elastic.restore_point import choices
+from phalanx.train.state.in_memory import Keeper
+from phalanx.train.state.replica_reader import MemorySource
+from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
 NAMES = [f"w{place}" for place in range(3)]
@@ -96,15 +96,15 @@ from datetime import timedelta
 from mmap import mmap
 import torch
 import torch.distributed as dist
-from phalanx.train.state import load
+from phalanx.train.state import restore as load
 from phalanx.train.parallel.tensor_shard import Piece
-from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.elastic.choose import choices
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
-from phalanx.train.state.memory_source import MemorySource
-from phalanx.elastic.vault import Vault
+from phalanx.train.state.in_memory import buddy_of
+from phalanx.elastic.restore_point import choices
+from phalanx.train.state.in_memory import Keeper
+from phalanx.train.state.in_memory import BuddyAddress
+from phalanx.train.state.replica_server import VaultServer
+from phalanx.train.state.replica_reader import MemorySource
+from phalanx.elastic.replica_store import Vault
 
 torch.set_num_threads(1)
 WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32
