@@ -39,7 +39,7 @@ from phalanx.record.toml import to_toml
 from phalanx.train import worker
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.engine import Engine
-from phalanx.train.orders import Orders
+from phalanx.train.rank_control import RankControl
 
 WARM_UP = 3  # the first step compiles, the second may compile once more, the third settles the allocator
 LEAST, MOST = 6, 14  # steps that are timed
@@ -286,7 +286,7 @@ def measure(c: Configuration, cluster: str, dataset: Path, device: torch.device)
         run, plan = run_of(plan, dataset, Path(name))
         watch = Watch(log, device)
         try:
-            worker.train(run, plan, device, log, Orders(stop=lambda: False, progress=watch.after_step))  # type: ignore[arg-type]
+            worker.train(run, plan, device, log, RankControl(stop=lambda: False, progress=watch.after_step))  # type: ignore[arg-type]
         except Measured:
             found["status"] = "ok"
         except torch.OutOfMemoryError:

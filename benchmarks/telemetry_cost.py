@@ -35,11 +35,11 @@ from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
 from phalanx.train.engine import Engine, StepResult
 from phalanx.train.settings import Settings
+from phalanx.train.telemetry.monitor import PeerRendezvous, meet_peers, monitored_rank
 from phalanx.train.telemetry.noise import LocalNorms, NoiseScale
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers
 from phalanx.train.telemetry.timeline import TimelineSampler
-from phalanx.train.telemetry.watch import Meeting, meet, watched
 from phalanx.train.verify.ranks import run_ranks
 
 SHAPE = ModelShape(
@@ -85,7 +85,7 @@ def layouts() -> dict[str, Layout]:
 
 @contextmanager
 def switched_on(
-    engine: Engine, events: EventWriter, meeting: Meeting | None, telemetry: Telemetry, parts: str
+    engine: Engine, events: EventWriter, meeting: PeerRendezvous | None, telemetry: Telemetry, parts: str
 ) -> Iterator[None]:
     """Telemetry for the length of the block: what is inside the step, what is beside it, or all."""
     layout, rank = engine.settings.layout, dist.get_rank()
@@ -93,7 +93,7 @@ def switched_on(
     beside = (
         nullcontext()
         if parts == "inside"
-        else watched(
+        else monitored_rank(
             events,
             lambda: sensors_of(torch.device("cpu"), power_w=POWER_W),
             meeting,
@@ -171,7 +171,9 @@ def measure(rank: int, layout: Layout, rounds: int, steps: int, telemetry: Telem
     for turn in range(rounds):
         for on in (turn % 2 == 0, turn % 2 == 1):
             if on:
-                with switched_on(engine, events, meet(store, os.environ, engine.device, events)[0], telemetry, parts):
+                with switched_on(
+                    engine, events, meet_peers(store, os.environ, engine.device, events)[0], telemetry, parts
+                ):
                     found.blocks[True].append(timed(lambda: [step() for _ in range(steps)]))
             else:
                 found.blocks[False].append(timed(lambda: [step() for _ in range(steps)]))

@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
+from phalanx.train.state.replica_server import ReplicaServer
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
 from phalanx.train.state.replica_server import ReplicaServer
@@ -34,12 +37,14 @@ SECRET = b"benchmark"
 WARM_UP, TENSORS = 4, 60  # a model of 20 tensors, and two moments of each
 
 
-def state(size_gb: float, device: str) -> list[Piece]:
+def state(size_gb: float, device: str) -> list[TensorShard]:
     """Weights and moments of a model, all on this rank."""
     rows = int(size_gb * 1e9 / TENSORS / 4 / 1024)
     tensors = [torch.rand(rows, 1024, device=device) for _ in range(TENSORS)]
     return [
-        Piece(name=f"w{place}", tensor=one, shape=tuple(one.shape), start=(0, 0), replicas=1, owner=True, groups={})
+        TensorShard(
+            name=f"w{place}", tensor=one, shape=tuple(one.shape), start=(0, 0), replicas=1, owner=True, groups={}
+        )
         for place, one in enumerate(tensors)
     ]
 
@@ -48,7 +53,7 @@ def keeper_of(vault: ReplicaStore, rank: int, world: int, buddy: ReplicaAddress 
     return InMemoryCheckpointer(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
 
 
-def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[Piece], step: int) -> tuple[float, float, float]:
+def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
     """Seconds of blocking, processor seconds of this thread in it, and seconds until the snapshot is safe."""
     began_s, used_s = time.perf_counter(), time.thread_time()
     blocked_s = keeper.put(step, pieces, {}, held=keeper.safe_step)
@@ -59,7 +64,7 @@ def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[Piece], step: int) 
 
 
 def measure_puts(
-    pieces: Sequence[Piece], puts: int, *, reserve: bool, buddy: ReplicaAddress | None
+    pieces: Sequence[TensorShard], puts: int, *, reserve: bool, buddy: ReplicaAddress | None
 ) -> list[list[float]]:
     vault = ReplicaStore(1)
     keeper = keeper_of(vault, 0, 1, buddy)

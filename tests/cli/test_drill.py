@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from phalanx.train.drill.faults import parse_faults
 
 from phalanx.cli.drill import _shrink, keep_record
 from phalanx.cli.main import main
@@ -27,6 +28,10 @@ from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 from phalanx.train.drill import perform
 from phalanx.train.drill.faults import parse_faults
+from phalanx.train.data.build import Origin, Recipe, build_dataset
+from phalanx.train.data.documents import Reading
+from phalanx.train.data.progress import Progress
+from phalanx.train.drill import perform
 
 JOB = """\
 name = "drilled"
@@ -72,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
     (folder / "job.toml").write_text(JOB)
     return folder
 

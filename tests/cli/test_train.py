@@ -18,7 +18,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.elastic import local_launch as client
 from phalanx.record.run import open_run
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 
@@ -55,7 +55,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
     return folder / "data"
 
 

@@ -1,4 +1,4 @@
-"""Pieces of the loop that no whole run would show: by themselves, with stand-ins around them."""
+"""Parts of the loop that no whole run would show: by themselves, with stand-ins around them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from phalanx.elastic.rank_link import Interrupted
 
 from phalanx.elastic.rank_link import Interrupted
 from phalanx.errors import Problem, SystemFailure
 from phalanx.job.schema import Optim
 from phalanx.train import loop as module
-from phalanx.train.engine import NO_WISHES
-from phalanx.train.loop import Loop
-from phalanx.train.orders import Orders
+from phalanx.train.callbacks import CallbackList
+from phalanx.train.checkpointing import Checkpointing
+from phalanx.train.drill_hooks import DrillFaults
+from phalanx.train.engine import NO_REQUESTS
+from phalanx.train.loop import TrainingLoop
+from phalanx.train.rank_control import RankControl
 from phalanx.train.telemetry.noise import LocalNorms
+from phalanx.train.telemetry.step_events import StepTelemetry
 
 
 @pytest.fixture
 def bare():
     """A loop that was never built; it keeps what it writes."""
-    loop = Loop.__new__(Loop)
-    loop.written = []
+    loop = TrainingLoop.__new__(TrainingLoop)
+    loop.written, loop.rank, loop.world_size, loop.step = [], 0, 1, 0
     loop.events = SimpleNamespace(write=lambda kind, **fields: loop.written.append((kind, fields)))
-    loop.orders = Orders(stop=lambda: False, progress=lambda step, phase: None)
-    loop.hooks = SimpleNamespace(step_begins=lambda step: None)
+    loop.control = RankControl(stop=lambda: False, progress=lambda step, phase: None)
     loop.engine = SimpleNamespace(listener=None)
+    loop.callbacks = CallbackList([])
     return loop
 
 
@@ -37,50 +42,52 @@ def test_what_looking_into_a_step_costs_is_no_part_of_the_step(bare, monkeypatch
         now_s[0] += seconds
         return value
 
-    class Timeline:
-        opening_s = 0.0
+    class Telemetry:
+        timeline = SimpleNamespace(opening_s=0.0)
 
         @contextmanager
-        def step(self, number):
+        def observe(self, number):
             passes(32.0)  # the device ends the last update: this step waits for it in any case
             passes(16.0)  # the profiler starts
-            self.opening_s = 16.0
+            self.timeline.opening_s = 16.0
             yield []
             passes(8.0)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    result = SimpleNamespace(wishes=NO_WISHES, compute_s=0.5)
-    bare.hooks.step_begins = lambda step: passes(1.0)  # a drill's delay is in the step
+    result = SimpleNamespace(requests=NO_REQUESTS, compute_s=0.5)
+    hooks = SimpleNamespace(step_begins=lambda step: passes(1.0))  # a drill's delay is in the step
+    bare.callbacks = CallbackList([DrillFaults(hooks)])
     bare.batches = SimpleNamespace(get=lambda step: passes(2.0, (np.zeros((1, 2), dtype=np.int64),) * 2))
     bare.batch_plan = SimpleNamespace(tokens_before=lambda step: 0)
     bare.plan = SimpleNamespace(duration=SimpleNamespace(tokens=100))
     bare.job = SimpleNamespace(optim=Optim())
     bare.engine.step = lambda *args, **kwargs: passes(4.0, result)
-    bare.timeline, bare._put = Timeline(), -1
-    bare.orders = Orders(stop=lambda: False, progress=lambda step, phase: None, over=lambda: now_s[0] > 1000.0)
-    taken = bare._step(0)
-    assert (taken.duration_s, taken.before_s, taken.data_s, taken.own_s) == (39.0, 35.0, 2.0, 1.5)
+    bare.telemetry = Telemetry()
+    bare.checkpoints = SimpleNamespace(copied_step=-1, confirm_copies=lambda step, requests: None)
+    bare.control = RankControl(stop=lambda: False, progress=lambda step, phase: None, over=lambda: now_s[0] > 1000.0)
+    report = bare._take_step()
+    assert (report.duration_s, report.before_s, report.data_s, report.own_s) == (39.0, 35.0, 2.0, 1.5)
     now_s[0] = 1000.0
-    with pytest.raises(Interrupted):  # the formation ended in the middle of it: its numbers are worth nothing
-        bare._step(1)
+    with pytest.raises(Interrupted):  # the membership ended in the middle of it: its numbers are worth nothing
+        bare._take_step()
 
 
-def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare, monkeypatch):
+def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare):
     norms = LocalNorms(frozenset())
     bare.engine.listener = SimpleNamespace(norms=norms)
     bare.batch_plan = SimpleNamespace(steps=6)
-    bare.patience = SimpleNamespace(begin=lambda: None)
-    bare._finish = lambda step, *, stopped: None
-    monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
+    bare.callbacks = CallbackList([StepTelemetry.__new__(StepTelemetry)])
+    bare._finish = lambda state: state
     assert bare.run(6) == "done"
     assert norms.next == 6
 
 
 def test_a_save_that_failed_is_told_without_keys(bare, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
-    bare._is_last = False
+    checkpoints = Checkpointing.__new__(Checkpointing)
+    checkpoints._training, checkpoints._is_last = bare, False
     problem = Problem(where="s3://bucket", what="403 for wJalrXUtnFEMI at https://me:pw@host/x", fix="look")
-    bare._tell_unsaved(3, SystemFailure(problem))
+    checkpoints.tell_unsaved(3, SystemFailure(problem))
     ((kind, fields),) = bare.written
     assert kind == "checkpoint"
     assert "[AWS_SECRET_ACCESS_KEY]" in fields["error"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from phalanx.train.tracing.hang_check import find_hang
+from phalanx.train.tracing.traced_ranks import TracedStep, stage_ranks, trace_ranks
+from phalanx.train.tracing.traced_step import record_ranks, trace_rank
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.engine import Wish
+from phalanx.train.engine import StepRequest
 from phalanx.train.settings import Settings
 from phalanx.train.telemetry.noise import NUMBERS
 from phalanx.train.tracing.hang_check import find_hang
@@ -73,7 +76,7 @@ def test_a_broken_rank_is_reported_as_the_hang_it_would_be():
     assert hang is not None
     assert hang.render() == (
         "rank 1 waits for rank 0 in receive of 16.4 kB from rank 0 on axis pipeline (backward), operation 4\n"
-        f"  rank 0 waits in all-reduce of {8 * (3 + len(Wish) + NUMBERS)} B float64 on axis world "
+        f"  rank 0 waits in all-reduce of {8 * (3 + len(StepRequest) + NUMBERS)} B float64 on axis world "
         "(2 ranks from 0, optimizer), operation 4"
     )
 

@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from phalanx.train.data.build import build
+    from phalanx.train.data.build import build_dataset
     from phalanx.train.data.progress import on_stderr
 
-    manifest = build(_recipe(args), args.out, on_stderr)
+    manifest = build_dataset(_recipe(args), args.out, on_stderr)
     if not manifest.total("tokens", "heldout") and args.heldout:
         note("warning: no document fell into the held-out split, so nothing can be evaluated")
         note("  use a larger --heldout, or --split-on blank to cut long texts in paragraphs")

@@ -211,6 +211,25 @@ class Comm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PluginReferences:
+    """Code of the user's own, each as "file.py:name", "package.module:name" or the name of an entry point.
+
+    Keyword arguments may follow as a JSON object: 'log.py:LossLog {"every": 10}'.
+    """
+
+    callbacks: tuple[str, ...] = field(default=(), metadata=texts("callbacks, called in this order", key="callbacks"))
+    loss: str = field(default="", metadata=text("loss(logits, targets), summed over the valid tokens"))
+    optimizer: str = field(default="", metadata=text("a torch.optim.Optimizer, or a function that builds one"))
+    data: str = field(default="", metadata=text("a dataset or an iterable of sequences, instead of data.path"))
+    metrics: tuple[str, ...] = field(
+        default=(), metadata=texts("metric(logits, targets), summed over the valid tokens", key="metrics")
+    )
+    source: tuple[str, ...] = field(
+        default=(), metadata=texts("lines of Python that came from a notebook or script", key="source")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Waiver:
     """A rule of the specification that this job breaks on purpose, why, and until when."""
 
@@ -392,6 +411,7 @@ class Job:
     precision: Precision
     parallel: Parallel
     train: Train
+    plugins: PluginReferences = PluginReferences()
     comm: Comm = Comm()
     numerics: Numerics
     checkpoint: Checkpoint
@@ -408,6 +428,7 @@ SECTIONS = {
     "precision": Precision,
     "parallel": Parallel,
     "train": Train,
+    "plugins": PluginReferences,
     "comm": Comm,
     "numerics": Numerics,
     "checkpoint": Checkpoint,

@@ -22,7 +22,7 @@ MEMORY_ERROR = 0.06
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
 OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
 RECOMPUTED_PENDING = 1.42  # see _counted_stage
-EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/parts.py)
+EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/model_stages.py)
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import LauncherTask, StopSignals
+from phalanx.elastic.local_launch import StopSignals
 from phalanx.elastic.rank_link import RankLink
 from phalanx.elastic.rank_process import Work, die_with
 from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings
@@ -74,8 +75,7 @@ def main(arguments: list[str]) -> int:
 
 def _check(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
-    from phalanx.train.check import refuse_layout
-    from phalanx.train.settings import Settings
+    from phalanx.train.settings import Settings, refuse_layout
 
     settings = Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
     refuse_layout(plan.job.model, settings)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,44 +29,54 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.guard.compiled import TrialPass, drawn_so_far
-from phalanx.train.guard.spikes import Spikes
-from phalanx.train.models.filling import Filling
-from phalanx.train.models.moe import Moe
-from phalanx.train.models.own import PREFIX, Outline, OwnStage, tables_of, whole_values
+from phalanx.train.guard.spikes import SpikeDetector
+from phalanx.train.model_stages import (
+    ModelStage,
+    StageTensor,
+    build_stages,
+    copy_weights,
+    draw_weights,
+    num_stages,
+    stage_tensors,
+)
+from phalanx.train.models.moe import BatchFilling, Moe
+from phalanx.train.models.own import PREFIX, NetworkOutline, OwnStage, tables_of, whole_values
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.scaler import LossScale
+from phalanx.train.own_loss import own_loss
 from phalanx.train.parallel.buffers import BufferExchange
-from phalanx.train.parallel.clip import scale_gradients, squared_norm
 from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
-from phalanx.train.parallel.exchange import GradientExchange
 from phalanx.train.parallel.fsdp import accumulate
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.gradients import GradientExchange, TiedTable, scale_gradients, squared_norm
 from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.stage import LeanStage
-from phalanx.train.parallel.tied import TiedTable
-from phalanx.train.parts import Held, Part, build_parts, fill, fill_from, holdings, num_stages
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
 from phalanx.train.telemetry.clock import Phase, clock_of, time_gathers, time_stage
-from phalanx.train.telemetry.listen import fsdp_groups, listen
+from phalanx.train.telemetry.listen import fsdp_groups, listen_for_noise
 from phalanx.train.telemetry.noise import NUMBERS, Noise, NoiseScale, estimate
 
 IGNORED = -100  # target of a token that is not scored, as in torch
 
 
-class Wish(IntEnum):
+# A number summed over the valid tokens of (logits_BSV, targets_BS): a loss, or a metric.
+TokenSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class StepRequest(IntEnum):
     """What a rank may ask of all the others at the end of a step; one voice is enough."""
 
     STOP = 0  # end the run after this step
     SAVE = 1  # write a checkpoint of this step
-    REFORM = 2  # leave this formation after this step
-    UNHELD = 3  # my copy of the state before this step is not safe in memory yet
+    REFORM = 2  # leave this membership after this step
+    COPY_UNSAFE = 3  # my copy of the state before this step is not safe in memory yet
 
 
-NO_WISHES = (False,) * len(Wish)
+NO_REQUESTS = (False,) * len(StepRequest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +87,7 @@ class StepResult:
     tokens: int  # valid tokens of the global batch
     grad_norm: float
     skipped: bool  # the gradient was not finite, or refused: no rank updated anything
-    wishes: tuple[bool, ...]  # by Wish: whether some rank has it
+    requests: tuple[bool, ...]  # by Wish: whether some rank has it
     compute_s: float  # this rank's own work
     wait_s: float  # this rank's waiting for others at the end of the step
     bytes_sent: int | None = None  # by compressed gradient exchange on this rank
@@ -107,17 +118,20 @@ class Engine:
 
             prepare_compiler(self.meshes)
         # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
-        self._loss = torch.compile(summed_loss, backend=settings.compile_backend) if settings.compile else summed_loss
-        self.parts: list[Part] = build_parts(shape, settings, self.meshes, device)
-        self.held: list[Held] = holdings(self.parts, self.meshes, tied=shape.tied)
+        loss = own_loss(settings, shape.vocab) if settings.loss else summed_loss
+        self._loss = torch.compile(loss, backend=settings.compile_backend) if settings.compile else loss
+        self.parts: list[ModelStage] = build_stages(shape, settings, self.meshes, device)
+        self.held: list[StageTensor] = stage_tensors(self.parts, self.meshes, tied=shape.tied)
         self._trained = [held for held in self.held if held.trained]
         self.exchange = None if self.dims.zero else GradientExchange(self._trained, self.meshes, settings)
         parameters = [held for held in self.held if held.is_parameter]
         masters = [self._master(held) for held in parameters]
         self._copies = [(held.local, one) for held, one in zip(parameters, masters, strict=True) if one is not None]
         pieces = [held.piece(held.local if one is None else one) for held, one in zip(parameters, masters, strict=True)]
-        self.pieces: list[Piece] = [one for one, held in zip(pieces, parameters, strict=True) if held.trained]
-        self._frozen: list[Piece] = [one for one, held in zip(pieces, parameters, strict=True) if not held.trained]
+        self.pieces: list[TensorShard] = [one for one, held in zip(pieces, parameters, strict=True) if held.trained]
+        self._frozen: list[TensorShard] = [
+            one for one, held in zip(pieces, parameters, strict=True) if not held.trained
+        ]
         # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
         matrices = {piece.name for piece in self.pieces if len(piece.shape) > 1}
         self.optimizer: Optimizer = build_optimizer(
@@ -126,8 +140,12 @@ class Engine:
             state_dtype=state_dtype,
             decays=matrices.__contains__,
             tables=self._tables(),
+            own=settings.optimizer,
+            allow_code=settings.allow_code,
         )
-        self.outline: Outline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
+        # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
+        self.restored_extras: dict[str, Any] = {}
+        self.outline: NetworkOutline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
         self.first_rank_buffers: set[str] = set()  # changed by forward; the first data rank's value counts for all
         self._buffers = None
         if self.outline is not None:
@@ -137,19 +155,22 @@ class Engine:
             None  # tokens of each expert in the last step, a row per layer held here
         )
         self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
-        self._filling = [Filling(part.model) for part in self.parts] if self._moes else []
+        self._filling = [BatchFilling(part.model) for part in self.parts] if self._moes else []
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
-        self.listener = listen(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
+        self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device)
         if device.type == "cuda":
             time_gathers(fsdp_groups(part.model for part in self.parts), self.clock)
-        self.touch_gradients: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # for drills
-        self.spikes = Spikes(0.0)  # which finite norms are skipped all the same
+        # Called in every step: by callbacks of the loop.
+        self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
+        self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
+        self.on_after_update: Callable[[], None] = lambda: None
+        self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
         self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
         self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}
@@ -177,7 +198,7 @@ class Engine:
         if self.outline is not None:
             self._take_own(list(self.outline.tensors))
             return
-        fill(self.pieces, seed=self.settings.seed, layers=self.shape.layers)
+        draw_weights(self.pieces, seed=self.settings.seed, layers=self.shape.layers)
         self._clear_buffers()
         self.publish()
 
@@ -198,7 +219,7 @@ class Engine:
         assert self.outline is not None
         settings = self.settings
         values = whole_values(self.shape, self.outline, names, seed=settings.seed, allow_code=settings.allow_code)
-        fill_from(values, self.parts, self.weights(), prefix=PREFIX)
+        copy_weights(values, self.parts, self.weights(), prefix=PREFIX)
         self.publish()
 
     @torch.no_grad()
@@ -215,12 +236,12 @@ class Engine:
         if self._copies:
             torch._foreach_copy_([target for target, _ in self._copies], [source for _, source in self._copies])
 
-    def weights(self) -> list[Piece]:
+    def weights(self) -> list[TensorShard]:
         """The model as the optimizer sees it, frozen weights and buffers included."""
         buffers = [held.piece(held.local) for held in self.held if not held.is_parameter]
         return [*self.pieces, *self._frozen, *buffers]
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
         return [*self.weights(), *self.optimizer.state()]
 
@@ -249,7 +270,7 @@ class Engine:
         """What the last gradients were multiplied by; 0 before the first."""
         return self._unit
 
-    def _master(self, held: Held) -> torch.Tensor | None:
+    def _master(self, held: StageTensor) -> torch.Tensor | None:
         """A copy of the weight in the format and place the optimizer wants it; None where that is its own storage."""
         place = torch.device("cpu") if self.settings.layout.offload == "optimizer" else held.local.device
         used = held.local
@@ -265,9 +286,9 @@ class Engine:
         targets_BS: torch.Tensor,
         *,
         lr: float,
-        wishes: Callable[[], Sequence[bool]] = lambda: NO_WISHES,
+        requests: Callable[[], Sequence[bool]] = lambda: NO_REQUESTS,
     ) -> StepResult:
-        """Learn from this data rank's part of the global batch; `wishes` is asked late, and heard by all ranks."""
+        """Learn from this data rank's part of the global batch; `requests` is asked late, and heard by all ranks."""
         sent = self.bytes_sent
         self.clock.begin()
         if self.listener is not None:
@@ -284,13 +305,13 @@ class Engine:
         with self.clock.phase("other"):
             moved = self._moved(loss_sum)
             grads = self._gradients()
-            self.touch_gradients(grads)
+            self.on_gradients_ready(grads)
             norm_squared = squared_norm(self.pieces, grads)
             heard = self._heard(targets_BS, grads, norm_squared)
-        numbers = self._agree(norm_squared, loss_sum, targets_BS, wishes=wishes(), heard=[*moved, *heard])
+        numbers = self._agree(norm_squared, loss_sum, targets_BS, requests=requests(), heard=[*moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
-        wanted, more = rest[: len(Wish)], rest[len(Wish) :]
+        wanted, more = rest[: len(StepRequest)], rest[len(StepRequest) :]
         moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
@@ -313,7 +334,7 @@ class Engine:
             tokens=int(valid),
             grad_norm=norm,
             skipped=skipped,
-            wishes=tuple(count > 0 for count in wanted),
+            requests=tuple(count > 0 for count in wanted),
             compute_s=timed.compute_s,
             wait_s=timed.wait_s,
             bytes_sent=None if sent is None or self.bytes_sent is None else self.bytes_sent - sent,
@@ -322,20 +343,28 @@ class Engine:
             phases=timed.phases,
         )
 
-    @torch.no_grad()
     def evaluate(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> tuple[float, int]:
         """(summed loss in nats, valid tokens) over every data rank's sequences."""
+        loss, valid = self.evaluate_sums(tokens_BS, targets_BS)
+        return loss, int(valid)
+
+    @torch.no_grad()
+    def evaluate_sums(
+        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, metrics: Sequence[TokenSum] = ()
+    ) -> tuple[float, ...]:
+        """Cross-entropy in nats, valid tokens, then each metric, summed over every data rank's sequences."""
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         for part in self.parts:
             part.model.eval()
-        loss_sum = self._forward_only(tokens_BS, targets_BS)
+        sums = self._forward_only(tokens_BS, targets_BS, (summed_loss, *metrics))
         if self._buffers is not None:
             self._buffers.settle()
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        _, loss, valid, *_ = self._read(self._agree(zero, loss_sum, targets_BS, wishes=NO_WISHES))
-        return loss, int(valid)
+        others = [one if self._scores else zero for one in sums[1:]]
+        numbers = self._read(self._agree(zero, sums[0], targets_BS, requests=NO_REQUESTS, heard=others))
+        return (*numbers[1:3], *numbers[3 + len(NO_REQUESTS) :])
 
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
         """This context rank's slices of the sequences."""
@@ -433,15 +462,18 @@ class Engine:
             total += plain(loss.detach()).double() / unit
         return total
 
-    def _forward_only(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    def _forward_only(
+        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, wanted: Sequence[TokenSum]
+    ) -> list[torch.Tensor]:
         count = tokens_BS.shape[0] // self.settings.layout.micro_batch
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        totals = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in wanted]
         with self._loss_context():
             for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
                 logits = self._through(x)
                 if logits is not None:
-                    total += plain(summed_loss(logits, y)).double()
-        return total
+                    for total, function in zip(totals, wanted, strict=True):
+                        total += plain(function(logits, y)).double()
+        return totals
 
     def _through(self, x: torch.Tensor) -> torch.Tensor | None:
         """A micro-batch through all stages; None where this rank does not hold the last."""
@@ -556,13 +588,13 @@ class Engine:
         loss_sum: torch.Tensor,
         targets_BS: torch.Tensor,
         *,
-        wishes: Sequence[bool],
+        requests: Sequence[bool],
         heard: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Sum the step's few numbers over the whole job, `heard` behind: the only collective that every rank joins."""
         valid = (targets_BS != IGNORED).sum().double() if self._scores else torch.zeros_like(loss_sum)
         loss = loss_sum if self._scores else torch.zeros_like(loss_sum)
-        flags = [torch.full_like(loss_sum, float(wish)) for wish in wishes]
+        flags = [torch.full_like(loss_sum, float(wish)) for wish in requests]
         numbers = torch.stack([squared.to(self.device), loss, valid, *flags, *heard])
         if self.dims.world > 1:
             dist.all_reduce(numbers)
@@ -574,9 +606,11 @@ class Engine:
     @torch.no_grad()
     def _update(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
         scale_gradients(grads, factor)
+        self.on_before_update(grads)
         self._hand_over(grads)
         self.optimizer.step(lr)
         self._copy_weights()
+        self.on_after_update()
 
     def _hand_over(self, grads: Sequence[torch.Tensor]) -> None:
         """Give the optimizer its gradients; where it works in host memory, through buffers that are made once."""

@@ -1,19 +1,30 @@
-"""The model on held-out documents: the same sequences every time, in bits per byte, so that tokenizers compare."""
+"""Evaluation on held-out documents, the same sequences every time, in bits per byte; and texts the model writes."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from phalanx.errors import UserError
+from phalanx.job.schema import Job
+from phalanx.train.callbacks import Callback
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.engine import IGNORED, Engine
+from phalanx.train.data.tokenizer import load_tokenizer
+from phalanx.train.engine import IGNORED, Engine, TokenSum
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.state.paths import Location
+from phalanx.train.state.reader import newest_checkpoint
+from phalanx.train.state.whole_tensors import read_state
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import StepReport, TrainingLoop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +35,10 @@ class Score:
     bits_per_byte: float
     tokens: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the user's own, per valid token
 
 
-class Heldout:
+class HeldoutScorer:
     """Held-out sequences, spread evenly over the split and shared out over the data ranks."""
 
     def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int) -> None:
@@ -47,18 +59,20 @@ class Heldout:
         place, ranks = engine.meshes.index("data"), engine.dims.data
         self._tokens, self._targets = tokens.chunk(ranks)[place], targets.chunk(ranks)[place]
 
-    def score(self) -> Score | None:
+    def score(self, metrics: Mapping[str, TokenSum]) -> Score | None:
         """Evaluate now; None where nothing is held out. Every rank must call this together."""
         if self._dataset is None:
             return None
         began_s = time.perf_counter()
-        loss_sum, tokens = self._engine.evaluate(self._tokens, self._targets)
+        sums = self._engine.evaluate_sums(self._tokens, self._targets, list(metrics.values()))
+        loss_sum, tokens, *others = sums
         loss = loss_sum / max(tokens, 1)
         return Score(
             loss=loss,
             bits_per_byte=loss / math.log(2) / self._dataset.bytes_per_token,
-            tokens=tokens,
+            tokens=int(tokens),
             seconds=time.perf_counter() - began_s,
+            metrics={name: one / max(tokens, 1) for name, one in zip(metrics, others, strict=True)},
         )
 
 
@@ -72,3 +86,85 @@ def _open(folders: Sequence[Path]) -> TokenDataset | None:
         return TokenDataset.open(list(folders), "heldout")
     except UserError:
         return None  # built with nothing held out: training needs no such thing
+
+
+class Evaluation(Callback):
+    """Scores the model every `train.evaluate_every` steps, and at the end."""
+
+    def __init__(self, training: TrainingLoop, *, metrics: Mapping[str, TokenSum]) -> None:
+        self._every, self._metrics = training.job.train.evaluate_every, metrics
+        folders = training.dataset.folders if training.dataset is not None else ()
+        sequences = training.job.train.evaluate_sequences if folders else 0
+        self._scorer = HeldoutScorer(folders, training.engine, sequences=sequences)
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Where it is due; the end of the run has its own."""
+        if self._every and training.step % self._every == 0 and training.step < training.batch_plan.steps:
+            self.evaluate(training)
+
+    def evaluate(self, training: TrainingLoop) -> None:
+        """Score the model now, and tell. Every rank must call this together."""
+        training.pause()
+        score = self._scorer.score(self._metrics)
+        training.control.check()
+        if score is None:
+            return
+        training.events.write(
+            "evaluate",
+            step=training.step,
+            loss=score.loss,
+            bits_per_byte=score.bits_per_byte,
+            tokens=score.tokens,
+            seconds=score.seconds,
+            **({"metrics": dict(score.metrics)} if score.metrics else {}),
+        )
+        training.callbacks.call("on_evaluate", training, score)
+
+
+# ---- text, for people to look at: on one process, not for speed ------------------------------------------------------
+
+MOST_PARAMETERS = 2 * 10**9  # 8 GB in fp32: a larger model is sampled elsewhere
+TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty
+
+
+class TextSamples(Callback):
+    """Rank 0 lets the finished model write `train.samples` texts."""
+
+    def on_end(self, training: TrainingLoop, state: str) -> None:
+        """Only of a run that is done."""
+        if state == "done" and training.rank == 0 and training.job.train.samples and training.dataset is not None:
+            for text in sample_texts(training.folder.checkpoints, training.job, training.dataset):
+                training.events.write("sample", step=training.step, text=text)
+
+
+def sample_texts(checkpoints: Location | str, job: Job, dataset: TokenDataset) -> Iterator[str]:
+    """Continue an empty document, `train.samples` times; nothing for a model too large for one process."""
+    found = newest_checkpoint(checkpoints)
+    if job.model.module:
+        return  # a model of the user's own is theirs to sample
+    with torch.device("meta"):
+        model = Decoder(job.model)
+    if found is None or sum(param.numel() for param in model.parameters()) > MOST_PARAMETERS:
+        return
+    model.load_state_dict(read_state(found.path), assign=True, strict=False)
+    model.tie()
+    tokenizer = load_tokenizer(dataset.tokenizer_path)
+    generator = torch.Generator().manual_seed(job.data.seed)
+    for _ in range(job.train.samples):
+        tokens = generate_tokens(model, [dataset.end_of_text], job.train.sample_tokens, job.data.sequence, generator)
+        yield tokenizer.decode(tokens[1:]).strip()
+
+
+@torch.no_grad()
+def generate_tokens(model: Decoder, start: list[int], count: int, window: int, generator: torch.Generator) -> list[int]:
+    """`start` and up to `count` tokens behind it, each drawn from the likeliest few; ends at the end of a text."""
+    tokens = list(start)
+    end = start[0]
+    for _ in range(count):
+        logits_V = model(torch.tensor([tokens[-window:]]))[0, -1].float() / TEMPERATURE
+        values, places = logits_V.topk(min(TOP, logits_V.numel()))
+        chosen = int(places[torch.multinomial(values.softmax(-1), 1, generator=generator)].item())
+        if chosen == end:
+            break
+        tokens.append(chosen)
+    return tokens

@@ -34,14 +34,15 @@ from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
+from phalanx.train.plugins import absolute_references, code_refused, needs_consent
 from phalanx.units import plural
 
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
 FREE = (
     *("parallel.", "cluster.", "train.", "comm.", "checkpoint.", "fault.", "telemetry.", "cost."),
-    *("batch.micro", "name", "profile", "waiver"),
+    *("batch.micro", "name", "profile", "waiver", "plugins.callbacks", "plugins.metrics", "plugins.source"),
 )
-BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens")  # allowed, with a warning
+BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")  # allowed, with a warning
 FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
 
 
@@ -99,8 +100,15 @@ def tokens_of(steps: int, batch: Batch) -> int:
     return tokens + steps * batch.global_tokens
 
 
+def has_own_data_only(job: Job) -> bool:
+    """Whether a job has no dataset folder, because it brings data of its own."""
+    return bool(job.plugins.data) and not job.data.paths and not job.data.corpus
+
+
 def find_data(job: Job, base: Path) -> tuple[Path, ...]:
     """The dataset folders of a job, built now if it names a corpus that is not built yet; progress on stderr."""
+    if has_own_data_only(job):
+        return ()
     from phalanx.train.data.corpus import ensure_dataset
     from phalanx.train.data.progress import Progress
 
@@ -127,6 +135,7 @@ def _absolute(job: Job, base: Path) -> Job:
         cluster=dataclasses.replace(job.cluster, file=str((base / file).resolve()) if file else ""),
         model=dataclasses.replace(job.model, module=module),
         rules=tuple(absolute_code(name, base) for name in job.rules),
+        plugins=absolute_references(job.plugins, base),
     )
 
 
@@ -141,6 +150,8 @@ def check_data(plan: Plan) -> tuple[Problem, ...]:
     from phalanx.train.data.dataset import TokenDataset, check_dataset
 
     job = plan.job
+    if has_own_data_only(job):
+        return ()  # looked at row by row while it is read
     dataset = TokenDataset.open([Path(path) for path in job.data.paths], "train")
     return check_dataset(dataset, model_vocab=job.model.vocab, sequence=job.data.sequence)
 
@@ -205,18 +216,22 @@ def check_trainable(plan: Plan) -> None:
 
 def check_code(job: Job, *, allowed: bool) -> None:
     """A job that brings its own code needs a word of the person who runs it."""
-    if job.model.module and not allowed:
-        raise mistake(
-            "model.module",
-            f"{job.model.module!r} is code that this job wants to run",
-            why="a job file from a stranger could do anything with your account",
-            fix="read it, then give --allow-code",
-        )
+    keys = needs_consent(job)
+    if keys and not allowed:
+        raise UserError([problem for key in keys for problem in code_refused(key, _value(job, key)).problems])
+
+
+def _value(job: Job, key: str) -> str:
+    section, _, name = key.partition(".")
+    value = getattr(getattr(job, section), name)
+    return value if isinstance(value, str) else ", ".join(value)
 
 
 def baselines(job: Job) -> dict[str, float]:
     """Bits per byte that counting single tokens and pairs reaches on the held-out text; a few seconds."""
-    from phalanx.train.data.baselines import baselines as count
+    if has_own_data_only(job):
+        return {}
+    from phalanx.train.data.baselines import count_baselines as count
     from phalanx.train.data.dataset import TokenDataset
 
     found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train"))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.errors import UserError
+from phalanx.errors import Problem, UserError
+from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
-from phalanx.plan.trainable import precision_problems, splits_backward
+from phalanx.plan.trainable import Demand, layout_problems, precision_problems, splits_backward
 
 DTYPES = {
     "fp32": torch.float32,
@@ -38,7 +39,9 @@ class Settings:
     seed: int = 0
     bucket_mib: float | None = None  # of gradients that are summed together; None is the trainer's own choice
     fixed_loss_scale: float | None = None  # in fp16; None finds it while training
-    allow_code: bool = False  # whether a model of the user's own may be imported
+    allow_code: bool = False  # whether code that the job names may be run
+    loss: str = ""  # reference of the user's own loss
+    optimizer: str = ""  # and of the user's own optimizer
 
     @classmethod
     def of(cls, job: Job, layout: Layout, *, on_gpu: bool, allow_code: bool = False) -> Settings:
@@ -64,6 +67,8 @@ class Settings:
             bucket_mib=None if isinstance(job.comm.bucket_mib, str) else job.comm.bucket_mib,
             fixed_loss_scale=None if isinstance(job.precision.loss_scale, str) else job.precision.loss_scale,
             allow_code=allow_code,
+            loss=job.plugins.loss,
+            optimizer=job.plugins.optimizer,
         )
 
     @property
@@ -80,3 +85,24 @@ class Settings:
     def master_dtype(self) -> torch.dtype:
         """Of the weights the optimizer updates."""
         return DTYPES[self.master]
+
+
+# What a layout asks of a model, checked before a process is started: `check_layout` lists everything that is wrong.
+
+
+def check_layout(shape: ModelShape, settings: Settings) -> list[Problem]:
+    """Every reason why the trainer cannot run this layout of this model; none when it can."""
+    demand = Demand(
+        layout=settings.layout,
+        sequence=settings.sequence,
+        compute=settings.compute,
+        context_kind=settings.context_kind,
+        reproducible=settings.reproducible,
+    )
+    return layout_problems(shape, demand)
+
+
+def refuse_layout(shape: ModelShape, settings: Settings) -> None:
+    """Raise UserError with everything `check_layout` finds."""
+    if problems := check_layout(shape, settings):
+        raise UserError(problems)

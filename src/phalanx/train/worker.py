@@ -27,12 +27,17 @@ from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.local_launch import LauncherTask
+from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.elastic.transports import facts_here, transport_notes
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -43,18 +48,27 @@ from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
 from phalanx.train.guard.spikes import Spikes
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import hooks_of
+from phalanx.train import flight as last_words
+from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
+from phalanx.train.engine import Engine
+from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
+from phalanx.train.guard.spikes import SpikeDetector
+from phalanx.train.guard.verdict import Divergence
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
-from phalanx.train.loop import Loop
+from phalanx.train.loop import TrainingLoop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
-from phalanx.train.orders import Astray, Orders
+from phalanx.train.plugins import load_plugins, refuse_plugins
+from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
+from phalanx.train.state import sweep
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.state.retention import delete_commits_after, remove_drafts
+from phalanx.train.state.retention import delete_commits_after
 from phalanx.train.state.training_state import (
     RestoredRun,
     checkpoint_shards,
@@ -65,6 +79,9 @@ from phalanx.train.state.training_state import (
 from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.sharing import Sharers, is_loopback
 from phalanx.train.telemetry.watch import KeptSensors, Meeting, watched
+from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, meet_peers, monitored_rank
+from phalanx.train.telemetry.sensors import sensors_of
+from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
 from phalanx.units import plural
 
 
@@ -95,7 +112,7 @@ class Rank:
         self._server: ReplicaServer | None = None
         self._host_copies = HostCopies()
         self._compared: set[str] = set()
-        self._sensors = KeptSensors()
+        self._sensors = SensorCache()
 
     def serve(self) -> None:
         """Take part in memberships until the run is over; whatever is this rank's own fault is raised."""
@@ -119,7 +136,7 @@ class Rank:
             left |= {"state": state, "step": step}
         except Interrupted:
             pass
-        except Astray as error:
+        except UntrustedState as error:
             left |= {
                 "step": error.step,
                 "why": str(error),
@@ -149,7 +166,7 @@ class Rank:
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
     def _train(self, membership: Membership, rank: int) -> tuple[str, int]:
-        hooks = hooks_of(self.run, rank, self.link.slot)
+        hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank)
         # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
@@ -171,7 +188,7 @@ class Rank:
             keeper = self._keeper(membership, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
-            orders = Orders(
+            control = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 epoch=membership.generation,
@@ -192,7 +209,7 @@ class Rank:
                 replace(self.plan, layout=membership.layout),
                 device,
                 events,
-                orders,
+                control,
                 copies=copies,
                 at_most=go.get("at_most"),
                 store=store,
@@ -214,10 +231,10 @@ class Rank:
         self, membership: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
-        return watched(
+        return monitored_rank(
             events,
             lambda: self._sensors.of(device, power_w),
-            Meeting(store=store, secret=self._secret, address=self.address),
+            PeerRendezvous(store=store, secret=self._secret, address=self.address),
             telemetry=self.plan.job.telemetry,
             layout=membership.layout,
             rank=rank,
@@ -290,7 +307,7 @@ def train(
     plan: Plan,
     device: torch.device,
     events: EventWriter,
-    orders: Orders,
+    control: RankControl,
     *,
     copies: ReplicaSource | None = None,
     at_most: int | None = None,
@@ -304,25 +321,27 @@ def train(
     Making the group of all ranks, who met in `store`, took `joined_s`.
     """
     began_s, memory = time.monotonic(), MemoryMeter(device)
-    job = plan.job
+    job, allow_code = plan.job, bool(folder.launch().get("allow_code"))
+    plugins = load_plugins(job, allow_code=allow_code)
+    refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
     engine = Engine(
         job.model,
-        Settings.of(job, plan.layout, on_gpu=device.type == "cuda", allow_code=bool(folder.launch().get("allow_code"))),
+        Settings.of(job, plan.layout, on_gpu=device.type == "cuda", allow_code=allow_code),
         job.optim,
         device=device,
         state_dtype=job.precision.optimizer_state,
     )
-    engine.spikes = Spikes(job.train.spike_factor)
+    engine.spikes = SpikeDetector(job.train.spike_factor)
     tell_communicators(
         events,
         store,
         engine.meshes.group_times,
         joined_s=joined_s,
-        epoch=orders.epoch,
+        epoch=control.epoch,
         device=device,
         notes=notes,
     )
-    orders.hooks.restoring(orders.epoch, dist.get_rank())
+    control.hooks.restoring(control.epoch, dist.get_rank())
     if dist.get_rank() == 0:
         remove_drafts(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
@@ -330,28 +349,29 @@ def train(
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
         load_hf_weights(engine, Path(job.train.weights))
-    loop = Loop(folder, plan, engine, events, memory, orders)
+    loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
     try:
-        if restored.data and restored.data != loop.dataset.digest:
+        if restored.data and restored.data != loop.data_digest:
             raise mistake(
-                ", ".join(job.data.paths),
+                job.plugins.data or ", ".join(job.data.paths),
                 "holds other tokens than the run has learnt from so far",
                 why="the next batches would not be those that come next",
                 fix="put the old dataset back, or start a new run",
             )
+        loop.restore_extras(engine.restored_extras)
         warnings = [*restored.warnings, *_other_size(job, engine.settings)]
         events.write(
             "ready",
             step=restored.step,
-            epoch=orders.epoch,
+            epoch=control.epoch,
             source=source,
             seconds=time.monotonic() - began_s,
             warnings=warnings,
         )
-        if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            orders.keeper.reserve(checkpoint_shards(engine))
-            loop.saver.reserve(checkpoint_shards(engine))
-        orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
+        if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
+            control.keeper.reserve(checkpoint_shards(engine))
+            loop.checkpoints.saver.reserve(checkpoint_shards(engine))
+        control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:
         loop.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.dataset import Manifest
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 
@@ -42,7 +42,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory, lines: Path) -> Path:
     """Those documents as a dataset of several shards; tests must not change it."""
     out = tmp_path_factory.mktemp("built") / "stories"
-    build(Recipe(origins=(Origin(path=lines),), vocab=400, heldout=0.1, shard_tokens=12_000), out, silent)
+    build_dataset(Recipe(origins=(Origin(path=lines),), vocab=400, heldout=0.1, shard_tokens=12_000), out, silent)
     return out
 
 
@@ -59,6 +59,6 @@ def make(tmp_path: Path) -> Make:
             Origin(path=one) if isinstance(one, Path) else Origin(path=one[0], weight=one[1]) for one in origins
         )
         settings: dict[str, object] = {"vocab": 300, "heldout": 0.0, **options}
-        return build(Recipe(origins=found, reading=reading, **settings), out, silent)  # type: ignore[arg-type]
+        return build_dataset(Recipe(origins=found, reading=reading, **settings), out, silent)  # type: ignore[arg-type]
 
     return run

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.train.data.baselines import Bigram, Unigram, baselines
+from phalanx.train.data.baselines import Bigram, Unigram, count_baselines
 from phalanx.train.data.dataset import TokenDataset
 
 
@@ -46,8 +46,8 @@ def test_bits_per_byte_by_hand(dataset: Path) -> None:
     text_bytes = sum(shard.text_bytes for shard in heldout.shards)
     bits = -sum(math.log2(single[token]) for token in score)
     more = -math.log2(single[score[0]]) - sum(math.log2(double(a, b)) for a, b in itertools.pairwise(score))
-    found = baselines(train)
+    found = count_baselines(train)
     assert found["unigram"] == pytest.approx(bits / text_bytes, rel=1e-9)
     assert found["bigram"] == pytest.approx(more / text_bytes, rel=1e-9)
     assert found["bigram"] < found["unigram"]
-    assert baselines(dataset) == found
+    assert count_baselines(dataset) == found

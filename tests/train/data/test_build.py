@@ -19,8 +19,10 @@ from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.job.dataset import Manifest, read_manifest, verify_dataset
 from phalanx.train.data import lock
 from phalanx.train.data.build import Origin, Recipe, build, held_out
+from phalanx.train.data import fetch
+from phalanx.train.data.build import Origin, Recipe, build_dataset, held_out
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.data.lock import only_builder
+from phalanx.train.data.fetch import only_builder
 from phalanx.train.data.tokenizer import load_tokenizer
 
 from .conftest import Make, silent, story, write_lines
@@ -197,7 +199,7 @@ def unfinished(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(module, "BATCH_BYTES", 2000)
         patch.setattr(module._Work, "_save", save)
         with pytest.raises(Stop):
-            build(
+            build_dataset(
                 Recipe(origins=(Origin(path=source),), vocab=300, heldout=0.0, shard_tokens=2000),
                 tmp_path / "out",
                 silent,
@@ -315,7 +317,7 @@ def test_two_builders_of_one_folder(tmp_path: Path, make: Make, lines: Path) -> 
 
 
 def test_a_lock_left_by_a_killed_process_does_not_hold(tmp_path: Path) -> None:
-    code = "import os,sys,pathlib\nfrom phalanx.train.data.lock import only_builder\n"
+    code = "import os,sys,pathlib\nfrom phalanx.train.data.fetch import only_builder\n"
     code += "with only_builder(pathlib.Path(sys.argv[1]), wait_s=0): os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
     assert (tmp_path / ".out.lock").exists()
@@ -331,15 +333,15 @@ def test_a_lock_removed_while_we_took_it_is_not_ours(tmp_path: Path, monkeypatch
         path.touch()  # and another has begun
         flock(handle, how)
 
-    flock = lock.fcntl.flock
-    monkeypatch.setattr(lock.fcntl, "flock", late)
+    flock = fetch.fcntl.flock
+    monkeypatch.setattr(fetch.fcntl, "flock", late)
     with pytest.raises(SystemFailure, match="another process is building it"), only_builder(tmp_path / "out", wait_s=0):
         pass
 
 
 def test_weights_and_licences_are_kept(tmp_path: Path, lines: Path) -> None:
     origins = (Origin(path=lines, weight=2.5, licence="CC0", name="stories"),)
-    build(Recipe(origins=origins, vocab=300), tmp_path / "out", silent)
+    build_dataset(Recipe(origins=origins, vocab=300), tmp_path / "out", silent)
     (source,) = read_manifest(tmp_path / "out").sources
     assert (source.name, source.weight, source.licence) == ("stories", 2.5, "CC0")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.tracing.traced_step import forget_meshes
 from torch import nn
 
 from phalanx.train.engine import Engine
@@ -15,6 +17,8 @@ from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled,
 from phalanx.train.guard.digest import digest_pieces
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.tracing.traced_step import forget_meshes
+from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
+from phalanx.train.guard.divergence import digest_pieces
 from phalanx.train.verify.trial import Trial, rank_batch
 
 RIGHT, WRONG = "graphs_as_they_are", "gradients_times_0.66"  # compilers
@@ -91,10 +95,10 @@ def _held(rank: int, trial: Trial) -> Held:
     engine.optimizer.load({piece.name: piece.tensor for piece in engine.optimizer.state()}, 0)
     engine.take_carried({}, 0.0)
     engine.publish()
-    due = [is_due(engine, set())]
+    due = [is_comparison_due(engine, set())]
     found = compare_compiled(engine, *rank_batch(engine, trial, 0))
     key = code_key(engine)
-    due += [is_due(engine, {key} if rank else set()), is_due(engine, {key})]
+    due += [is_comparison_due(engine, {key} if rank else set()), is_comparison_due(engine, {key})]
     _steps(rank, engine, trial, with_it)
     return Held(found=found, without=without, with_it=with_it, due=due)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.digest import digest_pieces
-from phalanx.train.guard.divergence import Guard
+from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.verify.trial import Trial, make_batch
 
@@ -63,12 +62,12 @@ def at_rest(rank: int, trial: Trial, every: int, flip: Flip) -> Seen:
     return Seen(divergence=guard.before(flip.step), last=guard.last, digests=[])
 
 
-def build(trial: Trial, every: int) -> tuple[Engine, Guard]:
+def build(trial: Trial, every: int) -> tuple[Engine, ReplicaGuard]:
     """As a worker does."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"), state_dtype=trial.state_dtype)
     engine.initialise()
-    return engine, Guard(engine.state, every=every)
+    return engine, ReplicaGuard(engine.state, every=every)
 
 
 @torch.no_grad()

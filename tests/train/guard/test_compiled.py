@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.model import ModelShape
-from phalanx.train.guard.compiled import CEILING, Comparison, refusal, rounding_bound
+from phalanx.train.guard.compiled import CEILING, Comparison, compiled_refusal, rounding_bound
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
@@ -65,7 +65,7 @@ def test_what_a_person_is_told(monkeypatch):
         loss=5.962, eager_loss=5.962, grad_norm=2.370, eager_grad_norm=3.569, loss_difference=0.0,
         gradient_difference=0.41, bound=rounding_bound("bf16", 4), worst="x",
     )  # fmt: skip
-    said = str(refusal(found, compute="bf16", where="train.compile"))
+    said = str(compiled_refusal(found, compute="bf16", where="train.compile"))
     for part in ("2.37 for 3.569", "5.962 for 5.962", "41.0%", "bf16", "train.compile = false", "/cache/here"):
         assert part in said, part
     assert "train.compile_check = false" in said
@@ -83,7 +83,7 @@ def test_the_bound_grows_with_depth_and_coarseness_and_stays_below_the_errors_we
         bound=0.1, worst="", is_lost=True,
     )  # fmt: skip
     assert not lost.passes, "a small tensor without any gradient"
-    assert "some tensor has no gradient at all" in str(refusal(lost, compute="bf16", where="train.compile"))
+    assert "some tensor has no gradient at all" in str(compiled_refusal(lost, compute="bf16", where="train.compile"))
     assert not Comparison(
         loss=1.0, eager_loss=1.0, grad_norm=math.nan, eager_grad_norm=1.0, loss_difference=0.0,
         gradient_difference=math.nan, bound=0.1, worst="",

@@ -10,16 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.guard import digest as digests
-from phalanx.train.guard.digest import digest_pieces, fold
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.guard import divergence
+from phalanx.train.guard.divergence import digest_pieces, fold_tensor
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 SIZES = [0, 1, 3, 4096, 4097, 3 * 4096, 70_001]
 
 
-def piece(tensor: torch.Tensor, name: str = "w") -> Piece:
+def piece(tensor: torch.Tensor, name: str = "w") -> TensorShard:
     start = (0,) * tensor.dim()
-    return Piece(name=name, tensor=tensor, shape=tuple(tensor.shape), start=start, replicas=1, owner=True, groups={})
+    return TensorShard(
+        name=name, tensor=tensor, shape=tuple(tensor.shape), start=start, replicas=1, owner=True, groups={}
+    )
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,20 +82,20 @@ def test_where_the_memory_lies_does_not_count(dtype: torch.dtype, first: int) ->
 @pytest.mark.parametrize("count", SIZES)
 def test_how_much_is_folded_at_a_time_does_not_count(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = numbers(count)
-    before = fold(tensor)
-    monkeypatch.setattr(digests, "PASS", {"cpu": 1})
-    assert torch.equal(fold(tensor), before)
+    before = fold_tensor(tensor)
+    monkeypatch.setattr(divergence, "PASS", {"cpu": 1})
+    assert torch.equal(fold_tensor(tensor), before)
     assert len(before) == -(-count // 4096)
 
 
 def test_the_formula() -> None:
     """Σ w·x modulo 2^64 with signed x, so that any device, or another program, can say the same."""
     tensor = torch.tensor([1, -2, 2**31 - 1], dtype=torch.int32)
-    weights = digests._weights(torch.device("cpu"))[:3].tolist()
+    weights = divergence._weights(torch.device("cpu"))[:3].tolist()
     wanted = sum(w * x for w, x in zip(weights, tensor.tolist(), strict=True)) % 2**64
-    assert int(fold(tensor)) % 2**64 == wanted
+    assert int(fold_tensor(tensor)) % 2**64 == wanted
     assert all(w % 2 for w in weights)
-    assert len(np.unique(digests._weights(torch.device("cpu")).numpy())) == 4096
+    assert len(np.unique(divergence._weights(torch.device("cpu")).numpy())) == 4096
 
 
 @pytest.mark.gpu

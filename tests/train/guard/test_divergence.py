@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train.guard.verdict import settle
+from phalanx.train.guard.verdict import settle_divergence
 from phalanx.train.models.decoder import TIED
 from phalanx.train.verify.ranks import run_ranks
 
@@ -50,7 +50,7 @@ def test_two_holders_are_settled_by_doing_it_again(trial):
     assert all(one.divergence == found for one in hurt)
     assert (found.step, found.suspects, found.certain, found.tensors) == (4, (1, 3), False, (WEIGHT,))
     again = run(trial(**HSDP | {"steps": 4}))
-    assert settle(found.digests, again[0].last[found.boxes]) == 3
+    assert settle_divergence(found.digests, again[0].last[found.boxes]) == 3
 
 
 def test_stages_and_tensor_ranks_compare_with_their_own(trial):

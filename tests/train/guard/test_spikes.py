@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import math
 
-from phalanx.train.guard.spikes import Spikes
+from phalanx.train.guard.spikes import SpikeDetector
 
 
 def test_nothing_before_sixteen_steps() -> None:
-    spikes = Spikes(3.0)
+    spikes = SpikeDetector(3.0)
     assert not any(spikes.is_spike(norm) for norm in [1.0] * 8 + [1000.0] * 7)
     assert not spikes.is_spike(1e9), "the sixteenth norm has fifteen before it"
 
 
 def test_a_spike_is_many_times_the_median() -> None:
-    spikes = Spikes(3.0)
+    spikes = SpikeDetector(3.0)
     for _ in range(16):
         spikes.is_spike(1.0)
     assert not spikes.is_spike(3.0)
@@ -25,19 +25,19 @@ def test_a_spike_is_many_times_the_median() -> None:
 
 
 def test_off() -> None:
-    spikes = Spikes(0.0)
+    spikes = SpikeDetector(0.0)
     assert not any(spikes.is_spike(norm) for norm in [1.0] * 50 + [1e30])
 
 
 def test_what_is_not_finite_is_left_to_others() -> None:
-    spikes = Spikes(3.0)
+    spikes = SpikeDetector(3.0)
     for norm in [1.0] * 16 + [math.nan, math.inf]:
         assert not spikes.is_spike(norm)
     assert spikes.is_spike(3.1)
 
 
 def test_a_new_level_becomes_usual_with_the_window() -> None:
-    spikes = Spikes(3.0, window=32)
+    spikes = SpikeDetector(3.0, window=32)
     for _ in range(32):
         spikes.is_spike(1.0)
     assert not any(spikes.is_spike(2.5) for _ in range(20))
@@ -45,7 +45,7 @@ def test_a_new_level_becomes_usual_with_the_window() -> None:
 
 
 def test_a_run_of_nothing_but_zeros() -> None:
-    spikes = Spikes(3.0)
+    spikes = SpikeDetector(3.0)
     for _ in range(16):
         spikes.is_spike(0.0)
     assert not spikes.is_spike(1.0)
@@ -53,7 +53,11 @@ def test_a_run_of_nothing_but_zeros() -> None:
 
 def test_the_same_verdicts_after_a_checkpoint() -> None:
     norms = [1.0 + 0.1 * math.sin(step) for step in range(60)] + [9.0, 9.0]
-    through, first, resumed = Spikes(3.0, window=32), Spikes(3.0, window=32), Spikes(3.0, window=32)
+    through, first, resumed = (
+        SpikeDetector(3.0, window=32),
+        SpikeDetector(3.0, window=32),
+        SpikeDetector(3.0, window=32),
+    )
     expected = [through.is_spike(norm) for norm in [*norms, 1.0, 9.0]]
     early = [first.is_spike(norm) for norm in norms]
     resumed.load(json.loads(json.dumps(first.state())))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.train.guard.verdict import Claim, Divergence, judge, settle
+from phalanx.train.guard.verdict import DigestClaim, Divergence, judge_claims, settle_divergence
 
 
-def claims(boxes: str, *digests: str, first: int = 0) -> list[Claim]:
-    return [Claim(rank=first + n, boxes=boxes, digest=one, tensors=3) for n, one in enumerate(digests)]
+def claims(boxes: str, *digests: str, first: int = 0) -> list[DigestClaim]:
+    return [DigestClaim(rank=first + n, boxes=boxes, digest=one, tensors=3) for n, one in enumerate(digests)]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def claims(boxes: str, *digests: str, first: int = 0) -> list[Claim]:
     ],
 )
 def test_the_most_are_right(digests: str, suspects: tuple[int, ...], certain: bool) -> None:
-    found = judge(7, claims("x", *digests))
+    found = judge_claims(7, claims("x", *digests))
     assert found is not None
     assert (found.suspects, found.certain, found.step) == (suspects, certain, 7)
     assert found.digests == dict(enumerate(digests))
@@ -31,41 +31,41 @@ def test_the_most_are_right(digests: str, suspects: tuple[int, ...], certain: bo
 
 @pytest.mark.parametrize("digests", ["a", "aa", "aaaa"])
 def test_copies_that_agree(digests: str) -> None:
-    assert judge(7, claims("x", *digests)) is None
-    assert judge(7, []) is None
+    assert judge_claims(7, claims("x", *digests)) is None
+    assert judge_claims(7, []) is None
 
 
 def test_a_set_that_names_the_rank_comes_first() -> None:
     split = claims("a", "p", "q", first=1)  # ranks 1 and 2 differ
     whole = claims("b", "r", "r", "s", "r")  # rank 2 does
-    found = judge(7, [*split, *whole])
+    found = judge_claims(7, [*split, *whole])
     assert found is not None
     assert (found.suspects, found.certain, found.boxes) == ((2,), True, "b")
-    assert judge(7, [*reversed(whole), *reversed(split)]) == found, "in whatever order ranks answer"
+    assert judge_claims(7, [*reversed(whole), *reversed(split)]) == found, "in whatever order ranks answer"
 
 
 def test_settling() -> None:
-    assert settle({1: "p", 2: "q"}, "p") == 2
-    assert settle({1: "p", 2: "q"}, "q") == 1
-    assert settle({1: "p", 2: "q"}, "r") is None
-    assert settle({1: "p", 2: "p"}, "p") is None
+    assert settle_divergence({1: "p", 2: "q"}, "p") == 2
+    assert settle_divergence({1: "p", 2: "q"}, "q") == 1
+    assert settle_divergence({1: "p", 2: "q"}, "r") is None
+    assert settle_divergence({1: "p", 2: "p"}, "p") is None
 
 
 def test_the_way_through_a_message_and_back() -> None:
-    found = judge(7, claims("x", "a", "a", "b"))
+    found = judge_claims(7, claims("x", "a", "a", "b"))
     assert found is not None
     assert Divergence.from_json(found.to_json()) == found
 
 
 def test_messages() -> None:
-    found = judge(1800, claims("x", "a", "a", "b"))
+    found = judge_claims(1800, claims("x", "a", "a", "b"))
     assert found is not None
     assert found.problem().render() == (
         "step 1,800: rank 2 holds other values than its 2 copies\n"
         "  memory or arithmetic failed without a word; every step from here on would learn from it\n"
         "  go back to the last state that was compared, without that rank's device"
     )
-    two = judge(5, claims("x", "a", "b"))
+    two = judge_claims(5, claims("x", "a", "b"))
     assert two is not None
     assert two.problem().what == "copies on ranks 0, 1 differ, and no majority tells which is right"
     rest = Divergence(step=5, kind="rest", suspects=(3,), certain=True, boxes="x", digests={3: "a"})

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.training_state import load_hf_weights
+from phalanx.train.tracing.traced_step import forget_meshes
 
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import Guard
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.training_state import load_hf_weights
 from phalanx.train.tracing.traced_step import forget_meshes
+from phalanx.train.guard.divergence import ReplicaGuard
 from phalanx.train.verify.trial import RankOutcome, Trial, rank_batch, run_trial_rank, save_trial_state
 
 
@@ -44,8 +48,8 @@ def step_guarded(rank: int, trial: Trial) -> Buffers:
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
     seed_random_state(trial.settings.seed, rank=rank, world=trial.settings.layout.devices)
-    guard, found, tokens = Guard(engine.state, every=1), [], []
-    engine.touch_gradients = lambda _: found.append(guard.before(len(tokens)))
+    guard, found, tokens = ReplicaGuard(engine.state, every=1), [], []
+    engine.on_gradients_ready = lambda _: found.append(guard.before(len(tokens)))
     for step in range(trial.steps):
         batch = rank_batch(engine, trial, step)
         tokens.append(int(batch[0][-1, -1]))

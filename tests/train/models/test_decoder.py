@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
-from phalanx.train.models.attention import Attention, causal_attention, repeat_heads
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.init import ROWS, STD, draw
+from phalanx.train.models.layers import Attention, causal_attention, repeat_heads, rope_tables
 from phalanx.train.models.moe import Moe, run_evenly
-from phalanx.train.models.rope import rope_tables
 
 LLAMA = ModelShape(name="l", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61)
 TIED = replace(LLAMA, tied=True)

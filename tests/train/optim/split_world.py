@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from phalanx.job.schema import Optim
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
-from phalanx.train.optim.whole import box, gather
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.whole_tensors import gather_tensor, local_region
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 WORLD = 4
 STEPS = 4
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], Spec]] = {
 OTHER: dict[int, str] = {0: "st"}  # the split a state is loaded into: every tensor's first dimension
 
 
-def piece_of(name: str, whole: torch.Tensor, spec: Spec, groups: dict[str, ProcessGroup]) -> Piece:
+def piece_of(name: str, whole: torch.Tensor, spec: Spec, groups: dict[str, ProcessGroup]) -> TensorShard:
     """This rank's part, by torch.chunk itself."""
     part, start = whole, [0] * whole.ndim
     for dim, letters in spec.items():
@@ -54,7 +54,7 @@ def piece_of(name: str, whole: torch.Tensor, spec: Spec, groups: dict[str, Proce
             chunks = torch.chunk(part, group.size(), dim=dim)
             part = chunks[group.rank()] if group.rank() < len(chunks) else part.narrow(dim, 0, 0)
     idle = [group for letter, group in groups.items() if not any(letter in letters for letters in spec.values())]
-    return Piece(
+    return TensorShard(
         name=name,
         tensor=part.clone(),
         shape=tuple(whole.shape),
@@ -81,20 +81,20 @@ def gradients(step: int) -> dict[str, torch.Tensor | None]:
     return grads
 
 
-def take_step(optimizer: Optimizer, pieces: list[Piece], step: int) -> None:
+def take_step(optimizer: Optimizer, pieces: list[TensorShard], step: int) -> None:
     """Hand every piece its part of the whole gradient."""
     for piece in pieces:
         grad = gradients(step)[piece.name]
-        piece.tensor.grad = None if grad is None else box(piece, grad).clone()
+        piece.tensor.grad = None if grad is None else local_region(piece, grad).clone()
     optimizer.step(1e-2 / (step + 1))
 
 
-def differences(pieces: list[Piece], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+def differences(pieces: list[TensorShard], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """The largest difference of each whole tensor from the expected one."""
     assert [piece.name for piece in pieces] == list(expected)
     found = {}
     for piece in pieces:
-        whole = gather(piece, piece.tensor.detach())
+        whole = gather_tensor(piece, piece.tensor.detach())
         difference = (whole - expected[piece.name]).abs()
         found[piece.name] = float(difference.max()) if difference.numel() else 0.0
     return found
@@ -105,7 +105,7 @@ def compare(name: str, groups: dict[str, ProcessGroup]) -> dict[str, dict[str, f
     generator = torch.Generator().manual_seed(99)
     wholes = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, (s, _) in SHAPES.items()}
 
-    def start(spec_of: Callable[[str], Spec]) -> tuple[list[Piece], Optimizer]:
+    def start(spec_of: Callable[[str], Spec]) -> tuple[list[TensorShard], Optimizer]:
         pieces = [piece_of(n, whole, spec_of(n), groups) for n, whole in wholes.items()]
         return pieces, build_optimizer(pieces, optim=Optim(name=name), state_dtype="fp32", decays=decays)
 
@@ -119,10 +119,10 @@ def compare(name: str, groups: dict[str, ProcessGroup]) -> dict[str, dict[str, f
         "state": differences(split.state(), {piece.name: piece.tensor for piece in reference.state()}),
         "owned": owned(split.state(), groups),
     }
-    saved = {piece.name: gather(piece, piece.tensor) for piece in split.state()}
-    wholes = {piece.name: gather(piece, piece.tensor) for piece in parts}
+    saved = {piece.name: gather_tensor(piece, piece.tensor) for piece in split.state()}
+    wholes = {piece.name: gather_tensor(piece, piece.tensor) for piece in parts}
     parts, other = start(lambda n: OTHER)
-    other.load({piece.name: box(piece, saved[piece.name]) for piece in other.state()}, split.steps)
+    other.load({piece.name: local_region(piece, saved[piece.name]) for piece in other.state()}, split.steps)
     for step in range(STEPS, STEPS + 2):
         take_step(reference, alone, step)
         take_step(other, parts, step)
@@ -130,13 +130,13 @@ def compare(name: str, groups: dict[str, ProcessGroup]) -> dict[str, dict[str, f
     return results
 
 
-def owned(state: list[Piece], groups: dict[str, ProcessGroup]) -> dict[str, float]:
+def owned(state: list[TensorShard], groups: dict[str, ProcessGroup]) -> dict[str, float]:
     """How far any element of a state tensor is from having one owner and as many holders as its piece says."""
     found = {}
     for piece in state:
         owners, holders = torch.zeros(piece.shape), torch.zeros(piece.shape)
-        box(piece, owners).fill_(float(piece.owner))
-        box(piece, holders).fill_(1.0)
+        local_region(piece, owners).fill_(float(piece.owner))
+        local_region(piece, holders).fill_(1.0)
         for count in (owners, holders):
             for group in groups.values():
                 dist.all_reduce(count, group=group)

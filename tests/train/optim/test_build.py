@@ -9,7 +9,7 @@ from torch import nn
 from phalanx.job.schema import Optim
 from phalanx.train.optim.build import Optimizer, build_optimizer
 from phalanx.train.optim.muon import orthogonal
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 KINDS = [
     ("adamw", "fp32"),
@@ -22,9 +22,9 @@ KINDS = [
 ]
 
 
-def pieces_of(tensors: dict[str, torch.Tensor]) -> list[Piece]:
+def pieces_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     return [
-        Piece(
+        TensorShard(
             name=name,
             tensor=tensor,
             shape=tuple(tensor.shape),
@@ -37,7 +37,7 @@ def pieces_of(tensors: dict[str, torch.Tensor]) -> list[Piece]:
     ]
 
 
-def build(pieces: list[Piece], name: str, state_dtype: str = "fp32", **optim: float) -> Optimizer:
+def build(pieces: list[TensorShard], name: str, state_dtype: str = "fp32", **optim: float) -> Optimizer:
     settings = Optim(name=name, **optim)  # type: ignore[arg-type]
     return build_optimizer(pieces, optim=settings, state_dtype=state_dtype, decays=lambda name: "norm" not in name)
 
@@ -48,7 +48,7 @@ def some_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def step_with(optimizer: Optimizer, pieces: list[Piece], seed: int, lr: float = 1e-2) -> None:
+def step_with(optimizer: Optimizer, pieces: list[TensorShard], seed: int, lr: float = 1e-2) -> None:
     generator = torch.Generator().manual_seed(seed)
     for piece in pieces:
         piece.tensor.grad = torch.randn(piece.shape, generator=generator).to(piece.tensor.dtype)

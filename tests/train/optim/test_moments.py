@@ -5,15 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.train.optim.moments import BLOCK, Block8, Format, moment_format, readable
-from phalanx.train.optim.rounding import dice, high, low, to_bf16
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.moments import (
+    BLOCK,
+    Block8Moment,
+    MomentFormat,
+    high_bits,
+    low_bits,
+    moment_format,
+    readable_moment,
+    rounding_bits,
+    to_bf16,
+)
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 FORMATS = [(kind, signed) for kind in ("fp32", "bf16", "int8") for signed in (True, False)]
 
 
-def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int, ...] = ()) -> Piece:
-    return Piece(
+def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int, ...] = ()) -> TensorShard:
+    return TensorShard(
         name="w",
         tensor=tensor,
         shape=shape or tuple(tensor.shape),
@@ -25,10 +34,10 @@ def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int
 
 
 def die(count: int, step: int = 1) -> torch.Tensor:
-    return low(dice(piece(torch.zeros(count)), step))
+    return low_bits(rounding_bits(piece(torch.zeros(count)), step))
 
 
-def again(form: Format, value: torch.Tensor, step: int = 1) -> torch.Tensor:
+def again(form: MomentFormat, value: torch.Tensor, step: int = 1) -> torch.Tensor:
     """The value as it comes back from being kept."""
     return form.decode(form.encode(value, die(len(value), step)), torch.float32)
 
@@ -44,31 +53,31 @@ def block_largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_dice_are_the_same_for_an_element_in_any_box() -> None:
-    whole = dice(piece(torch.zeros(37, 11, 4)), 3).view(37, 11, 4)
+    whole = rounding_bits(piece(torch.zeros(37, 11, 4)), 3).view(37, 11, 4)
     for start, size in (
         ((8, 6, 1), (5, 3, 2)),
         ((8, 0, 0), (5, 11, 4)),
         ((0, 0, 3), (37, 11, 1)),
         ((36, 2, 0), (1, 9, 4)),
     ):
-        part = dice(piece(torch.zeros(size), shape=(37, 11, 4), start=start), 3).view(size)
+        part = rounding_bits(piece(torch.zeros(size), shape=(37, 11, 4), start=start), 3).view(size)
         box = tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
         assert torch.equal(part, whole[box])
     assert len(set(whole.reshape(-1).tolist())) == 37 * 11 * 4
-    assert dice(piece(torch.zeros(0, 3), shape=(37, 11), start=(37, 0)), 3).shape == (0,)
-    assert dice(piece(torch.zeros(())), 3).shape == (1,)
+    assert rounding_bits(piece(torch.zeros(0, 3), shape=(37, 11), start=(37, 0)), 3).shape == (0,)
+    assert rounding_bits(piece(torch.zeros(())), 3).shape == (1,)
 
 
 def test_places_beyond_32_bits_wrap_alike_in_a_run_and_in_a_box() -> None:
     shape, start = (2**20, 2**13), (2**19 + 5, 0)
     run = piece(torch.zeros(2, 2**13), shape=shape, start=start)
     box = piece(torch.zeros(2, 3), shape=shape, start=(start[0], 7))
-    assert torch.equal(dice(run, 1).view(2, -1)[:, 7:10], dice(box, 1).view(2, 3))
+    assert torch.equal(rounding_bits(run, 1).view(2, -1)[:, 7:10], rounding_bits(box, 1).view(2, 3))
 
 
 def test_the_dice_are_fair_and_independent() -> None:
     many = [replace(piece(torch.zeros(200, 100)), name=name) for name in "wv"]
-    rolls = [side(dice(one, step)) for step in (1, 2) for one in many for side in (low, high)]
+    rolls = [side(rounding_bits(one, step)) for step in (1, 2) for one in many for side in (low_bits, high_bits)]
     flat = torch.stack([*rolls, *(roll.roll(1) for roll in rolls), *(roll.roll(100) for roll in rolls)]) / 65536.0
     assert float(flat.min()) >= 0.0
     assert float(flat.max()) < 1.0
@@ -97,7 +106,7 @@ def test_bf16_rounds_to_a_neighbour_and_is_right_on_average() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_eight_bits_keep_their_stated_bound(signed: bool) -> None:
-    form = Block8(signed=signed)
+    form = Block8Moment(signed=signed)
     value = spread_values(10 * BLOCK + 17, octaves=form.octaves + 6)
     value = value if signed else value.abs()
     off = (again(form, value) - value).abs()
@@ -111,19 +120,19 @@ def test_eight_bits_keep_their_stated_bound(signed: bool) -> None:
 def test_eight_bits_are_right_on_average(signed: bool, share: float) -> None:
     value = torch.full((BLOCK * 400,), share)
     value[::BLOCK] = 1.0
-    assert float(again(Block8(signed=signed), value)[value < 1].mean()) == pytest.approx(share, rel=1e-3)
+    assert float(again(Block8Moment(signed=signed), value)[value < 1].mean()) == pytest.approx(share, rel=1e-3)
 
 
 def test_a_first_moment_below_the_codes_is_right_on_average_too() -> None:
     value = torch.full((BLOCK * 400,), 2.0**-18)
     value[::BLOCK] = 1.0
-    assert float(again(Block8(signed=True), value)[value < 1].mean()) == pytest.approx(2.0**-18, rel=0.03)
+    assert float(again(Block8Moment(signed=True), value)[value < 1].mean()) == pytest.approx(2.0**-18, rel=0.03)
 
 
 def test_a_second_moment_is_never_rounded_to_zero() -> None:
     value = torch.full((BLOCK,), 1e-20)
     value[0], value[5] = 1.0, 0.0
-    found = again(Block8(signed=False), value)
+    found = again(Block8Moment(signed=False), value)
     assert float(found[5]) == 0.0
     assert float(found[value > 0].min()) == pytest.approx(2.0**-32, rel=1e-4)
 
@@ -170,4 +179,4 @@ def test_zeros_and_nothing_are_kept_too(kind: str, signed: bool) -> None:
     form = moment_format(kind, signed=signed)
     assert torch.equal(again(form, torch.zeros(300)), torch.zeros(300))
     empty = torch.zeros(0, 5)
-    assert readable(form, form.zeros(0, empty), empty).shape == (0, 5)
+    assert readable_moment(form, form.zeros(0, empty), empty).shape == (0, 5)

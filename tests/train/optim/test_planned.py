@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from phalanx.plan.request import PlanRequest, request_from_job
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
@@ -14,7 +15,7 @@ from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.optim.build import build_optimizer
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 JOB = """\
 name = "test"
@@ -64,7 +65,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     with torch.device("meta"):
         model = Decoder(job.model)
     pieces = [
-        Piece(
+        TensorShard(
             name=key,
             tensor=parameter.detach(),
             shape=tuple(parameter.shape),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.train.parallel.clip import scale_gradients, squared_norm
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.gradients import scale_gradients, squared_norm
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 
-def piece(replicas: int) -> Piece:
+def piece(replicas: int) -> TensorShard:
     owner = replicas == 1
-    return Piece(name="w", tensor=torch.zeros(2), shape=(2,), start=(0,), replicas=replicas, owner=owner, groups={})
+    return TensorShard(
+        name="w", tensor=torch.zeros(2), shape=(2,), start=(0,), replicas=replicas, owner=owner, groups={}
+    )
 
 
 def test_a_copy_counts_on_one_rank_only():

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from phalanx.plan.auto_settings import compression_pays
+from phalanx.plan.request import request_from_job
 from torch import nn
 
 from phalanx.errors import UserError
@@ -18,6 +20,8 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.request import request_from_job
 from phalanx.train.parallel.compress import KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_formats import FORMATS
+from phalanx.plan.layout import Layout
+from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_fsdp import compress_sharded
 from phalanx.train.parallel.compress_powersgd import gains
 

@@ -12,10 +12,19 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import UserError
-from phalanx.train.parallel import context_ring
-from phalanx.train.parallel.context import KINDS, check_heads, context_core, kv_copies
-from phalanx.train.parallel.context_order import join_all, local_positions, split_all, split_sequence
-from phalanx.train.parallel.context_ring import attend, attend_backward
+from phalanx.train.parallel import context
+from phalanx.train.parallel.context import (
+    KINDS,
+    attend,
+    attend_backward,
+    check_heads,
+    context_core,
+    join_all,
+    kv_copies,
+    local_positions,
+    split_all,
+    split_sequence,
+)
 
 B, N, L, H = 2, 8, 32, 16
 
@@ -184,9 +193,9 @@ def test_the_fallback_equals_the_kernel() -> None:
     for causal in (False, True):
         out, lse = attend(q, k, v, causal=causal)
         expected = attend_backward(grad, q, k, v, out, lse, causal=causal)
-        scores = context_ring._scores(q, k, causal=causal)
+        scores = context._scores(q, k, causal=causal)
         assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-12)
-        got = context_ring._math_backward(grad, q, k, v, out, lse, causal=causal)
+        got = context._math_backward(grad, q, k, v, out, lse, causal=causal)
         assert max((a - b).abs().max().item() for a, b in zip(expected, got, strict=True)) < 1e-12
         assert torch.allclose(
             out, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), atol=1e-12

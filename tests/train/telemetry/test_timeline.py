@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from phalanx.train.tracing.traced_step import trace_rank
 
 from phalanx.record.account.timeline import measured
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
-from phalanx.train.telemetry.kernels import Kernel, op_of, timed_by
+from phalanx.train.telemetry.collective_tap import METHODS, Kernel, TappedCollective, op_of, timed_by
 from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, fitting, merged
 from phalanx.train.telemetry.wiretap import METHODS, Call
 from phalanx.train.tracing.traced_step import trace_rank
@@ -95,7 +96,7 @@ def test_a_failure_inside_is_told_once_and_the_step_goes_on(meshes, monkeypatch)
     def broken(*_: object) -> str:
         raise RuntimeError("no such method\nsecond line")
 
-    monkeypatch.setattr("phalanx.train.telemetry.wiretap._word", broken)
+    monkeypatch.setattr("phalanx.train.telemetry.collective_tap._word", broken)
     told: list[str] = []
     sampler, done = _sampler(meshes, told, every=1), []
     for step in range(1, 4):
@@ -146,7 +147,7 @@ def test_what_looking_costs_before_the_step_is_told_apart(meshes, monkeypatch):
             yield
 
     monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    monkeypatch.setattr(timeline, "Wiretap", Slow)
+    monkeypatch.setattr(timeline, "CollectiveTap", Slow)
     sampler = _sampler(meshes, [], every=2)
     found = []
     for step in (2, 3):
@@ -183,8 +184,8 @@ def test_the_batch_is_waited_for_before_the_engine_begins():
     assert found["spans"] == [["data", "batch", 0.25, 0.5, None, None], ["forward", "forward", 0.75, 1.0, None, None]]
 
 
-def _call(op: str, at_s: float = 0.0) -> Call:
-    return Call(op=op, nbytes=64, group="g", start_s=at_s, end_s=at_s + 1e-5)
+def _call(op: str, at_s: float = 0.0) -> TappedCollective:
+    return TappedCollective(op=op, nbytes=64, group="g", start_s=at_s, end_s=at_s + 1e-5)
 
 
 def test_calls_take_the_times_of_their_kernels_in_order():

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from phalanx.job.schema import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import Event, EventWriter, read_events
-from phalanx.train.telemetry import watch
-from phalanx.train.telemetry.monitor import Monitor
-from phalanx.train.telemetry.sharing import Card, Sharers, card_of, count_sharers
-from phalanx.train.telemetry.watch import Meeting, watched
+from phalanx.train.telemetry import monitor
+from phalanx.train.telemetry.monitor import Monitor, PeerRendezvous, monitored_rank
+from phalanx.train.telemetry.sharing import DeviceCard, Sharers, card_of, count_sharers
 from phalanx.train.verify.ranks import run_ranks
 from phalanx.train.worker import _sharers
 
@@ -83,8 +82,8 @@ def test_whatever_cannot_be_started_is_told_and_the_rank_goes_on(
 
     monkeypatch.setattr(Monitor, "start", no_thread)
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
-    meeting = Meeting(store=Refusing(), secret=bytes(32), address="127.0.0.1")  # type: ignore[arg-type]
-    with watched(
+    meeting = PeerRendezvous(store=Refusing(), secret=bytes(32), address="127.0.0.1")  # type: ignore[arg-type]
+    with monitored_rank(
         events,
         lambda: 1 // 0,  # type: ignore[arg-type, return-value]
         meeting,
@@ -105,16 +104,16 @@ def test_whatever_cannot_be_started_is_told_and_the_rank_goes_on(
 def test_a_group_that_breaks_at_the_meeting_is_left_to_the_training(
     tmp_path: Path, events: EventWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(card: Card) -> list[Card]:
+    def broken(card: DeviceCard) -> list[DeviceCard]:
         raise dist.DistBackendError("Connection closed by peer")
 
-    monkeypatch.setattr(watch, "exchange", broken)
-    assert watch.meet(Refusing(), {}, torch.device("cpu"), events) == (None, Sharers())  # type: ignore[arg-type]
+    monkeypatch.setattr(monitor, "exchange_cards", broken)
+    assert monitor.meet_peers(Refusing(), {}, torch.device("cpu"), events) == (None, Sharers())  # type: ignore[arg-type]
     assert len(remarks(tmp_path)) == 1
 
 
-def card(host: str, device: str, address: str = "") -> Card:
-    return Card(host=host.ljust(16).encode(), device=device.ljust(16).encode(), address=address)
+def card(host: str, device: str, address: str = "") -> DeviceCard:
+    return DeviceCard(host=host.ljust(16).encode(), device=device.ljust(16).encode(), address=address)
 
 
 def test_sharers_are_counted_by_host_and_by_device() -> None:
@@ -138,8 +137,10 @@ def test_an_agents_ranks_take_the_gpus_of_their_host_in_turn(monkeypatch: pytest
 @pytest.mark.parametrize("address", ["", "10.1.2.3", "127.0.1.1", "fd00::7"])
 def test_a_card_arrives_as_it_was(address: str) -> None:
     made = card_of(torch.device("cpu"), address=address, secret=bytes(range(32)))
-    assert Card.decode(made.encode()) == made
-    assert Card.decode(card_of(torch.device("cpu"), address="no address", secret=bytes(32)).encode()).address == ""
+    assert DeviceCard.decode(made.encode()) == made
+    assert (
+        DeviceCard.decode(card_of(torch.device("cpu"), address="no address", secret=bytes(32)).encode()).address == ""
+    )
 
 
 @pytest.mark.parametrize(("far", "wanted"), [("10.9.9.2", "10.9.9.1"), ("127.0.0.1", "127.0.0.1")])
@@ -148,9 +149,9 @@ def test_a_host_that_knows_itself_as_loopback_takes_the_address_towards_the_othe
 ) -> None:
     """Debian writes `127.0.1.1 host` into /etc/hosts, and MASTER_ADDR is that host."""
     routes = {"first": "127.0.0.1", "10.9.9.2": "10.9.9.1"}
-    monkeypatch.setattr(watch, "_address_towards", lambda host: routes[host])
-    monkeypatch.setattr(watch, "exchange", lambda mine: [mine, mine, card("far", "x", far)])
-    meeting, sharers = watch.meet(dist.HashStore(), {"MASTER_ADDR": "first"}, torch.device("cpu"), events)
+    monkeypatch.setattr(monitor, "_address_towards", lambda host: routes[host])
+    monkeypatch.setattr(monitor, "exchange_cards", lambda mine: [mine, mine, card("far", "x", far)])
+    meeting, sharers = monitor.meet_peers(dist.HashStore(), {"MASTER_ADDR": "first"}, torch.device("cpu"), events)
     assert meeting is not None
     assert (meeting.address, sharers) == (wanted, Sharers(host=2, device=2))
     assert len(remarks(tmp_path)) == (wanted == "127.0.0.1")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
@@ -15,6 +16,7 @@ from phalanx.plan.layout import Layout
 from phalanx.train.check import check_layout
 from phalanx.train.settings import Settings
 from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
+from phalanx.train.settings import Settings, check_layout
 from phalanx.train.verify.terms import Terms, refuse_ranks
 
 LARGE = ModelShape(name="large", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256)
@@ -29,7 +31,7 @@ BASE = Layout(
 def job(shape: ModelShape = LARGE, **changes) -> Job:
     sections = {name: made() for name, made in SECTIONS.items()}
     sections |= {"data": Data(sequence=8192), "batch": Batch(global_sequences=2048)}
-    return Job(name="big", model=shape, **(sections | changes))
+    return Job(name="big", model=shape, **(sections | size_changes))
 
 
 def test_every_axis_stays_in_use():

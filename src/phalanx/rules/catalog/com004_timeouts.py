@@ -60,7 +60,7 @@ def _is_own(evidence: Evidence) -> bool:
 
 
 def _across_s(evidence: Evidence) -> float:
-    """How long our trainer waits across a save or an evaluation (train/patience.py)."""
+    """How long our trainer waits across a save or an evaluation (train/collective_timeouts.py)."""
     job = evidence.the_job
     return max(job.comm.init_timeout_s, 0.0 if isinstance(job.train.timeout_s, str) else job.train.timeout_s)
 
@@ -145,7 +145,7 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _auto(evidence: Evidence, step_s: float) -> float:
-    """What "auto" comes to: from the plan, and while training no less than from the steps seen (train/patience.py)."""
+    """ "auto": from the plan, and while training no less than from the steps seen (train/collective_timeouts.py)."""
     planned_s = 0.0
     if evidence.plan is not None:
         planned_s = steady_timeout_s(evidence.the_job, evidence.plan.prediction)

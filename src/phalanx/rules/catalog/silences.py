@@ -1,7 +1,7 @@
 """How long a rank may keep silent while nothing is wrong: no timeout of a collective may be shorter than that.
 
 A rank that saves, evaluates or restores takes part in no collective, and the others wait for it in theirs. Our own
-trainer knows these pauses: across them it waits `comm.init_timeout_s` (train/patience.py), in a steady step
+trainer knows these pauses: across them it waits `comm.init_timeout_s` (train/collective_timeouts.py), in a steady step
 `train.timeout_s`. Of other trainers the steady timeout holds for all of it.
 """
 

@@ -58,7 +58,7 @@ class Bigram:
         return float(-np.log(high + self._rest_V[run[:-1]] * self._lower_V[run[1:]]).sum())
 
 
-def baselines(dataset: TokenDataset | Path) -> dict[str, float]:
+def count_baselines(dataset: TokenDataset | Path) -> dict[str, float]:
     """Bits per byte of the whole held-out text, ends of text paid for: {"unigram": ..., "bigram": ...}."""
     folders = dataset.folders if isinstance(dataset, TokenDataset) else (dataset,)
     train, heldout = TokenDataset.open(folders, "train"), TokenDataset.open(folders, "heldout")

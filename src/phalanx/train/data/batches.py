@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -114,17 +114,18 @@ class Batches:
         micro: int = 1,
         rounds: int = 1,
         powers: bool = False,
+        digest: str = "",
     ) -> None:
         self._dataset, self._sampler, self._plan, self._sequence = dataset, sampler, plan, sequence
-        self._rank = data_rank
+        self._rank, self.digest = data_rank, digest
         self._dealing = BatchDeal(data_ranks=data_ranks, micro=micro, rounds=rounds, powers=powers)
-        self._ahead: _Ahead | None = None
+        self._ahead: ReadAhead[Tokens] | None = None
 
     def get(self, step: int) -> tuple[Tokens, Tokens]:
         """(tokens, targets), int64 [b, sequence] each, of a step; the steps that follow are read in the background."""
         if self._ahead is None or self._ahead.next_step != step:
             self.close()
-            self._ahead = _Ahead(self, step)
+            self._ahead = ReadAhead(self.read, step)
         rows = self._ahead.take()
         tokens, targets = rows[:, :-1], rows[:, 1:]
         real = len(self._real(step))
@@ -132,6 +133,13 @@ class Batches:
             targets = targets.copy()  # shares its memory with the tokens
             targets[real:] = IGNORED
         return tokens, targets
+
+    def position(self, step: int) -> Any:
+        """What a checkpoint must keep of the place in the data after `step` steps: nothing, the step tells it."""
+        return None
+
+    def restore_position(self, position: Any) -> None:
+        """Nothing to take up."""
 
     def indices(self, step: int) -> Tokens:
         """The samples that this rank learns from in a step."""
@@ -158,20 +166,23 @@ class Batches:
             self._ahead = None
 
 
-class _Ahead:
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
     """A thread that reads the next steps into a short queue."""
 
-    def __init__(self, batches: Batches, first_step: int) -> None:
+    def __init__(self, read: Callable[[int], T], first_step: int) -> None:
         self.next_step = first_step
-        self._queue: queue.Queue[Tokens | Exception] = queue.Queue(maxsize=PREFETCH)
+        self._queue: queue.Queue[T | Exception] = queue.Queue(maxsize=PREFETCH)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(batches, first_step), name="batches", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(read, first_step), name="batches", daemon=True)
         self._thread.start()
 
-    def _run(self, batches: Batches, step: int) -> None:
+    def _run(self, read: Callable[[int], T], step: int) -> None:
         while not self._stopped.is_set():
             try:
-                found: Tokens | Exception = batches.read(step)
+                found: T | Exception = read(step)
             except Exception as error:  # handed to the loop, which asked for the step
                 found = error
             while not self._stopped.is_set():
@@ -184,7 +195,7 @@ class _Ahead:
                 return
             step += 1
 
-    def take(self) -> Tokens:
+    def take(self) -> T:
         """The next step's rows; raises what reading raised."""
         found = self._queue.get()
         if isinstance(found, Exception):

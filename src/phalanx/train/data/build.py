@@ -31,7 +31,7 @@ from phalanx.job.dataset import (
     source_from,
 )
 from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
-from phalanx.train.data.lock import only_builder
+from phalanx.train.data.fetch import only_builder
 from phalanx.train.data.progress import Progress
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.data.tokenizer import (
@@ -88,7 +88,7 @@ class _State:
         return json.dumps(dataclasses.asdict(self))
 
 
-def build(
+def build_dataset(
     recipe: Recipe, out: Path, progress_for: Callable[[int], Progress], *, wait_s: float = 0.0, reuse: bool = False
 ) -> Manifest:
     """Make the dataset `out`; raises UserError for bad input and SystemFailure for a full disk or another builder.

@@ -28,10 +28,9 @@ from phalanx.job.dataset import (
     read_manifest,
 )
 from phalanx.job.schema import Data
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.fetch import Package, fetch, members
-from phalanx.train.data.lock import only_builder
+from phalanx.train.data.fetch import Package, fetch, members, only_builder
 from phalanx.train.data.progress import Progress, on_stderr
 
 WAIT_S = 900.0  # for another process that builds the same corpus
@@ -244,4 +243,4 @@ def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Cal
             talk.note(f"note: {out} is damaged; making it again")
             shutil.rmtree(out)
     recipe = corpus_recipe(name, cache, vocab=vocab, note=talk.note)
-    build(recipe, out, progress_for, wait_s=WAIT_S, reuse=True)
+    build_dataset(recipe, out, progress_for, wait_s=WAIT_S, reuse=True)

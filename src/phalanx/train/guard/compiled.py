@@ -91,7 +91,7 @@ class Comparison:
         return bool(self.unclear) or (not self.is_lost and all(one <= self.bound for one in differences))
 
 
-def is_due(engine: Engine, compared: set[str]) -> bool:
+def is_comparison_due(engine: Engine, compared: set[str]) -> bool:
     """Whether some rank runs code that was never compared in its process. Every rank must call this."""
     if not engine.settings.compile:
         return False
@@ -283,7 +283,7 @@ def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
     return f"an eager micro-batch may need {format_bytes(need_most)}, {format_bytes(short)} more than is free"
 
 
-def refusal(found: Comparison, *, compute: str, where: str) -> UserError:
+def compiled_refusal(found: Comparison, *, compute: str, where: str) -> UserError:
     """What a person is told when compiled code is wrong; the same words on every rank."""
     off = max(found.loss_difference, found.gradient_difference, key=lambda one: math.inf if math.isnan(one) else one)
     return mistake(

@@ -16,7 +16,7 @@ WINDOW = 128  # norms that are looked back on
 FIRST = 16  # norms before the first verdict: they fall fast at the start of a run
 
 
-class Spikes:
+class SpikeDetector:
     """Remembers the gradient norms of the steps that were taken."""
 
     def __init__(self, factor: float, *, window: int = WINDOW) -> None:

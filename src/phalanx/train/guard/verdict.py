@@ -12,7 +12,7 @@ from phalanx.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
+class DigestClaim:
     """What one rank says of one set of boxes that it holds."""
 
     rank: int
@@ -25,7 +25,7 @@ class Claim:
 class Divergence:
     """State that should be the same and is not.
 
-    `certain`: the suspects are wrong; otherwise at least one of them is. `digests` are of the holders, for `settle`.
+    `certain`: the suspects are wrong; otherwise at least one of them is. `digests` are of the holders.
     """
 
     step: int  # steps done when it was noticed
@@ -73,20 +73,20 @@ class Divergence:
         )
 
 
-def judge(step: int, claims: Sequence[Claim]) -> Divergence | None:
+def judge_claims(step: int, claims: Sequence[DigestClaim]) -> Divergence | None:
     """The gravest difference among all ranks' claims; None when every copy agrees.
 
     A set that a majority can speak for comes before one that leaves several suspects: a rank that is wrong in one set
     mostly is in others. The result depends on the claims alone, so every rank comes to the same.
     """
-    sets: dict[str, list[Claim]] = {}
+    sets: dict[str, list[DigestClaim]] = {}
     for claim in claims:
         sets.setdefault(claim.boxes, []).append(claim)
     found = [verdict for boxes in sorted(sets) if (verdict := _judge_set(step, boxes, sets[boxes])) is not None]
     return min(found, key=lambda one: (not one.certain, one.suspects, one.boxes), default=None)
 
 
-def _judge_set(step: int, boxes: str, claims: Sequence[Claim]) -> Divergence | None:
+def _judge_set(step: int, boxes: str, claims: Sequence[DigestClaim]) -> Divergence | None:
     digests = {claim.rank: claim.digest for claim in claims}
     right = majority(digests)
     suspects = tuple(sorted(rank for rank, digest in digests.items() if digest != right))
@@ -110,7 +110,7 @@ def majority(digests: Mapping[int, str]) -> str | None:
     return first if most > next_most else None
 
 
-def settle(earlier: Mapping[int, str], recomputed: str) -> int | None:
+def settle_divergence(earlier: Mapping[int, str], recomputed: str) -> int | None:
     """Which of two holders was wrong, once the same steps were done again: the one that now reads otherwise.
 
     None when neither or both were: then doing it again did not give the same, as kernels without a fixed order may not.

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.job.model import ModelShape
-from phalanx.train.models.attention import Attention
-from phalanx.train.models.embedding import Embedding, norm_of
 from phalanx.train.models.init import draw
-from phalanx.train.models.mlp import Mlp
+from phalanx.train.models.layers import Attention, Embedding, Mlp, Rope, norm_of, rope_tables
 from phalanx.train.models.moe import Moe
-from phalanx.train.models.rope import Rope, rope_tables
 from phalanx.train.models.support import refuse_untrainable
 
 TIED = ("embed.tokens.weight", "head.weight")

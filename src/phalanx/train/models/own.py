@@ -45,14 +45,14 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outline:
+class NetworkOutline:
     """Every tensor of the whole network by its own name, in its own order; a tied one once, under its first name."""
 
     tensors: Mapping[str, TensorSpec]
     tied: Mapping[str, str]  # other names of a tensor -> its first
 
     @classmethod
-    def of(cls, network: nn.Module) -> Outline:
+    def of(cls, network: nn.Module) -> NetworkOutline:
         """Of a network with or without storage."""
         saved = _saved_tensors(network)
         parameters = {id(param) for param in network.parameters()}
@@ -79,7 +79,7 @@ class Outline:
 class OwnStage(nn.Module):
     """A network of the user's own, or one stage of it, with the outside of our decoder: what the engine works on."""
 
-    def __init__(self, shape: ModelShape, network: nn.Module, outline: Outline, *, last: bool = True) -> None:
+    def __init__(self, shape: ModelShape, network: nn.Module, outline: NetworkOutline, *, last: bool = True) -> None:
         super().__init__()
         assert isinstance(network, Network)
         self.shape = shape
@@ -134,7 +134,7 @@ def build_stage(
         with torch.device("meta"):
             return Decoder(shape, layers=layers, first=first, last=last)
     network = whole if whole is not None else build_outline(shape, allow_code=allow_code, folder=folder)
-    outline = Outline.of(network)
+    outline = NetworkOutline.of(network)
     if not (first and last):
         assert isinstance(network, Staged), "refuse_network() comes first"
         full, cut = network, network.stage
@@ -190,7 +190,7 @@ def _take_plain_tensors(stage: nn.Module, whole: nn.Module) -> None:
                     setattr(module, attribute, there[attribute])
 
 
-def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: Outline, layers: range) -> None:
+def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: NetworkOutline, layers: range) -> None:
     """A stage holds tensors of the whole network, and all names of a tied one or none."""
     where = f"{shape.module} stage({layers.start}..{layers.stop - 1})"
     problems = []
@@ -225,7 +225,13 @@ def _refuse_other_names(shape: ModelShape, stage: nn.Module, outline: Outline, l
 
 
 def whole_values(
-    shape: ModelShape, outline: Outline, names: Sequence[str], *, seed: int, allow_code: bool, folder: Path = Path()
+    shape: ModelShape,
+    outline: NetworkOutline,
+    names: Sequence[str],
+    *,
+    seed: int,
+    allow_code: bool,
+    folder: Path = Path(),
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor in host memory) of a network built as its author would, in the order of `names`.
 
@@ -240,7 +246,7 @@ def whole_values(
         try:
             built = build_model(shape, allow_code=allow_code, folder=folder, seed=seed)
             values = {name: tensor.detach() for name, tensor in named_tensors(built)}
-            _refuse_other_outline(shape, Outline.of(built), outline)
+            _refuse_other_outline(shape, NetworkOutline.of(built), outline)
         except UserError as error:
             failure = error
     if world > 1:
@@ -258,7 +264,7 @@ def whole_values(
         yield name, whole
 
 
-def _refuse_other_outline(shape: ModelShape, real: Outline, outline: Outline) -> None:
+def _refuse_other_outline(shape: ModelShape, real: NetworkOutline, outline: NetworkOutline) -> None:
     """Without storage a network may be built otherwise than with: then no rank but this one would know its tensors."""
     differing = [
         name for name in {**real.tensors, **outline.tensors} if real.tensors.get(name) != outline.tensors.get(name)

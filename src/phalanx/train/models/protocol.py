@@ -6,17 +6,13 @@ That code is run only when the person at the keyboard allows it, since job files
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +22,7 @@ from torch import Tensor, nn
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import Decoder
+from phalanx.train.plugins import load_module
 
 
 @runtime_checkable
@@ -74,36 +71,20 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
 
 def _find(name: str, folder: Path) -> Callable[..., object]:
     place, _, function = name.rpartition(":")
-    module = _from_file(folder / place, name) if place.endswith(".py") else _from_package(place, name)
+    is_file = place.endswith(".py")
+    if is_file and not (folder / place).is_file():
+        raise mistake(
+            str(folder / place), "there is no such file", why=f'model.module = "{name}" is looked for beside the job'
+        )
+    try:
+        module = load_module(str(folder / place) if is_file else place)
+    except Exception as error:
+        raise _failed(name, "cannot be run" if is_file else "cannot be imported", error) from error
     found = getattr(module, function, None)
     if not callable(found):
         close = nearest(function, vars(module))
         raise mistake(name, f"{place} has no function {function}", fix=f"did you mean {close}?" if close else "")
     return found  # type: ignore[no-any-return]
-
-
-def _from_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        raise mistake(str(path), "there is no such file", why=f'model.module = "{name}" is looked for beside the job')
-    key = f"phalanx_module_{path.stem}"
-    spec = importlib.util.spec_from_file_location(key, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module  # dataclasses and pickles of the user's look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[key]
-        raise _failed(name, "cannot be run", error) from error
-    return module
-
-
-def _from_package(place: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise _failed(name, "cannot be imported", error) from error
 
 
 def _call(build: Callable[..., object], shape: ModelShape, seed: int) -> object:

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 
 from phalanx.train.optim.base import gradient, total_bytes
 from phalanx.train.optim.compact import apply
-from phalanx.train.optim.moments import working
-from phalanx.train.optim.whole import sum_over
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.moments import working_dtype
+from phalanx.train.optim.whole_tensors import sum_over
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper
 TINY = 1e-30  # added to squared gradients: epsilon 1 of the paper
@@ -39,7 +39,7 @@ class Adafactor:
     """Matrices are the last two dimensions; those before them are a batch of matrices (experts)."""
 
     def __init__(
-        self, pieces: Sequence[Piece], *, beta2: float, weight_decay: float, decays: Callable[[str], bool]
+        self, pieces: Sequence[TensorShard], *, beta2: float, weight_decay: float, decays: Callable[[str], bool]
     ) -> None:
         self.steps = 0
         self._pieces = list(pieces)
@@ -83,20 +83,20 @@ class Adafactor:
             for total, (piece, factors) in zip(totals, self._both(), strict=True)
         ]
 
-    def _update(self, piece: Piece, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
+    def _update(self, piece: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
         """The gradient over the root of the second moment, which is row × column / mean of the rows."""
         grad = gradient(piece).to(factors.row.dtype)
         if factors.column is None:
             return grad * factors.row.rsqrt()
         return grad * (factors.row / scale).rsqrt().unsqueeze(-1) * factors.column.rsqrt().unsqueeze(-2)
 
-    def _both(self) -> list[tuple[Piece, Factors]]:
+    def _both(self) -> list[tuple[TensorShard, Factors]]:
         return list(zip(self._pieces, self._factors, strict=True))
 
-    def _each(self, scales: Sequence[torch.Tensor]) -> list[tuple[Piece, Factors, torch.Tensor]]:
+    def _each(self, scales: Sequence[torch.Tensor]) -> list[tuple[TensorShard, Factors, torch.Tensor]]:
         return list(zip(self._pieces, self._factors, scales, strict=True))
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """The live means. A row mean is the same on all ranks that split the columns: more replicas, one owner."""
         found = []
         for piece, factors in self._both():
@@ -119,27 +119,27 @@ class Adafactor:
         return total_bytes([tensor for factors in self._factors for tensor in factors.tensors()])
 
 
-def _empty(piece: Piece) -> Factors:
-    shape, dtype = piece.tensor.shape, working(piece.tensor.dtype)
+def _empty(piece: TensorShard) -> Factors:
+    shape, dtype = piece.tensor.shape, working_dtype(piece.tensor.dtype)
     if len(shape) < 2:
         return Factors(row=torch.zeros(shape, dtype=dtype, device=piece.tensor.device), column=None)
     row = torch.zeros(shape[:-1], dtype=dtype, device=piece.tensor.device)
     return Factors(row=row, column=row.new_zeros(*shape[:-2], shape[-1]))
 
 
-def _squares(piece: Piece) -> torch.Tensor:
-    return gradient(piece).to(working(piece.tensor.dtype)).square().add_(TINY)
+def _squares(piece: TensorShard) -> torch.Tensor:
+    return gradient(piece).to(working_dtype(piece.tensor.dtype)).square().add_(TINY)
 
 
 def _square(update: torch.Tensor) -> torch.Tensor:
     return update.square().sum()
 
 
-def _groups(piece: Piece, dim: int) -> tuple[ProcessGroup, ...]:
+def _groups(piece: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
     return piece.groups.get(dim % len(piece.shape), ())
 
 
-def _all_groups(piece: Piece) -> tuple[ProcessGroup, ...]:
+def _all_groups(piece: TensorShard) -> tuple[ProcessGroup, ...]:
     return tuple(group for dim in sorted(piece.groups) for group in piece.groups[dim])
 
 
@@ -155,14 +155,14 @@ def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGro
     return sums
 
 
-def _without(piece: Piece, dim: int, name: str, tensor: torch.Tensor) -> Piece:
+def _without(piece: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
     """A state piece that lacks one dimension of its parameter."""
     dim %= len(piece.shape)
     gone = piece.groups.get(dim, ())
     replicas = piece.replicas
     for group in gone:
         replicas *= group.size()
-    return Piece(
+    return TensorShard(
         name=f"{piece.name}#{name}",
         tensor=tensor,
         shape=(*piece.shape[:dim], *piece.shape[dim + 1 :]),

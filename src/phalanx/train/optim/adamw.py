@@ -8,7 +8,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from phalanx.train.optim.base import gradient, state_piece, total_bytes
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 FUSED = ("cpu", "cuda")  # devices with a fused kernel on every torch we support; others take the foreach one
 
@@ -18,7 +18,7 @@ class AdamW:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         *,
         betas: tuple[float, float],
         eps: float,
@@ -58,7 +58,7 @@ class AdamW:
             )
         self.steps += 1
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """The live moments: writing into them is loading."""
         return [
             state_piece(piece, name, tensor)
@@ -79,7 +79,7 @@ class AdamW:
 
 
 def _group(
-    pieces: Sequence[Piece], weight_decay: float, decays: Callable[[str], bool]
+    pieces: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool]
 ) -> dict[tuple[torch.device, torch.dtype, float], list[int]]:
     """Positions of the pieces one kernel call can take; a piece without elements needs none."""
     groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}

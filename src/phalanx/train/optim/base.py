@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 
 class Optimizer(Protocol):
@@ -19,7 +19,7 @@ class Optimizer(Protocol):
     def step(self, lr: float) -> None:
         """One update with `piece.tensor.grad`; an absent gradient acts as zeros, so that every layout agrees."""
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """Every state tensor as a float piece named "parameter#state", in a form that no layout shows in."""
 
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
@@ -29,13 +29,13 @@ class Optimizer(Protocol):
         """Bytes this rank keeps between steps, besides the weights."""
 
 
-def gradient(piece: Piece) -> torch.Tensor:
+def gradient(piece: TensorShard) -> torch.Tensor:
     """The gradient of a piece, zeros where it took no part."""
     grad = piece.tensor.grad
     return torch.zeros_like(piece.tensor) if grad is None else grad
 
 
-def state_piece(piece: Piece, name: str, tensor: torch.Tensor) -> Piece:
+def state_piece(piece: TensorShard, name: str, tensor: torch.Tensor) -> TensorShard:
     """A state tensor that is split as its parameter is."""
     return replace(piece, name=f"{piece.name}#{name}", tensor=tensor)
 

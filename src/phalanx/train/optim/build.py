@@ -11,40 +11,46 @@ from phalanx.train.optim.adafactor import Adafactor
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.compact import CompactAdamW
-from phalanx.train.optim.muon import Muon, takes
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.muon import Muon, takes_muon
+from phalanx.train.optim.own import OwnOptimizer
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 __all__ = ["Optimizer", "build_optimizer"]
 
 
 def build_optimizer(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     *,
     optim: Optim,
     state_dtype: str,
     decays: Callable[[str], bool],
     tables: Collection[str] = (),
+    own: str = "",
+    allow_code: bool = False,
 ) -> Optimizer:
     """An optimizer over this rank's pieces; `decays` says which parameters weight decay applies to.
 
     `tables` are weights of a user's own network that are embeddings or a head. `state_dtype` is the job's
     precision.optimizer_state; Adafactor keeps so little that it stays in fp32.
+    `own` is the reference of an optimizer of the user's own, which comes instead.
     """
+    if own:
+        return OwnOptimizer(pieces, own, optim=optim, decays=decays, allow_code=allow_code)
     if optim.name == "adafactor":
         return Adafactor(pieces, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
     if optim.name == "muon":
         return Muon(
-            [piece for piece in pieces if takes(piece, tables)],
+            [piece for piece in pieces if takes_muon(piece, tables)],
             momentum=optim.betas[0],
             weight_decay=optim.weight_decay,
             decays=decays,
             kind=state_dtype,
-            rest=_adamw([piece for piece in pieces if not takes(piece, tables)], optim, state_dtype, decays),
+            rest=_adamw([piece for piece in pieces if not takes_muon(piece, tables)], optim, state_dtype, decays),
         )
     return _adamw(pieces, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
 
 
-def _adamw(pieces: Sequence[Piece], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
+def _adamw(pieces: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
     """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
     betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
     if kind == "fp32" and all(piece.tensor.dtype in (torch.float32, torch.float64) for piece in pieces):

@@ -8,9 +8,21 @@ from functools import cache
 import torch
 
 from phalanx.train.optim.base import gradient, state_piece, total_bytes
-from phalanx.train.optim.moments import Format, Kept, moment_format, readable, working
-from phalanx.train.optim.rounding import dice, high, key, low, places, throw, to_bf16
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.moments import (
+    Kept,
+    MomentFormat,
+    element_positions,
+    high_bits,
+    key,
+    low_bits,
+    mix_bits,
+    moment_format,
+    readable_moment,
+    rounding_bits,
+    to_bf16,
+    working_dtype,
+)
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 # Elements worked on at once, on a CPU and on a GPU: temporaries of 128 kB stay in the second-level cache (9 times as
 # fast as those of whole tensors of a million), and those of a GPU stay small beside a model.
@@ -23,7 +35,7 @@ class CompactAdamW:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         *,
         betas: tuple[float, float],
         eps: float,
@@ -47,7 +59,7 @@ class CompactAdamW:
         for i, piece in enumerate(self._pieces):
             weight, grad, count = piece.tensor.reshape(-1), gradient(piece).reshape(-1), piece.tensor.numel()
             advance, at_once = _advance(self._kind, compiled=piece.tensor.is_cuda), AT_ONCE[piece.tensor.is_cuda]
-            where = places(piece) if count else weight
+            where = element_positions(piece) if count else weight
             for start in range(0, count, at_once):
                 stop = min(count, start + at_once)
                 first = self._forms[0].part(self._first[i], start, stop)
@@ -64,16 +76,16 @@ class CompactAdamW:
         numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]
         keys = [key(piece.name, t) for piece in self._pieces]
         like = self._pieces[0].tensor if self._pieces else torch.zeros(0)
-        kind = working(like.dtype)
+        kind = working_dtype(like.dtype)
         return (
             torch.tensor(numbers, dtype=kind).to(like.device, non_blocking=True),
             torch.tensor(keys, dtype=torch.int32).to(like.device, non_blocking=True),
         )
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """The moments as floats; 8-bit ones are decoded, so ask for it only to save or to load."""
         return [
-            state_piece(piece, name, readable(form, kept[i], piece.tensor))
+            state_piece(piece, name, readable_moment(form, kept[i], piece.tensor))
             for i, piece in enumerate(self._pieces)
             for name, form, kept in zip(
                 ("exp_avg", "exp_avg_sq"), self._forms, (self._first, self._second), strict=True
@@ -112,11 +124,11 @@ def _advance(kind: str, *, compiled: bool) -> Advance:
         wide = grad.to(numbers.dtype)
         m = torch.lerp(forms[0].decode(first, numbers.dtype), wide, new1)
         v = beta2 * forms[1].decode(second, numbers.dtype) + (1.0 - beta2) * wide * wide
-        bits = throw(where if where.dim() else where + _follow(weight), by)
-        keep(first, forms[0].encode(m, low(bits)))
-        keep(second, forms[1].encode(v, high(bits)))
+        bits = mix_bits(where if where.dim() else where + _follow(weight), by)
+        keep(first, forms[0].encode(m, low_bits(bits)))
+        keep(second, forms[1].encode(v, high_bits(bits)))
         wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)
-        weight.copy_(to_bf16(wide, low(throw(bits, by))) if weight.dtype == torch.bfloat16 else wide)
+        weight.copy_(to_bf16(wide, low_bits(mix_bits(bits, by))) if weight.dtype == torch.bfloat16 else wide)
 
     return torch.compile(advance, dynamic=True) if compiled else advance
 
@@ -125,11 +137,11 @@ def _follow(flat: torch.Tensor) -> torch.Tensor:
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
-def apply(piece: Piece, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
+def apply(piece: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
     """weight = weight · (1 - lr · decay) - lr · update, in the working format; bf16 weights are rounded by dice."""
     wide = piece.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
     if piece.tensor.dtype == torch.bfloat16:
-        wide = to_bf16(wide, low(dice(piece, step)).view(piece.tensor.shape))
+        wide = to_bf16(wide, low_bits(rounding_bits(piece, step)).view(piece.tensor.shape))
     piece.tensor.copy_(wide)
 
 
@@ -139,7 +151,7 @@ def keep(old: Kept, new: Kept) -> None:
         tensor.copy_(value)
 
 
-def load_kept(kept: Kept, form: Format, value: torch.Tensor, piece: Piece, steps: int) -> None:
+def load_kept(kept: Kept, form: MomentFormat, value: torch.Tensor, piece: TensorShard, steps: int) -> None:
     """Encode a loaded state tensor, which may be the kept one itself."""
     if piece.tensor.numel():
-        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low(dice(piece, steps))))
+        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low_bits(rounding_bits(piece, steps))))

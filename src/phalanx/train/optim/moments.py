@@ -7,12 +7,13 @@ step, less than the distance of two 8-bit values.
 
 from __future__ import annotations
 
-from math import log
+import zlib
+from math import log, prod
 from typing import Protocol
 
 import torch
 
-from phalanx.train.optim.rounding import SIDES, to_bf16
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 BLOCK = 256  # elements that share a scale: 4 bytes of scale per 256 of codes is 1.6 % (Dettmers et al. 2022 use 2048)
 SNAP = 1e-4  # nearer to a code than this share of a step is that code: fp32 is off by 4e-5, and a reload must be exact
@@ -20,7 +21,7 @@ SNAP = 1e-4  # nearer to a code than this share of a step is that code: fp32 is 
 Kept = tuple[torch.Tensor, ...]
 
 
-class Format(Protocol):
+class MomentFormat(Protocol):
     """One way to keep a flat tensor of non-negative or signed values."""
 
     def zeros(self, count: int, like: torch.Tensor) -> Kept:
@@ -36,12 +37,12 @@ class Format(Protocol):
         """Views of what stands for some of the values; `start` is a multiple of BLOCK."""
 
 
-class Full:
+class FullMoment:
     """The working format: exact."""
 
     def zeros(self, count: int, like: torch.Tensor) -> Kept:
         """One tensor."""
-        return (torch.zeros(count, dtype=working(like.dtype), device=like.device),)
+        return (torch.zeros(count, dtype=working_dtype(like.dtype), device=like.device),)
 
     def decode(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """As it is."""
@@ -56,7 +57,7 @@ class Full:
         return (kept[0][start:stop],)
 
 
-class Bf16:
+class Bf16Moment:
     """Two bytes, 8 bits of precision: each rounding is off by at most 2^-7 of the value, by nothing on average."""
 
     def zeros(self, count: int, like: torch.Tensor) -> Kept:
@@ -76,7 +77,7 @@ class Bf16:
         return (kept[0][start:stop],)
 
 
-class Block8:
+class Block8Moment:
     """One byte per element and a fp32 scale, the largest magnitude, per block of 256 consecutive elements.
 
     Codes are logarithmic: neighbours differ by a factor of 2^(octaves / (levels - 1)) = 1.092. So a value is off by at
@@ -125,24 +126,99 @@ class Block8:
         return scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count]
 
 
-def moment_format(kind: str, *, signed: bool) -> Format:
+def moment_format(kind: str, *, signed: bool) -> MomentFormat:
     """The format for the job's precision.optimizer_state: fp32 (the working format), bf16 or int8."""
     if kind == "int8":
-        return Block8(signed=signed)
-    return Bf16() if kind == "bf16" else Full()
+        return Block8Moment(signed=signed)
+    return Bf16Moment() if kind == "bf16" else FullMoment()
 
 
-def working(dtype: torch.dtype) -> torch.dtype:
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The format of the arithmetic: fp32, or fp64 for fp64 weights."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def readable(form: Format, kept: Kept, like: torch.Tensor) -> torch.Tensor:
+def readable_moment(form: MomentFormat, kept: Kept, like: torch.Tensor) -> torch.Tensor:
     """A moment as a float tensor of its parameter's shape: the kept tensor itself where that is float."""
-    flat = form.decode(kept, working(like.dtype)) if len(kept) > 1 else kept[0]
+    flat = form.decode(kept, working_dtype(like.dtype)) if len(kept) > 1 else kept[0]
     return flat.view(like.shape)
 
 
 def _block_max(flat: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK))
     return padded.view(-1, BLOCK).abs().amax(dim=1)
+
+
+# Stochastic rounding whose dice depend only on the step and the element's place in the whole tensor.
+#
+# A moment that changes by a few percent per step would stand still if it were rounded to the nearest of values that lie
+# further apart; rounded up with the right probability, it is right on average. The noise is a hash, not a generator: no
+# state to save, and every layout throws the same dice for the same element.
+
+
+SIDES = 65536  # of a die: what bf16 cuts off an fp32 value is 16 bits
+_GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio: neighbours land far apart (Knuth, TAOCP 3, 6.4); as int32
+_MIX = 0x85EBCA6B - 2**32  # of the finaliser of MurmurHash3
+
+
+def element_positions(piece: TensorShard) -> torch.Tensor:
+    """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may.
+
+    Where a piece is one run of the whole, a scalar: the position of its first element.
+    """
+    place = piece.tensor.device
+    if tuple(piece.tensor.shape[1:]) == piece.shape[1:]:
+        first = piece.start[0] * prod(piece.shape[1:]) if piece.shape else 0
+        return torch.full((), _wrapped(first), dtype=torch.int32, device=place)
+    found = torch.zeros((1,) * len(piece.shape), dtype=torch.int32, device=place)
+    stride = 1
+    for dim in reversed(range(len(piece.shape))):
+        along = torch.arange(piece.tensor.shape[dim], dtype=torch.int64, device=place) + piece.start[dim]
+        along = ((along * stride + 2**31) % 2**32 - 2**31).to(torch.int32)
+        found = found + along.view(-1, *(1,) * (len(piece.shape) - 1 - dim))
+        stride *= piece.shape[dim]
+    return found.reshape(-1)
+
+
+def rounding_bits(piece: TensorShard, step: int) -> torch.Tensor:
+    """32 random bits for each element of a piece in one step."""
+    where = element_positions(piece)
+    if not where.dim():
+        where = where + torch.arange(piece.tensor.numel(), dtype=torch.int32, device=where.device)
+    return mix_bits(where, key(piece.name, step))
+
+
+def key(name: str, step: int) -> int:
+    """What tells the dice of one tensor and step from those of another: an int32."""
+    return _wrapped(zlib.crc32(f"{name}#{step}".encode()))
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def mix_bits(where: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
+    """32 random bits for each place; `low_bits` and `high_bits` are two independent dice of 16 bits each."""
+    bits = (where ^ by) * _GOLDEN
+    # >> of a signed integer drags the sign along; the mask makes it the unsigned shift.
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _MIX
+    bits = bits ^ ((bits >> 13) & 0x7FFFF)
+    return bits * _GOLDEN
+
+
+def low_bits(bits: torch.Tensor) -> torch.Tensor:
+    """A die from 0 to 65535 out of the middle bits: the lowest ones of a product know little of the rest."""
+    return (bits >> 8) & (SIDES - 1)
+
+
+def high_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Another die, from the same bits mixed once more."""
+    return (((bits ^ ((bits >> 16) & 0xFFFF)) * _MIX) >> 12) & (SIDES - 1)
+
+
+def to_bf16(value: torch.Tensor, die: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to one of the two bf16 neighbours, away from zero with the probability that keeps the mean."""
+    wide = value.to(torch.float32)
+    # bf16 is the upper half of fp32: add noise to the lower half and cut it off.
+    rounded = ((wide.view(torch.int32) + die) & -SIDES).view(torch.float32)
+    return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)

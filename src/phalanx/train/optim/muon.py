@@ -13,11 +13,9 @@ import torch
 
 from phalanx.train.optim.base import Optimizer, gradient, state_piece, total_bytes
 from phalanx.train.optim.compact import apply, keep, load_kept
-from phalanx.train.optim.moments import moment_format, readable, working
-from phalanx.train.optim.rounding import dice, high
-from phalanx.train.optim.spread import spread
-from phalanx.train.optim.whole import Cut, cuts
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.optim.moments import high_bits, moment_format, readable_moment, rounding_bits, working_dtype
+from phalanx.train.optim.whole_tensors import GroupSplit, group_splits, spread_work
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 ITERATIONS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al.: steepest at 0, so small singular values rise in few iterations
@@ -28,7 +26,7 @@ NOT_BY_MUON = ("embed.", "head.")  # their rows are looked up or scored one by o
 OWN = "network."  # names of a network of the user's own begin so
 
 
-def takes(piece: Piece, tables: Collection[str] = ()) -> bool:
+def takes_muon(piece: TensorShard, tables: Collection[str] = ()) -> bool:
     """Whether Muon updates this parameter; a three-dimensional one of ours is a batch of matrices (experts).
 
     In a network of the user's own, `tables` are its embeddings and head, and three dimensions may be a convolution's.
@@ -43,7 +41,7 @@ class Muon:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         *,
         momentum: float,
         weight_decay: float,
@@ -65,26 +63,28 @@ class Muon:
         """One update of every piece; matrices of one shape and split travel together."""
         self.steps += 1
         for members in self._alike:
-            updates = spread([self._ahead(i) for i in members], _matrix_cuts(self._pieces[members[0]]), orthogonal)
+            updates = spread_work([self._ahead(i) for i in members], _matrix_cuts(self._pieces[members[0]]), orthogonal)
             for i, update in zip(members, updates, strict=True):
                 scale = ADAM_RMS * max(self._pieces[i].shape[-2:]) ** 0.5
-                wide = update.to(working(self._pieces[i].tensor.dtype)) * scale
+                wide = update.to(working_dtype(self._pieces[i].tensor.dtype)) * scale
                 apply(self._pieces[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
         self._rest.step(lr)
 
     def _ahead(self, i: int) -> torch.Tensor:
         """Take the gradient into the momentum and look one step ahead (Nesterov)."""
         piece = self._pieces[i]
-        grad = gradient(piece).to(working(piece.tensor.dtype))
+        grad = gradient(piece).to(working_dtype(piece.tensor.dtype))
         momentum = self._form.decode(self._momentum[i], grad.dtype).view(grad.shape) * self._keep + grad
         if grad.numel():
-            keep(self._momentum[i], self._form.encode(momentum.reshape(-1), high(dice(piece, self.steps))))
+            keep(
+                self._momentum[i], self._form.encode(momentum.reshape(-1), high_bits(rounding_bits(piece, self.steps)))
+            )
         return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """The momentum of every matrix, then the state of the rest."""
         own = [
-            state_piece(piece, "momentum", readable(self._form, kept, piece.tensor))
+            state_piece(piece, "momentum", readable_moment(self._form, kept, piece.tensor))
             for piece, kept in zip(self._pieces, self._momentum, strict=True)
         ]
         return own + self._rest.state()
@@ -115,12 +115,12 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
-def _matrix_cuts(piece: Piece) -> list[Cut]:
+def _matrix_cuts(piece: TensorShard) -> list[GroupSplit]:
     """Cuts through the matrices; a cut through the batch of matrices leaves them whole."""
-    return [cut for cut in cuts(piece) if cut.dim >= len(piece.shape) - 2]
+    return [cut for cut in group_splits(piece) if cut.dim >= len(piece.shape) - 2]
 
 
-def _alike(pieces: Sequence[Piece]) -> list[list[int]]:
+def _alike(pieces: Sequence[TensorShard]) -> list[list[int]]:
     """Positions of pieces that can be worked on together."""
     found: dict[object, list[int]] = {}
     for i, piece in enumerate(pieces):

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import mistake
-from phalanx.train.guard.digest import fold
+from phalanx.train.guard.divergence import fold_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,10 +58,10 @@ class BufferExchange:
         if not self._slots or isinstance(self._slots[0].tensor, FakeTensor):
             return
         if not self._built:
-            self._built = {slot.name: fold(slot.tensor) for slot in self._slots if not slot.saved}
+            self._built = {slot.name: fold_tensor(slot.tensor) for slot in self._slots if not slot.saved}
         if self._group is None:
             return
-        self._digests = [fold(slot.tensor) for slot in self._slots]
+        self._digests = [fold_tensor(slot.tensor) for slot in self._slots]
         for norm in self._norms:
             for before, slot in zip(norm.before, norm.slots, strict=True):
                 before.copy_(slot.tensor)
@@ -71,7 +71,7 @@ class BufferExchange:
         return [
             slot.name
             for slot in self._slots
-            if slot.name in self._built and not torch.equal(fold(slot.tensor), self._built[slot.name])
+            if slot.name in self._built and not torch.equal(fold_tensor(slot.tensor), self._built[slot.name])
         ]
 
     def settle(self) -> None:
@@ -97,7 +97,7 @@ class BufferExchange:
         if not self._digests:
             return torch.zeros_like(like)
         found = [
-            (fold(slot.tensor) != digest).any().to(like.device)
+            (fold_tensor(slot.tensor) != digest).any().to(like.device)
             for slot, digest in zip(self._slots, self._digests, strict=True)
         ]
         return torch.stack(found).any().to(like.dtype)
@@ -119,7 +119,7 @@ class BufferExchange:
         if not slots:
             return []
         digests = {id(slot): digest for slot, digest in zip(self._slots, self._digests, strict=True)}
-        flags = torch.stack([(fold(slot.tensor) != digests[id(slot)]).any() for slot in slots]).to(torch.int32)
+        flags = torch.stack([(fold_tensor(slot.tensor) != digests[id(slot)]).any() for slot in slots]).to(torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [slot for slot, flag in zip(slots, flags.tolist(), strict=True) if flag]
 

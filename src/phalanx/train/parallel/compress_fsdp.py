@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.compress import KINDS, Quantised
-from phalanx.train.parallel.compress_formats import FORMATS
+from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised
 
 
 class CompressedReduceScatter:

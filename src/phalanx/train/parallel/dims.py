@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.plan.layout import Layout
-from phalanx.train.parallel.untraced import untraced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,3 +157,15 @@ def _timed_groups(cut: str, times: dict[str, GroupTime]) -> Iterator[None]:
     finally:
         for name, make in known.items():
             setattr(device_mesh, name, make)
+
+
+# Set-up that needs real values also where a step is traced on tensors without any.
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """Leave the fake-tensor mode of `phalanx trace` for a while; nothing where there is none.
+
+    A mesh is a tensor of rank numbers that torch reads, and FSDP2 over tensor parallelism looks for its own rank in it
+    (`nonzero`); fake tensors refuse both.
+    """
+    return unset_fake_temporarily()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from phalanx.train.parallel.place import chunk
+from phalanx.train.parallel.tensor_shard import chunk_range
 
 
 class VocabularyParallel(ParallelStyle):
@@ -43,7 +43,7 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, output: Placement, tokens_B
     """Zero for tokens of other ranks; their sum is the embedding."""
     table_VD = module.weight
     assert isinstance(table_VD, DTensor)
-    first, rows = chunk(table_VD.shape[0], mesh.size(), int(mesh.get_local_rank()))
+    first, rows = chunk_range(table_VD.shape[0], mesh.size(), int(mesh.get_local_rank()))
     elsewhere_BS = (tokens_BS < first) | (tokens_BS >= first + rows)
     row_BS = (tokens_BS - first).masked_fill(elsewhere_BS, 0)
     x_BSD = F.embedding(row_BS, table_VD.to_local()).masked_fill(elsewhere_BS[..., None], 0.0)

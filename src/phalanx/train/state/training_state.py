@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.train.engine import Engine
+from phalanx.train.model_stages import copy_weights
 from phalanx.train.models.hf_weights import read_hf, read_named
 from phalanx.train.models.own import PREFIX
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.parts import fill_from
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.paths import Location
 from phalanx.train.state.rank_state import (
     capture_random_state,
@@ -137,10 +139,10 @@ def load_hf_weights(engine: Engine, folder: Path) -> None:
         saved = {name: spec.shape for name, spec in engine.outline.tensors.items() if spec.saved}
         held = {piece.name.removeprefix(PREFIX) for piece in engine.weights()}
         values = read_named(folder, saved, wanted=held, others=engine.outline.tied)
-        fill_from(values, engine.parts, engine.weights(), prefix=PREFIX)
+        copy_weights(values, engine.parts, engine.weights(), prefix=PREFIX)
         engine.publish()
         return
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorShard]] = {}
     for piece in engine.pieces:
         pieces.setdefault(piece.name, []).append(piece)
     for name, whole in read_hf(folder, engine.shape, wanted=pieces):
@@ -164,6 +166,8 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[Piece], source: Stat
     if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
         engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
     restore_random_state(source, rank=rank, world=world, device=engine.device)
+    own = source.index(rank if world == source.world else 0).meta.get("callbacks")  # each rank's, or rank 0's for all
+    engine.restored_extras = {"callbacks": own or {}, "data_position": meta.get("data_position")}
     engine.publish()
 
 

@@ -9,6 +9,7 @@ counts as working, since no other rank is to blame.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -224,3 +225,16 @@ def _wrap(owner: Any, name: str, mark: Callable[[], AbstractContextManager[None]
             return work(*args, **kwargs)
 
     setattr(owner, name, run)
+
+
+# How long torch has compiled so far in this process.
+
+
+PARTS = ("entire_frame_compile", "entire_backward_compile")  # what torch itself adds up to its whole (2.11 to 2.13)
+
+
+def compiled_s() -> float:
+    """Seconds since the process began; 0 where nothing was compiled, or torch counts in another way."""
+    counters = sys.modules.get("torch._dynamo.utils")  # importing it costs seconds: whoever compiles has done so
+    spent_ns = getattr(counters, "cumulative_time_spent_ns", {})
+    return float(sum(spent_ns.get(part, 0) for part in PARTS)) / 1e9

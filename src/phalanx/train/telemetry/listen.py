@@ -16,14 +16,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from phalanx.train.models.decoder import TIED
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.parallel.exchange import GradientExchange
+from phalanx.train.parallel.gradients import GradientExchange
 from phalanx.train.telemetry.noise import EVERY, LocalNorms
 
 if TYPE_CHECKING:
-    from phalanx.train.parts import Held
+    from phalanx.train.model_stages import StageTensor
 
 
-class Listener:
+class NoiseListener:
     """The local norms of a rank, and which parameters they are of."""
 
     def __init__(self, norms: LocalNorms, heard: Sequence[bool]) -> None:
@@ -32,9 +32,9 @@ class Listener:
         self.hears_all = all(heard)
 
 
-def listen(
-    trained: Sequence[Held], meshes: Meshes, exchange: GradientExchange | None, models: Iterable[torch.nn.Module]
-) -> Listener | None:
+def listen_for_noise(
+    trained: Sequence[StageTensor], meshes: Meshes, exchange: GradientExchange | None, models: Iterable[torch.nn.Module]
+) -> NoiseListener | None:
     """Hear the gradients of a rank; None where no chunk of the batch has a gradient of its own anywhere.
 
     Context ranks hold parts of the same sequences: what they differ in is not the noise of a sequence. Left out are
@@ -58,18 +58,18 @@ def listen(
         norms.every = EVERY
     for group, module in _sharded(models):
         inner = getattr(group, "_reduce_scatter_comm", None) or DefaultReduceScatter()
-        module.set_custom_reduce_scatter(HeardReduceScatter(inner, module, norms))  # type: ignore[arg-type]
-    return Listener(norms, heard)
+        module.set_custom_reduce_scatter(MeasuredReduceScatter(inner, module, norms))  # type: ignore[arg-type]
+    return NoiseListener(norms, heard)
 
 
-def _is_own(held: Held, meshes: Meshes) -> bool:
+def _is_own(held: StageTensor, meshes: Meshes) -> bool:
     if held.name == TIED[0] and held.replicas > meshes.dims.stage // held.box.parts:
         return False
     experts = meshes.experts
     return experts is None or all(cut.group is not experts.get_group("expert") for cut in held.box.cuts)
 
 
-class HeardReduceScatter:
+class MeasuredReduceScatter:
     """FSDP2's reduce-scatter of one module, with a look at what goes in."""
 
     def __init__(self, inner: Any, module: FSDPModule, norms: LocalNorms) -> None:

@@ -30,7 +30,7 @@ class Sharers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class DeviceCard:
     """What a rank tells all others, at a fixed size."""
 
     host: bytes  # digests: to be compared, not to be read
@@ -43,7 +43,7 @@ class Card:
         return self.host + self.device + _packed(self.address) + self.secret
 
     @classmethod
-    def decode(cls, data: bytes) -> Card:
+    def decode(cls, data: bytes) -> DeviceCard:
         """The reverse."""
         host, device, address = _ENDS
         place = ipaddress.IPv6Address(data[device:address])
@@ -55,25 +55,25 @@ class Card:
         )
 
 
-def card_of(device: torch.device, *, address: str, secret: bytes) -> Card:
+def card_of(device: torch.device, *, address: str, secret: bytes) -> DeviceCard:
     """This rank's own."""
     host = host_name()
     uuid = ""
     with suppress(Exception):  # the others wait for this card
         uuid = gpu_uuid(device) if device.type == "cuda" else ""
     # A UUID is the device's on whatever host; where there is none, the host's number of it must do.
-    return Card(host=_digest(host), device=_digest(uuid or f"{host} {device}"), address=address, secret=secret)
+    return DeviceCard(host=_digest(host), device=_digest(uuid or f"{host} {device}"), address=address, secret=secret)
 
 
-def exchange(card: Card) -> list[Card]:
+def exchange_cards(card: DeviceCard) -> list[DeviceCard]:
     """The cards of all ranks, by rank; every rank calls this."""
     mine = torch.frombuffer(bytearray(card.encode()), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
-    return [Card.decode(bytes(row.tolist())) for row in rows]
+    return [DeviceCard.decode(bytes(row.tolist())) for row in rows]
 
 
-def count_sharers(card: Card, cards: Sequence[Card]) -> Sharers:
+def count_sharers(card: DeviceCard, cards: Sequence[DeviceCard]) -> Sharers:
     """With how many of them the holder of a card shares."""
     return Sharers(
         host=sum(one.host == card.host for one in cards), device=sum(one.device == card.device for one in cards)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.models.mlp import Mlp
+from phalanx.train.models.layers import Mlp
 
 
 class _RmsNorm(torch.autograd.Function):

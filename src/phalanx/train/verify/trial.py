@@ -22,7 +22,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.train.engine import IGNORED, Engine
 from phalanx.train.optim.base import Optimizer
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
 from phalanx.train.state.save import save_checkpoint
 from phalanx.train.state.training_state import (
@@ -49,7 +49,7 @@ class Trial:
     lr: float = 1e-2
     state_dtype: str = "fp32"
     resume: str = ""  # a folder of checkpoints: goes on from the newest, of whatever layout
-    save: str = ""  # where to write one after the last step
+    save_checkpoint: str = ""  # where to write one after the last step
     loss_scale: float = 0.0  # first scale of fp16, when not the default
     broken_rank: int = -1  # the gradient of this rank is infinite in the first step, as from a bad memory chip
     device: str = "cpu"
@@ -192,7 +192,7 @@ def _restored(engine: Engine, root: str) -> int:
 class WatchedOptimizer:
     """An optimizer that remembers the gradients it was given."""
 
-    def __init__(self, inner: Optimizer, pieces: Sequence[Piece]) -> None:
+    def __init__(self, inner: Optimizer, pieces: Sequence[TensorShard]) -> None:
         self._inner, self._pieces = inner, pieces
         self.steps = inner.steps
         self.grads: list[list[OutcomeShard]] = []
@@ -203,7 +203,7 @@ class WatchedOptimizer:
         self._inner.step(lr)
         self.steps = self._inner.steps
 
-    def state(self) -> list[Piece]:
+    def state(self) -> list[TensorShard]:
         """As the optimizer's."""
         return self._inner.state()
 
@@ -216,7 +216,7 @@ class WatchedOptimizer:
         return self._inner.state_bytes()
 
 
-def _part(piece: Piece, tensor: torch.Tensor) -> OutcomeShard:
+def _part(piece: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         values = values.float()

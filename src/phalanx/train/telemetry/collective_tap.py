@@ -9,9 +9,10 @@ without coming by here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ FUNCTIONAL = [
 
 
 @dataclass(kw_only=True, slots=True)
-class Call:
+class TappedCollective:
     """One collective; filled in while it runs."""
 
     op: str
@@ -69,13 +70,15 @@ class Call:
     end_s: float
 
 
-class Wiretap:
+class CollectiveTap:
     """The calls of a step. `functional` also hears DTensor's, which must not be while something compiles."""
 
     def __init__(self, *, functional: bool, now: Callable[[], float] = time.perf_counter) -> None:
         self._functional, self._now = functional, now
-        self.calls: list[Call] = []
-        self._waited: dict[int, Call] = {}  # by identity of torch's work, or by address of the tensor that will be
+        self.calls: list[TappedCollective] = []
+        self._waited: dict[
+            int, TappedCollective
+        ] = {}  # by identity of torch's work, or by address of the tensor that will be
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -103,13 +106,13 @@ class Wiretap:
                 setattr(place, name, whole)
             self._waited.clear()
 
-    def _begin(self, op: str, group: str, args: Any, out: Any) -> Call:
+    def _begin(self, op: str, group: str, args: Any, out: Any) -> TappedCollective:
         now_s = self._now()
-        call = Call(op=op, nbytes=payload_of(args, out)[0], group=group, start_s=now_s, end_s=now_s)
+        call = TappedCollective(op=op, nbytes=payload_of(args, out)[0], group=group, start_s=now_s, end_s=now_s)
         self.calls.append(call)
         return call
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: TappedCollective) -> None:
         call.end_s = self._now()
 
     def _method(self, op: str, whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,3 +179,80 @@ class _Packet:
 def _word(name: str) -> str:
     plain = name.replace("_", "")
     return next(word for part, word in WORDS if part in plain)
+
+
+# When NCCL's kernels ran in one step: on a GPU the host's clock says nothing about a collective.
+
+
+# Part of a kernel's name -> what we call it. Sends, receives and all-to-alls are one kind of kernel to NCCL.
+KERNEL_WORDS = (
+    ("AllReduce", "all-reduce"),
+    ("AllGather", "all-gather"),
+    ("ReduceScatter", "reduce-scatter"),
+    ("SendRecv", "exchange"),
+    ("Broadcast", "broadcast"),
+    ("Reduce", "reduce"),
+)
+EXCHANGES = ("send", "receive", "all-to-all")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """A communication kernel, in seconds from the begin of the recording."""
+
+    op: str
+    start_s: float
+    duration_s: float
+
+
+@contextmanager
+def kernels_of(device: torch.device) -> Iterator[list[Kernel]]:
+    """Records what NCCL runs inside; the list is filled at the end. Both ends wait for the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: list[Kernel] = []
+    torch.cuda.synchronize(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that events of one recording are not kept for the next, as we want it
+        made = profile(activities=[ProfilerActivity.CUDA], acc_events=False)  # True costs half a second a step (H200)
+    with made as recording:
+        began_ns = time.time_ns()
+        yield found
+        torch.cuda.synchronize(device)
+    results = recording.profiler.kineto_results if recording.profiler is not None else None
+    for event in results.events() if results is not None else ():
+        op = op_of(event.name())
+        if op:
+            start_s = (event.start_ns() - began_ns) / 1e9
+            found.append(Kernel(op=op, start_s=start_s, duration_s=event.duration_ns() / 1e9))
+    found.sort(key=lambda kernel: kernel.start_s)
+
+
+def op_of(kernel: str) -> str:
+    """Our word for a kernel of NCCL; empty for every other."""
+    if not kernel.startswith("nccl"):
+        return ""
+    return next((word for part, word in KERNEL_WORDS if part in kernel), "other")
+
+
+def timed_by(kernels: Sequence[Kernel], calls: Sequence[TappedCollective], *, began_s: float) -> list[TappedCollective]:
+    """The host's calls with the times of their kernels: the n-th call of a kind is its n-th kernel.
+
+    Where their numbers differ (sends and receives posted together are one kernel, a group of one runs none) the kernels
+    stand for themselves, without bytes; the calls stay where the host made them and take no time.
+    """
+    timed: list[TappedCollective] = []
+    for op in dict.fromkeys([_kernel_of(call) for call in calls] + [kernel.op for kernel in kernels]):
+        asked = [call for call in calls if _kernel_of(call) == op]
+        ran = [kernel for kernel in kernels if kernel.op == op]
+        spans = [(began_s + kernel.start_s, began_s + kernel.start_s + kernel.duration_s) for kernel in ran]
+        if len(asked) == len(ran):
+            timed += [replace(call, start_s=s, end_s=e) for call, (s, e) in zip(asked, spans, strict=True)]
+        else:
+            timed += [replace(call, end_s=call.start_s) for call in asked]
+            timed += [TappedCollective(op=op, nbytes=0, group="", start_s=s, end_s=e) for s, e in spans]
+    return timed
+
+
+def _kernel_of(call: TappedCollective) -> str:
+    return "exchange" if call.op in EXCHANGES else call.op

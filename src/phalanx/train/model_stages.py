@@ -14,16 +14,14 @@ from phalanx.plan.schedules import is_v_shaped, layers_of_stages, my_stages
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
 from phalanx.train.models.own import OwnStage, build_outline, build_stage, refuse_network
-from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.dims import Meshes, untraced
 from phalanx.train.parallel.parallelize import parallelize
-from phalanx.train.parallel.pieces import Piece
-from phalanx.train.parallel.place import Box, box_of, expert_cuts
-from phalanx.train.parallel.untraced import untraced
+from phalanx.train.parallel.tensor_shard import ShardRegion, TensorShard, expert_splits, region_of
 from phalanx.train.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
+class ModelStage:
     """One pipeline stage of the model, as this rank holds it."""
 
     stage: int
@@ -32,12 +30,12 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Held:
+class StageTensor:
     """A parameter or buffer of a part, with its box of the whole tensor."""
 
     name: str
     tensor: torch.Tensor  # the parameter itself, perhaps a DTensor
-    box: Box
+    box: ShardRegion
     replicas: int
     owner: bool
     is_parameter: bool
@@ -50,9 +48,9 @@ class Held:
         held = self.tensor
         return held._local_tensor if isinstance(held, DTensor) else held.detach()
 
-    def piece(self, tensor: torch.Tensor) -> Piece:
+    def piece(self, tensor: torch.Tensor) -> TensorShard:
         """This box with `tensor` as its values."""
-        return Piece(
+        return TensorShard(
             name=self.name,
             tensor=tensor,
             shape=self.box.shape,
@@ -69,7 +67,7 @@ def num_stages(settings: Settings) -> int:
     return settings.layout.pipeline * max(settings.layout.virtual_pipeline, 1)
 
 
-def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: torch.device) -> list[Part]:
+def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: torch.device) -> list[ModelStage]:
     """This rank's stages, split over its groups, with storage but without values."""
     layout = settings.layout
     stages = num_stages(settings)
@@ -100,7 +98,7 @@ def build_parts(shape: ModelShape, settings: Settings, meshes: Meshes, device: t
         model.positions = model.positions.to(device)
         _move_buffers(model, device)
         model.tie()
-        parts.append(Part(stage=stage, layers=layers[stage], model=model))
+        parts.append(ModelStage(stage=stage, layers=layers[stage], model=model))
     return parts
 
 
@@ -142,22 +140,22 @@ def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:
         model.tie()
 
 
-def holdings(parts: Sequence[Part], meshes: Meshes, *, tied: bool) -> list[Held]:
+def stage_tensors(parts: Sequence[ModelStage], meshes: Meshes, *, tied: bool) -> list[StageTensor]:
     """Every parameter and buffer of this rank's parts, in the order of the model."""
     return [held for part in parts for held in _part_holdings(part, meshes, tied=tied)]
 
 
-def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
-    experts = expert_cuts(part.model)
+def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[StageTensor]:
+    experts = expert_splits(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
     twice = tied and ends == {True, False}  # the other copy of the tied table stands on another stage
     parameters, own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
     known = {id(param) for _, param in parameters}
     for name, tensor in [*parameters, *_kept_buffers(part.model)]:
         cut = experts.get(id(tensor))
-        box = box_of(tensor, (cut,) if cut else ())
+        box = region_of(tensor, (cut,) if cut else ())
         copy = twice and name in TIED
-        yield Held(
+        yield StageTensor(
             name=TIED[0] if copy else name,
             tensor=tensor,
             box=box,
@@ -169,7 +167,7 @@ def _part_holdings(part: Part, meshes: Meshes, *, tied: bool) -> Iterator[Held]:
         )
 
 
-def _is_first(box: Box, meshes: Meshes) -> bool:
+def _is_first(box: ShardRegion, meshes: Meshes) -> bool:
     """Whether this rank has place 0 on every axis of its stage that does not cut the tensor."""
     cutting = {id(cut.group) for cut in box.cuts}
     whole_experts = meshes.experts is not None and id(meshes.experts.get_group("expert")) in cutting
@@ -197,7 +195,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def fill(pieces: Sequence[Piece], *, seed: int, layers: int) -> None:
+def draw_weights(pieces: Sequence[TensorShard], *, seed: int, layers: int) -> None:
     """Give every weight its first value, drawn by name, so that all layouts start from the same model."""
     for piece in pieces:
         size = tuple(piece.tensor.shape)
@@ -209,14 +207,18 @@ def fill(pieces: Sequence[Piece], *, seed: int, layers: int) -> None:
 
 
 @torch.no_grad()
-def fill_from(
-    values: Iterable[tuple[str, torch.Tensor]], parts: Sequence[Part], weights: Sequence[Piece], *, prefix: str
+def copy_weights(
+    values: Iterable[tuple[str, torch.Tensor]],
+    parts: Sequence[ModelStage],
+    weights: Sequence[TensorShard],
+    *,
+    prefix: str,
 ) -> None:
     """Give weights and buffers the values of whole tensors, each rank its boxes; names come without `prefix`.
 
     Buffers that no checkpoint holds, and so no piece is of, are whole on every rank.
     """
-    targets: dict[str, list[Piece]] = {}
+    targets: dict[str, list[TensorShard]] = {}
     for piece in weights:
         targets.setdefault(piece.name, []).append(piece)
     buffers = {name: buffer for part in parts for name, buffer in part.model.named_buffers()}

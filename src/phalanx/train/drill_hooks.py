@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.record.run import Run
+from phalanx.train.callbacks import Callback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.train.parallel.pieces import Piece
+    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.parallel.tensor_shard import TensorShard
 
 
-class Hooks:
+class DrillHooks:
     """Does nothing. Only `drill.inject.Injector` takes its place."""
 
     records_samples = False  # whether step events list the samples they learnt from
@@ -30,7 +32,7 @@ class Hooks:
     def gradients(self, step: int, grads: Sequence[Tensor]) -> None:
         """The summed gradients this rank holds, before their norm is agreed on; may be changed in place."""
 
-    def updated(self, step: int, weights: Sequence[Piece], moments: Sequence[Piece]) -> None:
+    def updated(self, step: int, weights: Sequence[TensorShard], moments: Sequence[TensorShard]) -> None:
         """After the optimizer, before the digest and the copy in memory; may be changed in place."""
 
     def save_point(self, name: str) -> None:
@@ -41,17 +43,36 @@ class Hooks:
         return True
 
 
-def hooks_of(run: Run, rank: int, slot: int) -> Hooks:
+class DrillFaults(Callback):
+    """Calls the hooks of a drill at the moments of a step; without a drill there is none to call."""
+
+    def __init__(self, hooks: DrillHooks) -> None:
+        self._hooks = hooks
+
+    def on_step_begin(self, training: TrainingLoop) -> None:
+        """Kill, stop or slow this rank."""
+        self._hooks.step_begins(training.step)
+
+    def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[Tensor]) -> None:
+        """Poison gradients."""
+        self._hooks.gradients(training.step, gradients)
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Damage weights or moments."""
+        self._hooks.updated(report.step, training.engine.pieces, training.engine.optimizer.state())
+
+
+def drill_hooks_of(run: Run, rank: int, slot: int) -> DrillHooks:
     """The injector where the launcher says that this is a drill and there is a schedule; else nothing.
 
     Two conditions, so that a file that strays into a run folder never hurts a real run.
     """
     if run.launch().get("drill") is not True:
-        return Hooks()
+        return DrillHooks()
     from phalanx.train.drill.firings import schedule_path
 
     if not schedule_path(run).is_file():
-        return Hooks()
+        return DrillHooks()
     from phalanx.train.drill.inject import Injector
 
     return Injector.of(run, rank=rank, slot=slot)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.plan.plan import Plan
-from phalanx.train.patience import WARM_UP_STEPS, Patience, set_timeouts
+from phalanx.train.collective_timeouts import WARM_UP_STEPS, CollectiveTimeouts, set_collective_timeouts
 from phalanx.train.prepare import load_job, make
 
 JOB = Path(__file__).parents[2] / "examples" / "first-run.toml"
@@ -23,17 +23,17 @@ class Told:
 
     def __init__(self, *, steady_s: float = 30.0, measured: bool = True) -> None:
         self.set: list[float] = []
-        self.patience = Patience(first_s=300.0, steady_s=steady_s, measured=measured, apply=self.set.append)
+        self.patience = CollectiveTimeouts(first_s=300.0, steady_s=steady_s, measured=measured, apply=self.set.append)
 
     def steps(self, count: int, seconds: float = 1.0) -> list[float]:
         for _ in range(count):
-            self.patience.stepped(seconds)
+            self.patience.count_step(seconds)
         return self.set
 
 
 def test_it_is_long_until_steps_are_steady() -> None:
     told = Told()
-    told.patience.begin()
+    told.patience.on_start(None)
     assert told.set == [300.0]  # torch has a default of its own for groups of some ranks
     told.set.clear()
     assert told.steps(WARM_UP_STEPS - 1) == []
@@ -44,8 +44,8 @@ def test_it_is_long_until_steps_are_steady() -> None:
 def test_a_rest_is_long_until_the_next_step_is_done() -> None:
     told = Told()
     told.steps(10)
-    told.patience.rest()
-    told.patience.rest()  # evaluated, then saved
+    told.patience.lengthen()
+    told.patience.lengthen()  # evaluated, then saved
     assert told.set == [30.0, 300.0]
     assert told.steps(1) == [30.0, 300.0, 30.0]
 
@@ -53,7 +53,7 @@ def test_a_rest_is_long_until_the_next_step_is_done() -> None:
 def test_a_rest_before_steps_are_steady_changes_nothing() -> None:
     told = Told()
     told.steps(2)
-    told.patience.rest()
+    told.patience.lengthen()
     assert told.steps(1) == []
 
 
@@ -75,12 +75,12 @@ def plan() -> Plan:
 
 
 def test_a_job_says_both_and_whoever_is_silent_is_found_first(plan: Plan) -> None:
-    made = Patience.of(plan)
+    made = CollectiveTimeouts.of(plan)
     assert (made.timeout_s, made._steady_s) == (300.0, 30.0)
     slow = replace(plan, job=replace(plan.job, fault=replace(plan.job.fault, dead_after_s=60.0)))
-    assert Patience.of(slow)._steady_s == 60.0
+    assert CollectiveTimeouts.of(slow)._steady_s == 60.0
     fixed = replace(slow, job=replace(slow.job, train=replace(slow.job.train, timeout_s=40.0)))
-    assert Patience.of(fixed)._steady_s == 40.0
+    assert CollectiveTimeouts.of(fixed)._steady_s == 40.0
 
 
 @pytest.fixture
@@ -97,5 +97,5 @@ def test_every_group_hears_of_it(groups: list[dist.ProcessGroup]) -> None:
         return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
     assert timeouts()[1] == timedelta(minutes=30)  # what torch gives it: not what the job says
-    set_timeouts(7.0)
+    set_collective_timeouts(7.0)
     assert timeouts() == [timedelta(seconds=7)] * 2

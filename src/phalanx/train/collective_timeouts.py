@@ -1,4 +1,4 @@
-"""How long the ranks of a formation wait for each other: long until steps are steady and across a rest, short between.
+"""How long ranks wait for each other: long until steps are steady and while training pauses, short between.
 
 A collective takes its timeout when it is begun, so a change holds for all that follow; gloo's sends and receives (of
 pipelines on CPUs) keep what their group was made with: there the supervisor finds who is stuck. torch gives groups of
@@ -9,34 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from phalanx.plan.auto_settings import bounded_timeout_s, steady_timeout_s
 from phalanx.plan.plan import Plan
+from phalanx.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import StepReport, TrainingLoop
 
 WARM_UP_STEPS = 5  # of a formation, before its steps count as steady: as NVIDIA's resiliency extension
 
 
-def set_timeouts(seconds: float) -> None:
+def set_collective_timeouts(seconds: float) -> None:
     """Let every collective that is begun from now on give up after so long, in all groups of this rank."""
     c10d = dist.distributed_c10d
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-class Patience:
-    """Follows the loop of one formation, and changes the timeout where what is waited for changes."""
+class CollectiveTimeouts(Callback):
+    """Follows the steps of one membership, and changes the timeout where what is waited for changes."""
 
     def __init__(
-        self, *, first_s: float, steady_s: float, measured: bool, apply: Callable[[float], None] = set_timeouts
+        self,
+        *,
+        first_s: float,
+        steady_s: float,
+        measured: bool,
+        apply: Callable[[float], None] = set_collective_timeouts,
     ) -> None:
         self.timeout_s = self._first_s = first_s
         self._steady_s, self._measured, self._apply = steady_s, measured, apply
         self._steps, self._slowest_s = 0, 0.0
 
     @classmethod
-    def of(cls, plan: Plan) -> Patience:
+    def of(cls, plan: Plan) -> CollectiveTimeouts:
         """Of a planned job."""
         job = plan.job
         steady_s, auto = steady_timeout_s(job, plan.prediction), job.train.timeout_s == "auto"
@@ -44,16 +54,20 @@ class Patience:
             steady_s = max(steady_s, job.fault.dead_after_s)
         return cls(first_s=job.comm.init_timeout_s, steady_s=steady_s, measured=auto)
 
-    def begin(self) -> None:
+    def on_start(self, training: TrainingLoop) -> None:
         """All groups are made: none is to wait for longer than the job says."""
         self._apply(self.timeout_s)
 
-    def rest(self) -> None:
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """A step is done: after a few of them waits are short."""
+        self.count_step(report.duration_s)
+
+    def lengthen(self) -> None:
         """Ranks evaluate or save, each at its own pace: until the next step is done they may wait long."""
         self._set(max(self._first_s, self._steady_s))
 
-    def stepped(self, seconds: float) -> None:
-        """A step is done."""
+    def count_step(self, seconds: float) -> None:
+        """A step took so long."""
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
             # The first may compile. A prediction that is too low must not end a run that is only slow.

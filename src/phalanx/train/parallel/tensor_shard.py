@@ -1,9 +1,11 @@
-"""Which box of which tensor this rank holds: from the layout alone, without asking any other rank."""
+"""A piece: this rank's part of one named tensor, with its place in the whole. What optimizers and checkpoints see."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,12 +14,49 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.train.parallel.expert import ExpertExchange, ExpertSlices, mixtures
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorShard:
+    """A box of one tensor of the whole, unsplit model.
+
+    `tensor` is plain and local: what the optimizer updates in place. `replicas` ranks of the world hold the same box;
+    exactly one of them, the one with `owner`, writes it to a checkpoint. `groups` maps a dimension that is split to
+    the process groups that together hold it, outermost first; a dimension that is whole is not in it. `moves` is told
+    of buffers that forward may change: their values between two updates are no sign of bad memory.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    replicas: int
+    owner: bool
+    groups: dict[int, tuple[ProcessGroup, ...]]
+    moves: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds all of the tensor."""
+        return tuple(self.tensor.shape) == self.shape
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+
+# Which box of which tensor this rank holds: from the layout alone, without asking any other rank.
+
+
 # Axes in the order in which they cut a tensor. FSDP2 shards what tensor or expert parallelism has left.
 CUTS = ("expert", "tensor", "shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class RegionSplit:
     """One split of a dimension: this rank has chunk `index` of `parts`, as torch.chunk cuts."""
 
     dim: int
@@ -27,13 +66,13 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Box:
+class ShardRegion:
     """This rank's part of a whole tensor."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
     size: tuple[int, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[RegionSplit, ...]
 
     @property
     def groups(self) -> dict[int, tuple[ProcessGroup, ...]]:
@@ -58,7 +97,7 @@ class Box:
         return whole
 
 
-def box_of(param: torch.Tensor, cuts_before: tuple[Cut, ...] = ()) -> Box:
+def region_of(param: torch.Tensor, cuts_before: tuple[RegionSplit, ...] = ()) -> ShardRegion:
     """The box of a parameter; `cuts_before` are splits torch does not know of (a rank's own experts)."""
     cuts = [*cuts_before, *_known_cuts(param)]
     local = param._local_tensor if isinstance(param, DTensor) else param
@@ -67,14 +106,14 @@ def box_of(param: torch.Tensor, cuts_before: tuple[Cut, ...] = ()) -> Box:
         shape[cut.dim] *= cut.parts
     start, size = [0] * len(shape), list(shape)
     for cut in cuts:
-        first, length = chunk(size[cut.dim], cut.parts, cut.index)
+        first, length = chunk_range(size[cut.dim], cut.parts, cut.index)
         start[cut.dim] += first
         size[cut.dim] = length
     assert tuple(size) == tuple(local.shape), f"box {size} is not the local shape {tuple(local.shape)}"
-    return Box(shape=tuple(shape), start=tuple(start), size=tuple(size), cuts=tuple(cuts))
+    return ShardRegion(shape=tuple(shape), start=tuple(start), size=tuple(size), cuts=tuple(cuts))
 
 
-def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
     """(first, length) of a chunk as torch.chunk cuts: all but the last are of the ceiling size, late ones may be empty.
 
     >>> [chunk(5, 4, index) for index in range(4)]
@@ -85,7 +124,7 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return first, min(full, length - first)
 
 
-def _known_cuts(param: torch.Tensor) -> list[Cut]:
+def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
     if not isinstance(param, DTensor):
         return []
     mesh = param.device_mesh
@@ -100,11 +139,11 @@ def _known_cuts(param: torch.Tensor) -> list[Cut]:
             continue
         index = int(mesh.get_local_rank(position))
         dim: int = placement.dim  # type: ignore[attr-defined]  # what is neither replicated nor partial is a shard
-        found.append(Cut(dim=dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
+        found.append(RegionSplit(dim=dim, parts=mesh.size(position), index=index, group=mesh.get_group(position)))
     return found
 
 
-def expert_cuts(model: nn.Module) -> Mapping[int, Cut]:
+def expert_splits(model: nn.Module) -> Mapping[int, RegionSplit]:
     """For each expert parameter (by id) the split torch does not know of: by expert, or of every expert's width."""
     found = {}
     for _, moe in mixtures(model):
@@ -112,5 +151,5 @@ def expert_cuts(model: nn.Module) -> Mapping[int, Cut]:
             group = moe.dispatch.group
             for name, param in moe.experts.named_parameters():
                 dim = moe.dispatch.offsets()[name][0]
-                found[id(param)] = Cut(dim=dim, parts=group.size(), index=group.rank(), group=group)
+                found[id(param)] = RegionSplit(dim=dim, parts=group.size(), index=group.rank(), group=group)
     return found

@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from phalanx.train.models.decoder import TIED
 from phalanx.train.parallel.compress import Codec, build_codec
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.replicate import BUCKET_BYTES, Ear, Replicas
 from phalanx.train.parallel.reproducible import TreeReplicas
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
-    from phalanx.train.parts import Held
+    from phalanx.train.model_stages import StageTensor
     from phalanx.train.settings import Settings
 
 
@@ -39,7 +43,7 @@ class Exchange(Protocol):
 class GradientExchange:
     """All parameters of this rank, each with its own group."""
 
-    def __init__(self, trained: Sequence[Held], meshes: Meshes, settings: Settings) -> None:
+    def __init__(self, trained: Sequence[StageTensor], meshes: Meshes, settings: Settings) -> None:
         dense = meshes.dense.get_group("copies")
         expert = meshes.experts.get_group("copies") if meshes.experts is not None else dense
         split = {id(held.tensor) for held in trained if _is_expert(held, meshes)}
@@ -120,8 +124,61 @@ def bucket_bytes(settings: Settings) -> int:
     return round(settings.bucket_mib * 2**20) if settings.bucket_mib is not None else BUCKET_BYTES
 
 
-def _is_expert(held: Held, meshes: Meshes) -> bool:
+def _is_expert(held: StageTensor, meshes: Meshes) -> bool:
     if meshes.experts is None:
         return False
     group = meshes.experts.get_group("expert")
     return any(cut.group is group for cut in held.box.cuts)
+
+
+# The true global gradient norm under any layout, in the one small collective a step needs.
+
+
+def squared_norm(pieces: Sequence[TensorShard], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's share of the squared norm: summed over all ranks of the job it is the whole, each value once.
+
+    Copies that another rank counts add nothing, unless one of them is not finite: that is heard of from every rank.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    for owner, weight in ((True, 1.0), (False, 0.0)):
+        mine = [grad for piece, grad in zip(pieces, grads, strict=True) if piece.owner is owner and grad.numel()]
+        if mine:
+            # Norms first, squares after: foreach makes one pass over the gradients without a temporary copy.
+            wide = torch.promote_types(mine[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(mine, 2, dtype=wide)).double().square().sum() * weight
+    return total
+
+
+def scale_gradients(grads: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply every gradient in place; nothing is done for exactly one."""
+    if factor != 1.0 and grads:
+        torch._foreach_mul_(list(grads), factor)
+
+
+# A tied embedding under a pipeline: the first and the last stage hold a copy each and must learn the same.
+
+
+class TiedTable:
+    """Adds up the two gradients of the table, so that both copies take the same step."""
+
+    def __init__(self, held: Sequence[StageTensor], meshes: Meshes, *, v_shaped: bool) -> None:
+        mine = [one for one in held if one.name == TIED[0]]
+        self._both_here = v_shaped and len(mine) == 2  # the pipeline's end comes back to its beginning
+        self._pair: ProcessGroup | None = None
+        ranks, last = meshes.dims.stage, meshes.dims.pipeline - 1
+        if v_shaped:
+            return
+        for place in range(ranks):
+            group = dist.new_group([place, last * ranks + place])
+            if dist.get_rank() % ranks == place and mine:
+                self._pair = group
+
+    def sum(self, held: Sequence[StageTensor], grads: Sequence[torch.Tensor]) -> None:
+        """In place."""
+        found = [grad for one, grad in zip(held, grads, strict=True) if one.name == TIED[0]]
+        if self._both_here:
+            total = found[0] + found[1]
+            for grad in found:
+                grad.copy_(total)
+        elif self._pair is not None and found:
+            dist.all_reduce(found[0], group=self._pair)

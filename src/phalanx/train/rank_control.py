@@ -11,12 +11,14 @@ from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.rank_link import Interrupted
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.hooks import Hooks
+from phalanx.train.drill_hooks import DrillHooks
+from phalanx.train.guard.verdict import Divergence
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Orders:
+class RankControl:
     """Of one rank in one epoch. Without an agent (torchrun, srun) most of it is silent."""
 
     stop: Callable[[], bool]  # the run is to end after this step
@@ -29,7 +31,7 @@ class Orders:
     case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
     copies: HostCopies = field(default_factory=HostCopies)  # host memory that saves copy into, from epoch to epoch
     compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
-    hooks: Hooks = field(default_factory=Hooks)
+    hooks: DrillHooks = field(default_factory=DrillHooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
     over: Callable[[], bool] = lambda: False  # the formation has ended: others form the next one
 
@@ -43,7 +45,7 @@ class Orders:
             raise Interrupted
 
 
-class Astray(Exception):
+class UntrustedState(Exception):
     """The state is not to be trusted from some step on: every rank leaves, and the run goes on from before it."""
 
     def __init__(

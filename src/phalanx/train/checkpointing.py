@@ -1,0 +1,221 @@
+"""Checkpoints as a callback: when one is due, the copy in host memory, the save on disk, and what the events say."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import SystemFailure
+from phalanx.record.redact import redact
+from phalanx.record.run import Run
+from phalanx.train.callbacks import Callback
+from phalanx.train.engine import StepRequest
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import StepReport, TrainingLoop
+
+UNSAVED_BUFFER = (
+    "is changed by forward and registered with persistent=False: no checkpoint holds it, so after a restart it begins "
+    "as it was built"
+)
+
+
+class Checkpointing(Callback):
+    """Comes last among callbacks, so that what it saves holds the state of all others after the same step."""
+
+    def __init__(self, training: TrainingLoop) -> None:
+        control, plan = training.control, training.plan
+        self._training, self._keeper, self._memory_every = training, control.keeper, plan.reliability.memory_every
+        self._leaves_at = control.leaves_at
+        self.saver = AsyncSaver(
+            training.folder.checkpoints,
+            attempt=_attempt(training.engine.device),
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            keep=training.job.checkpoint.keep,
+            point=control.hooks.save_point,
+            fence=control.fence,
+            epoch=control.epoch,
+            copies=control.copies,
+        )
+        self._interval = CheckpointInterval.of(
+            plan.reliability,
+            training.job.checkpoint,
+            now_s=time.monotonic() - _since_last_commit(training.folder, control.went_s),
+        )
+        self._saved_step = self._writing_step = -1
+        self._reason = ""  # why the save that is being written was made
+        self._is_last = False
+        self._copied_step = -1  # newest step of which this rank made a copy in memory
+        self.safe_step = -1  # newest step whose copy is safe in memory on every rank
+        self.copy_s: float | None = None  # for which the copy after the last step held the training up
+        self._save_requested = False
+
+    def request_save(self) -> None:
+        """Save after the next step: one rank that asks is enough."""
+        self._save_requested = True
+
+    # ---- around a step ---------------------------------------------------------------------------------------------
+
+    def is_due(self) -> bool:
+        """Whether this rank wants a save: rank 0's clock decides, and all ranks hear of it with the step's numbers."""
+        return self._save_requested or (dist.get_rank() == 0 and self._interval.due(time.monotonic()))
+
+    def is_copy_unsafe(self) -> bool:
+        """Whether this rank's newest copy in memory has not reached its replica yet."""
+        return self._keeper is None or self._copied_step < 0 or self._keeper.safe_step < self._copied_step
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Tell of the save that ended, copy to memory, and save where some rank asked for it."""
+        self.tell_saved()
+        self._copy_to_memory(training)
+        if report.result.requests[StepRequest.SAVE]:
+            self._save_requested = False
+            self.save("interval")
+
+    def confirm_copies(self, copied_step: int, requests: tuple[bool, ...]) -> None:
+        """No rank said that its copy, of `copied_step`, was unsafe."""
+        if not requests[StepRequest.COPY_UNSAFE]:
+            self.safe_step = copied_step
+
+    @property
+    def copied_step(self) -> int:
+        """Newest step of which this rank made a copy in memory."""
+        return self._copied_step
+
+    def _copy_to_memory(self, training: TrainingLoop) -> None:
+        """Copy the state to host memory: what a lost rank is restored from."""
+        step, keeper, every = training.step, self._keeper, self._memory_every
+        if keeper is None or not every or (step % every and step not in self._leaves_at):
+            return
+        skipped, began_s = keeper.skipped, time.perf_counter()
+        keeper.put(
+            step, checkpoint_shards(training.engine), self._meta(), held=self.safe_step, rank_meta=self._rank_meta()
+        )
+        self.copy_s = time.perf_counter() - began_s
+        if keeper.skipped == skipped:
+            self._copied_step = step
+
+    def _meta(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors, the same on every rank."""
+        training = self._training
+        tokens = training.batch_plan.tokens_before(training.step)
+        meta = checkpoint_meta(training.engine, step=training.step, tokens=tokens, data=training.data_digest)
+        position = training.batches.position(training.step)
+        return meta if position is None else {**meta, "data_position": position}
+
+    def _rank_meta(self) -> dict[str, Any]:
+        """The same of each rank."""
+        states = self._training.callbacks.state_dict()
+        return {**checkpoint_rank_meta(self._training.engine), **({"callbacks": states} if states else {})}
+
+    # ---- on disk ---------------------------------------------------------------------------------------------------
+
+    def save(self, reason: str) -> None:
+        """Save this step. `reason` says who wanted it: only saves of the "interval" tell how often a run saves."""
+        training = self._training
+        step, asynchronous = training.step, training.job.checkpoint.asynchronous
+        if step == self._saved_step:
+            return
+        began_s, self._saved_step = time.monotonic(), step
+        training.pause()
+        self.tell_saved()
+        meta, rank_meta = self._meta(), self._rank_meta()
+        training.warn_of_buffers(training.engine.changed_unsaved(), UNSAVED_BUFFER)
+        try:
+            self.saver.save(step=step, pieces=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
+        except SystemFailure as error:  # of the save before; this one has begun
+            self.tell_unsaved(self._writing_step, error)
+        self._writing_step, self._reason = step, reason
+        if not asynchronous:
+            self.saver.finish()  # training stands still until it is written: what went wrong `tell_saved` tells
+        blocked_s = time.monotonic() - began_s
+        self._interval.saved(now_s=began_s, blocked_s=blocked_s)
+        training.events.write(
+            "checkpoint",
+            step=step,
+            epoch=training.control.epoch,
+            phase="stage",
+            reason=reason,
+            blocked_s=blocked_s,
+            seconds=None,
+            bytes=None,
+        )
+        training.callbacks.call("on_checkpoint_taken", training, step)
+        if not asynchronous:
+            self.tell_saved(wait=True)
+
+    def tell_saved(self, *, wait: bool = False) -> None:
+        """Record a checkpoint once it is on the disk, or that it will never be."""
+        if self._writing_step < 0 or (self.saver.busy and not wait):
+            return
+        written, self._writing_step = self._writing_step, -1
+        try:
+            saved = self.saver.wait()
+        except SystemFailure as error:
+            self.tell_unsaved(written, error)
+            return
+        if saved is not None:
+            self._interval.persisted(saved.seconds)
+            self._training.events.write(
+                "checkpoint",
+                step=saved.step,
+                epoch=self._training.control.epoch,
+                phase="commit",
+                reason=self._reason,
+                path=saved.path.name,
+                seconds=saved.seconds,
+                bytes=saved.bytes,
+            )
+            self._training.callbacks.call("on_checkpoint_saved", self._training, saved.step)
+
+    def tell_unsaved(self, step: int, error: SystemFailure) -> None:
+        """A save that failed is told, and tried again when the next is due; the one before it is intact."""
+        self._saved_step = -1
+        text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys
+        self._training.events.write("checkpoint", step=step, epoch=self._training.control.epoch, error=text)
+        if self._is_last:  # nothing would be left of what came since
+            raise error
+
+    # ---- leaving ---------------------------------------------------------------------------------------------------
+
+    def save_last(self, reason: str) -> None:
+        """The run ends after this: a save that fails now is an error."""
+        self._is_last = True
+        self.save(reason)
+        self.tell_saved(wait=True)
+
+    def leave_membership(self) -> None:
+        """Leave only with the step safe in memory everywhere; where no copy is there, on the disk."""
+        training, keeper, step = self._training, self._keeper, self._training.step
+        training.timeouts.lengthen()
+        if keeper is None or self._copied_step != step:
+            self.save("reform")
+            self.tell_saved(wait=True)
+        else:
+            until_s = time.monotonic() + training.job.fault.dead_after_s
+            while keeper.safe_step < step and time.monotonic() < until_s:  # else the next membership takes an older one
+                time.sleep(0.001)
+        dist.barrier()
+
+
+def _since_last_commit(folder: Run, went_s: float | None) -> float:
+    """Seconds that nothing was saved in this launch: a new membership does not set the clock back."""
+    now_s = time.time()
+    steps = folder.saved_steps()
+    saved_s = folder.saved_at(max(steps)) if steps else 0.0
+    return max(0.0, now_s - max(now_s if went_s is None else went_s, saved_s))
+
+
+def _attempt(device: torch.device) -> str:
+    """A name for this start of the job that all ranks share and no earlier start had."""
+    number = torch.tensor([time.time_ns() // 1000], device=device)
+    dist.broadcast(number, src=0)
+    return f"{int(number.item()):x}"

@@ -1,0 +1,214 @@
+"""Data of the user's own: any dataset with `len()` and indices, or any iterable, of sequences of tokens.
+
+An item is a sequence of `data.sequence + 1` token numbers (list, array or tensor), or a dictionary with such
+"input_ids" and, if some targets are not to count, "labels" of the same length with -100 there, as Hugging Face has
+them. A shorter item is filled up with targets that do not count.
+
+A dataset with indices is shuffled and dealt as our own: its position is the step. An iterable is read in order by every
+rank, each keeping its own rows; its position is what its `state_dict()` says after the step, or else the number of
+items that were read, which are skipped when a run goes on. So both resume on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.job.schema import Job
+from phalanx.plan.shrink_layout import BatchDeal
+from phalanx.train.data.batches import IGNORED, Batches, BatchPlan, ReadAhead
+from phalanx.train.data.dataset import TokenDataset, Tokens
+from phalanx.train.data.sampler import GlobalSampler
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+WHERE = "plugins.data"
+
+
+def open_batches(
+    folder: Path, job: Job, plan: BatchPlan, engine: Engine, data: Any
+) -> tuple[Batches | OwnBatches, TokenDataset | None]:
+    """This rank's batches, and the dataset folders of the job: what is held out, and the tokenizer, are there.
+
+    `data` is of the user's own, and comes instead of the folders' training text. `folder` is the run's.
+    """
+    dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
+    data_rank, sequence, seed = engine.meshes.index("data"), job.data.sequence, job.data.seed
+    dataset = TokenDataset.open([folder / path for path in job.data.paths], "train") if job.data.paths else None
+    if data is not None:
+        name, vocab = job.plugins.data.partition("{")[0].strip().rpartition("/")[2], job.model.vocab
+        own = OwnBatches(data, plan, dealing, sequence=sequence, vocab=vocab, data_rank=data_rank, seed=seed, name=name)
+        return own, dataset
+    assert dataset is not None
+    batches = Batches(
+        dataset,
+        dataset.sampler(sequence, seed),
+        plan,
+        sequence=sequence,
+        data_rank=data_rank,
+        data_ranks=dealing.data_ranks,
+        micro=dealing.micro,
+        rounds=dealing.rounds,
+        powers=dealing.powers,
+        digest=dataset.digest,
+    )
+    return batches, dataset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """A step's rows, and the position of the iterable behind it."""
+
+    step: int
+    tokens: Tokens
+    targets: Tokens
+    position: Any
+
+
+class OwnBatches:
+    """This data rank's rows of every step, from data of the user's own, read ahead by a thread; as `Batches`."""
+
+    def __init__(
+        self,
+        data: Any,
+        plan: BatchPlan,
+        dealing: BatchDeal,
+        *,
+        sequence: int,
+        vocab: int,
+        data_rank: int,
+        seed: int,
+        name: str,
+    ) -> None:
+        self._plan, self._dealing, self._sequence, self._vocab, self._rank = plan, dealing, sequence, vocab, data_rank
+        self.digest = f"own data {name}"
+        self._indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if not self._indexed and not hasattr(data, "__iter__"):
+            raise mistake(WHERE, f"{type(data).__name__} is neither a dataset with len() and indices nor an iterable")
+        self._data = data
+        if self._indexed:
+            if not len(data):
+                raise mistake(WHERE, f"{type(data).__name__} is empty")
+            self._sampler = GlobalSampler(len(data), seed)
+        self._iterator: Iterator[Any] | None = None
+        self._passes = self._items = 0  # through an iterable, and items of this pass
+        self._reader: ReadAhead[_Read] | None = None
+        self._last: _Read | None = None
+
+    # ---- as Batches ------------------------------------------------------------------------------------------------
+
+    def get(self, step: int) -> tuple[Tokens, Tokens]:
+        """(tokens, targets) of a step; the steps that follow are read in the background."""
+        if self._last is not None and self._last.step == step:  # compiled code was compared on it
+            return self._last.tokens, self._last.targets
+        if self._reader is None or self._reader.next_step != step:
+            if not self._indexed and self._reader is not None:
+                raise mistake(WHERE, f"step {step} is asked for out of order, and an iterable only goes forward")
+            self.close()
+            self._reader = ReadAhead(self._read, step)
+        self._last = self._reader.take()
+        return self._last.tokens, self._last.targets
+
+    def position(self, step: int) -> Any:
+        """What a checkpoint must keep of the place in the data after `step` steps."""
+        return self._last.position if self._last is not None and self._last.step + 1 == step else None
+
+    def restore_position(self, position: Any) -> None:
+        """Go on where `position` was taken; before the first `get`."""
+        if self._indexed or not position:
+            return
+        self._passes, self._items = int(position["passes"]), int(position["items"])
+        if position.get("state") is not None:
+            self._data.load_state_dict(position["state"])
+            self._iterator = iter(self._data)
+            return
+        self._iterator = iter(self._data)
+        for _ in range(self._items):
+            next(self._iterator, None)
+
+    def indices(self, step: int) -> Tokens:
+        """The samples that this rank learns from in a step: of an iterable, the places in its order."""
+        first, mine = self._plan.at(step)[0], self._real(step)
+        if self._indexed:
+            return self._sampler.indices(first + mine.start, len(mine))
+        return np.arange(first + mine.start, first + mine.stop, dtype=np.int64)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = None
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def _real(self, step: int) -> range:
+        return self._dealing.real(self._rank, self._plan.at(step)[1])
+
+    def _read(self, step: int) -> _Read:
+        count, mine = self._plan.at(step)[1], self._real(step)
+        if self._indexed:
+            wanted = self.indices(step) if len(mine) else self._sampler.indices(self._plan.at(step)[0], 1)
+            items = [self._data[int(index)] for index in wanted]
+        else:
+            whole = [self._next() for _ in range(count)]
+            items = whole[mine.start : mine.stop] or whole[:1]
+        rows = [self._row(item) for item in items]
+        missing = self._dealing.rows(count) - len(rows)
+        filling = [(rows[-1][0], np.full_like(rows[-1][1], IGNORED))] * missing
+        if not len(mine):
+            rows = [(rows[0][0], np.full_like(rows[0][1], IGNORED))]
+        tokens, targets = zip(*rows, *filling, strict=True)
+        return _Read(step=step, tokens=np.stack(tokens), targets=np.stack(targets), position=self._position())
+
+    def _next(self) -> Any:
+        """The next item of an iterable, which begins anew when it ends."""
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self._data)
+            for item in self._iterator:
+                self._items += 1
+                return item
+            self._iterator, self._passes, self._items = None, self._passes + 1, 0
+        raise mistake(
+            WHERE,
+            f"{type(self._data).__name__} gives nothing the second time",
+            why=f"the job needs {self._plan.steps:,} steps, and it ended before",
+            fix="let iter() start it anew each time, or lower data.tokens",
+        )
+
+    def _position(self) -> Any:
+        if self._indexed:
+            return None
+        state = self._data.state_dict() if hasattr(self._data, "state_dict") else None
+        return {"passes": self._passes, "items": self._items, "state": state}
+
+    def _row(self, item: Any) -> tuple[Tokens, Tokens]:
+        """(tokens, targets) of an item."""
+        labels = None
+        if isinstance(item, Mapping):
+            if "input_ids" not in item:
+                raise mistake(WHERE, f'an item has {", ".join(map(str, item))[:80]}, and no "input_ids"')
+            item, labels = item["input_ids"], item.get("labels")
+        ids = np.asarray(item, dtype=np.int64).reshape(-1)
+        length = self._sequence + 1
+        if not 2 <= len(ids) <= length:
+            raise mistake(
+                WHERE,
+                f"an item of {len(ids):,} tokens, and data.sequence = {self._sequence:,}",
+                why="a sequence and the target of its last token are one more",
+                fix=f"give items of {length:,} tokens; shorter ones are filled up",
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab:
+            raise mistake(WHERE, f"a token numbered {int(ids.max()):,}, and model.vocab = {self._vocab:,}")
+        targets = ids[1:] if labels is None else np.asarray(labels, dtype=np.int64).reshape(-1)[1:]
+        if len(targets) != len(ids) - 1:
+            raise mistake(WHERE, f"{len(ids):,} input_ids and {len(targets) + 1:,} labels in one item")
+        missing = length - len(ids)
+        padded = np.pad(targets, (0, missing), constant_values=IGNORED)
+        return np.pad(ids, (0, missing))[:-1], padded

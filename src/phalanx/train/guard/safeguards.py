@@ -1,0 +1,131 @@
+"""The trainer's own checks as callbacks: replicas that must be equal, gradients that must be finite, compiled code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.plan.auto_settings import digest_every
+from phalanx.train.callbacks import Callback
+from phalanx.train.guard.compiled import (
+    Comparison,
+    code_key,
+    compare_compiled,
+    compiled_refusal,
+    event_fields,
+    is_comparison_due,
+)
+from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
+from phalanx.train.guard.verdict import Divergence, settle_divergence
+from phalanx.train.rank_control import UntrustedState
+from phalanx.train.telemetry.clock import compiled_s
+from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import StepReport, TrainingLoop
+
+
+class CompiledCodeCheck(Callback):
+    """Compares compiled code with eager code before anything is learnt from it; raises on every rank alike."""
+
+    def on_start(self, training: TrainingLoop) -> None:
+        """Where this process runs compiled code that was never compared."""
+        control, engine, step = training.control, training.engine, training.step
+        if step >= training.batch_plan.steps or not training.job.train.compile_check:
+            return
+        if not is_comparison_due(engine, control.compared):
+            return
+        began_s, compiled = time.perf_counter(), compiled_s()
+        tokens, targets = (torch.from_numpy(rows) for rows in training.batches.get(step))
+        with training.memory.left_out():
+            found = compare_compiled(engine, tokens, targets)
+        training.events.write(
+            "compile_check",
+            step=step,
+            epoch=control.epoch,
+            seconds=time.perf_counter() - began_s,
+            compile_s=compiled_s() - compiled,
+            **event_fields(found),
+        )
+        if isinstance(found, Comparison) and not found.passes:
+            raise compiled_refusal(found, compute=engine.settings.compute, where="train.compile")
+        control.compared.add(code_key(engine))
+        control.progress(step, Phase.BUILDING)
+
+
+class ReplicaComparison(Callback):
+    """Compares copies of the state before anything keeps it; raises UntrustedState on every rank alike."""
+
+    def __init__(self, training: TrainingLoop) -> None:
+        plan, engine = training.plan, training.engine
+        every = digest_every(plan.job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
+        self.guard = ReplicaGuard(engine.state, every=every)
+        self._case = training.control.case
+        self._sound_step = 0  # newest step whose state nothing speaks against
+        self._spent_s = 0.0
+
+    def on_start(self, training: TrainingLoop) -> None:
+        """What was restored is sound."""
+        self._sound_step = training.step
+
+    def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[torch.Tensor]) -> None:
+        """As late as can be before the weights are used up: whether they are still what the last update left."""
+        found = self.guard.before(training.step)
+        if found is not None:
+            raise self._diverged(found)
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Compare, and settle which rank was wrong where the same step is done again."""
+        step, began_s = training.step, time.perf_counter()
+        found = self.guard.check(step)
+        self._spent_s = time.perf_counter() - began_s
+        if found is not None:
+            raise self._diverged(found)
+        case = self._case
+        if case is not None and step == case.step and case.boxes in self.guard.last:
+            wrong = settle_divergence(case.digests, self.guard.last[case.boxes])
+            if wrong is not None:
+                what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
+                raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))
+        if self.guard.is_due(step):
+            self._sound_step = step
+
+    def digest(self, training: TrainingLoop) -> tuple[str | None, float | None]:
+        """The digest of the weights after a compared step, and the seconds that comparing and digesting took."""
+        if not self.guard.is_due(training.step):
+            return None, None
+        began_s = time.perf_counter()
+        digest = digest_pieces(training.engine.weights())
+        return digest, self._spent_s + time.perf_counter() - began_s
+
+    def _diverged(self, found: Divergence) -> UntrustedState:
+        return UntrustedState(
+            "diverged",
+            step=found.step,
+            sound=self._sound_step,
+            what=found.problem().render().splitlines()[0],
+            suspects=found.suspects if found.certain else (),
+            evidence=found.to_json(),
+        )
+
+
+class SkippedSteps(Callback):
+    """Gives up when `train.skipped_steps` steps in a row were skipped."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._skipped = most, 0
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Count."""
+        self._skipped = self._skipped + 1 if report.result.skipped else 0
+        if self._skipped >= self._most:
+            raise UntrustedState(
+                "not-finite",
+                step=training.step,
+                sound=training.step - self._skipped,
+                what=f"the gradient was not finite, or far too large, in {plural(self._skipped, 'step')} in a row",
+            )

@@ -1,0 +1,198 @@
+"""Causal self-attention with grouped key and value heads.
+
+B batch, S sequence, D model, N query heads, K key/value heads, H head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.job.model import ModelShape
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+    """softmax(q kᵀ / √H) v over earlier positions, by PyTorch's fused kernels."""
+    grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
+    out_BNSH: Tensor = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
+    return out_BNSH
+
+
+class Attention(nn.Module):
+    """Projections around `core`, which context parallelism replaces."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        bias = shape.bias or shape.qkv_bias
+        self.head_dim = shape.head_dim
+        self.wq = nn.Linear(shape.hidden, query, bias=bias)
+        self.wk = nn.Linear(shape.hidden, key, bias=bias)
+        self.wv = nn.Linear(shape.hidden, key, bias=bias)
+        self.wo = nn.Linear(query, shape.hidden, bias=shape.bias)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.core: Core = causal_attention
+
+    def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
+        """Mix each position with the earlier ones; rope=None when positions were added to the embedding."""
+        q_BSNH, k_BSKH, v_BSKH = (self._heads(linear(x_BSD)) for linear in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
+        if rope is not None:
+            q_BSNH, k_BSKH = rope.turn(q_BSNH), rope.turn(k_BSKH)
+        o_BNSH = self.core(q_BSNH.transpose(1, 2), k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2))
+        out_BSD: Tensor = self.wo(o_BNSH.transpose(1, 2).flatten(2))
+        return out_BSD
+
+    def _heads(self, flat: Tensor) -> Tensor:
+        """The number of heads follows from the rows at hand: a rank of a tensor group holds only some of them."""
+        return flat.view(*flat.shape[:-1], -1, self.head_dim)
+
+
+def repeat_heads(k_BKSH: Tensor, heads: int) -> Tensor:
+    """Each key/value head once per query head of its group, for cores that know no groups."""
+    return torch.repeat_interleave(k_BKSH, heads // k_BKSH.shape[1], dim=1)
+
+
+# The dense MLP: two matrices, or three with a gate (SwiGLU, arXiv:2002.05202).
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class Mlp(nn.Module):
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
+
+    def __init__(self, hidden: int, ffn: int, *, gated: bool, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn, bias=bias) if gated else None
+        self.up = nn.Linear(hidden, ffn, bias=bias)
+        self.down = nn.Linear(ffn, hidden, bias=bias)
+        self.act = ACTIVATIONS[activation]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Each position on its own."""
+        up_BSF = self.up(x_BSD)
+        inner_BSF = self.act(up_BSF) if self.gate is None else self.act(self.gate(x_BSD)) * up_BSF
+        out_BSD: Tensor = self.down(inner_BSF)
+        return out_BSD
+
+
+# Tokens to vectors: the token table, learned positions (GPT-2) and a norm (BLOOM) where the shape has them.
+
+
+def norm_of(shape: ModelShape) -> nn.Module:
+    """The norm every part of this model uses."""
+    kind = nn.LayerNorm if shape.norm == "layer" else nn.RMSNorm
+    return kind(shape.hidden, eps=shape.norm_eps)
+
+
+class Embedding(nn.Module):
+    """The first stage's entrance."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.hidden)
+        learned = shape.positions == "learned"
+        self.positions = nn.Embedding(shape.max_positions, shape.hidden) if learned else None
+        self.norm = norm_of(shape) if shape.embedding_norm else None
+
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+        """hidden_BSD of these tokens at these positions."""
+        x_BSD: Tensor = self.tokens(tokens_BS)
+        if self.positions is not None:
+            x_BSD = x_BSD + self.positions(positions_S)
+        return x_BSD if self.norm is None else self.norm(x_BSD)
+
+
+# Rotary positions (arXiv:2104.09864) with the stretchings long-context models use.
+#
+# S sequence, N heads, H head, R = H / 2 rotated pairs. Pairs are (i, i + H/2), as Hugging Face lays them out.
+
+
+# YaRN's band of rotations within the original length, arXiv:2309.00071 section 3.2 ("alpha = 1, beta = 32").
+YARN_SLOW, YARN_FAST = 1.0, 32.0
+
+
+class Rope:
+    """Tables of one forward pass.
+
+    Neither a tuple nor a dataclass: FSDP2 looks into those for tensors to cast, and a bfloat16 cosine keeps 8 bits.
+    """
+
+    def __init__(self, *, cos_SR: Tensor, sin_SR: Tensor) -> None:
+        self.cos_SR = cos_SR
+        self.sin_SR = sin_SR
+
+    def turn(self, x_BSNH: Tensor) -> Tensor:
+        """Rotate every pair of every head by its position's angle."""
+        cos_S1R, sin_S1R = self.cos_SR[:, None, :], self.sin_SR[:, None, :]
+        left, right = x_BSNH.chunk(2, dim=-1)
+        turned = torch.cat((left * cos_S1R - right * sin_S1R, right * cos_S1R + left * sin_S1R), dim=-1)
+        return turned.to(x_BSNH.dtype)
+
+
+def rope_tables(shape: ModelShape, positions_S: Tensor, dtype: torch.dtype) -> Rope:
+    """Cosines and sines for these positions, in float32 or wider.
+
+    Angles are formed in float64: position 100,000 times a float32 frequency is off by up to 0.006 radians.
+    """
+    frequency_R = frequencies(shape, positions_S.device)
+    angle_SR = positions_S.to(torch.float64)[:, None] * frequency_R[None, :]
+    factor = _yarn_attention(shape.rope_factor) if shape.rope_scaling == "yarn" else 1.0
+    wide = torch.promote_types(dtype, torch.float32)
+    return Rope(cos_SR=(angle_SR.cos() * factor).to(wide), sin_SR=(angle_SR.sin() * factor).to(wide))
+
+
+def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
+    """Radians per position of each pair, stretched as the shape says; float64."""
+    exponent_R = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float64) / shape.head_dim
+    frequency_R = shape.rope_theta**-exponent_R
+    match shape.rope_scaling:
+        case "linear":
+            return frequency_R / shape.rope_factor
+        case "llama3":
+            return _llama3(shape, frequency_R)
+        case "yarn":
+            return _yarn(shape, frequency_R)
+        case _:
+            return frequency_R
+
+
+def _llama3(shape: ModelShape, frequency_R: Tensor) -> Tensor:
+    """Llama 3.1: slow pairs are stretched, fast ones kept, others mixed by their turns in the original length."""
+    low, high = shape.rope_low_factor, shape.rope_high_factor
+    turns_R = shape.rope_original_positions * frequency_R / (2 * math.pi)
+    kept_R = ((turns_R - low) / (high - low)).clamp(0.0, 1.0)
+    return frequency_R * kept_R + frequency_R / shape.rope_factor * (1.0 - kept_R)
+
+
+def _yarn(shape: ModelShape, frequency_R: Tensor) -> Tensor:
+    """YaRN: as llama3, but the mix is linear in the index of the pair."""
+
+    def pair_that_turns(times: float) -> float:
+        ratio = shape.rope_original_positions / (times * 2 * math.pi)
+        return shape.head_dim * math.log(ratio) / (2 * math.log(shape.rope_theta))
+
+    first = max(math.floor(pair_that_turns(YARN_FAST)), 0)
+    last = min(math.ceil(pair_that_turns(YARN_SLOW)), shape.head_dim - 1)
+    index_R = torch.arange(shape.head_dim // 2, device=frequency_R.device, dtype=frequency_R.dtype)
+    stretched_R = ((index_R - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return frequency_R * (1.0 - stretched_R) + frequency_R / shape.rope_factor * stretched_R
+
+
+def _yarn_attention(factor: float) -> float:
+    """YaRN's temperature on q·k, put on the tables: arXiv:2309.00071 eq. 22."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0

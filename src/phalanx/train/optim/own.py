@@ -1,0 +1,152 @@
+"""An optimizer of the user's own: any torch.optim.Optimizer whose state is as large as its parameters.
+
+A rank updates its shards of the parameters, so an optimizer must be elementwise wherever tensors are split: torch's own
+are (all but LBFGS, Muon and Adafactor), another says so with an attribute `elementwise = True`. State tensors of a
+parameter's shape are split, saved and resharded as the parameter is; a count of steps is kept; other state is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.errors import mistake
+from phalanx.job.schema import Optim
+from phalanx.train.optim.base import state_piece, total_bytes
+from phalanx.train.parallel.tensor_shard import TensorShard
+from phalanx.train.plugins import PluginReference, load_class_or_function
+
+WHERE = "plugins.optimizer"
+NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")  # of torch.optim
+STEP = "step"  # how torch's optimizers call their count
+
+
+class OwnOptimizer:
+    """A torch optimizer over this rank's shards, as the loop and checkpoints want it."""
+
+    def __init__(
+        self,
+        shards: Sequence[TensorShard],
+        reference: str,
+        *,
+        optim: Optim,
+        decays: Callable[[str], bool],
+        allow_code: bool,
+    ) -> None:
+        self.steps = 0
+        self._name, self._shards = reference, [one for one in shards if one.tensor.numel()]
+        arguments = PluginReference.parse(reference, key=WHERE).arguments
+        factory = load_class_or_function(reference, kind="optimizer", allow_code=allow_code)
+
+        def build(members: Sequence[tuple[TensorShard, torch.Tensor]]) -> torch.optim.Optimizer:
+            return _build(reference, factory, members, optim=optim, decays=decays, arguments=arguments)
+
+        self._inner = build([(one, one.tensor) for one in self._shards])
+        self._ratios = [float(group["lr"]) / optim.lr for group in self._inner.param_groups]
+        self._refuse_split()
+        # Torch makes the state in the first step: what it will be is seen on a copy, one parameter at a time.
+        self._layouts = [self._layout(one, build) for one in self._shards]
+        self._count: Any = next((found[STEP] for found in self._layouts if STEP in found), None)
+
+    def _refuse_split(self) -> None:
+        cls = type(self._inner)
+        of_torch = cls.__module__.startswith("torch.optim") and cls.__name__ not in NOT_ELEMENTWISE
+        split = next((one for one in self._shards if not one.whole), None)
+        if split is not None and not of_torch and not getattr(self._inner, "elementwise", False):
+            raise mistake(
+                WHERE,
+                f"{cls.__name__} would update {split.name} by its shards, {list(split.tensor.shape)} of "
+                f"{list(split.shape)}",
+                why="that is the same update only where each element is updated by itself",
+                fix="set elementwise = True in its class if it is so; else parallel.zero = 0 and parallel.tensor = 1",
+            )
+
+    def _layout(self, shard: TensorShard, build: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+        """The state of one parameter after a step, by name: a tensor of its shape, or the count of steps."""
+        copy = torch.zeros_like(shard.tensor)
+        copy.grad = torch.zeros_like(copy)
+        trial = build([(shard, copy)])
+        try:
+            trial.step()
+        except Exception as error:
+            raise mistake(WHERE, f"{self._name} raised {type(error).__name__} in step(): {error}"[:500]) from error
+        found = dict(trial.state.get(copy, {}))
+        for name, value in found.items():
+            is_count = name == STEP and (not isinstance(value, torch.Tensor) or value.numel() == 1)
+            is_alike = isinstance(value, torch.Tensor) and value.shape == copy.shape and value.is_floating_point()
+            if not is_count and not is_alike and value is not None:
+                what = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)[:40]
+                raise mistake(
+                    WHERE,
+                    f"{type(trial).__name__} keeps {name!r} ({what}) for {shard.name} of {list(copy.shape)}",
+                    why="checkpoints split and reshard state as its parameter is split",
+                    fix='keep tensors of the parameter\'s shape, and a count named "step"',
+                )
+        return {name: value for name, value in found.items() if value is not None}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update; groups keep the ratio of their learning rate to the job's."""
+        for group, ratio in zip(self._inner.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
+        self._inner.step()
+        self.steps += 1
+
+    def state(self) -> list[TensorShard]:
+        """State tensors; before the first step such as a checkpoint may be read into."""
+        found = []
+        for shard, layout in zip(self._shards, self._layouts, strict=True):
+            live = self._inner.state.get(shard.tensor, {})
+            for name, value in layout.items():
+                if name != STEP:
+                    found.append(state_piece(shard, name, live.get(name, value)))
+        return found
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Go on after `steps` steps; after none torch makes the state itself."""
+        self.steps = steps
+        if not steps:
+            return
+        for shard, layout in zip(self._shards, self._layouts, strict=True):
+            names = [name for name in layout if name != STEP]
+            values: dict[str, Any] = {name: state[f"{shard.name}#{name}"].clone() for name in names}
+            if STEP in layout:
+                count = layout[STEP]
+                values[STEP] = torch.full_like(count, steps) if isinstance(count, torch.Tensor) else type(count)(steps)
+            if values:
+                self._inner.state[shard.tensor] = values
+
+    def state_bytes(self) -> int:
+        """Bytes of the state tensors."""
+        return total_bytes([one.tensor for one in self.state()])
+
+
+def _build(
+    reference: str,
+    factory: Any,
+    members: Sequence[tuple[TensorShard, torch.Tensor]],
+    *,
+    optim: Optim,
+    decays: Callable[[str], bool],
+    arguments: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    """A class gets parameter groups and what it takes of [optim]; a function (named parameters, optim)."""
+    try:
+        if isinstance(factory, type):
+            taken = inspect.signature(factory).parameters
+            known = {name: getattr(optim, name) for name in ("lr", "betas", "eps", "weight_decay") if name in taken}
+            groups: list[dict[str, Any]] = [{"params": [one for shard, one in members if decays(shard.name)]}]
+            rest = [one for shard, one in members if not decays(shard.name)]
+            groups.append({"params": rest, "weight_decay": 0.0} if "weight_decay" in taken else {"params": rest})
+            made: Any = factory([group for group in groups if group["params"]], **{**known, **arguments})
+        else:
+            made = factory([(shard.name, one) for shard, one in members], optim, **arguments)
+    except Exception as error:
+        raise mistake(WHERE, f"{reference} raised {type(error).__name__}: {error}"[:500]) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise mistake(WHERE, f"{reference} made a {type(made).__name__}, not a torch.optim.Optimizer")
+    return made

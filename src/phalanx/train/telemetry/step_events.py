@@ -1,0 +1,99 @@
+"""Telemetry as a callback: the `step` event of every step, and the timeline of one now and then."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from phalanx.train.callbacks import Callback
+from phalanx.train.parallel.expert import imbalance
+from phalanx.train.telemetry.timeline import Sample, TimelineSampler
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import StepReport, TrainingLoop
+
+# What is said of a buffer of the user's own network.
+FIRST_RANK_BUFFER = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
+
+
+class StepTelemetry(Callback):
+    """Writes what a step gave and where its time went."""
+
+    def __init__(self, training: TrainingLoop) -> None:
+        self._step = 0
+        self.timeline = TimelineSampler(
+            training.engine.meshes,
+            training.engine.device,
+            every=training.job.telemetry.timeline_every,
+            compiled=training.engine.settings.compile,
+            tell=lambda text: training.events.write("remark", step=self._step, text=text),
+        )
+        self._spent_s = 0.0  # the timeline's `spent_s` at the last step, less what writing that one took
+
+    def observe(self, step: int) -> AbstractContextManager[list[Sample]]:
+        """Around the engine's step: samples its timeline where one is due."""
+        self._step = step
+        return self.timeline.step(step)
+
+    def on_start(self, training: TrainingLoop) -> None:
+        """A run that goes on measures gradient noise at the same steps."""
+        if training.engine.listener is not None:
+            training.engine.listener.norms.next = training.step
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Write the event, and the timeline if there is one."""
+        result, noise, timeline = report.result, report.result.noise, self.timeline
+        inside = timeline.inside(report.samples, result.phases, data_s=report.data_s, before_s=report.before_s)
+        digest, guard_s = training.comparison.digest(training)
+        proof: dict[str, object] = {} if digest is None else {"digest": digest}
+        if training.control.hooks.records_samples:
+            proof["samples"] = training.batches.indices(report.step).tolist()
+        training.control.check()
+        began_s = time.perf_counter()
+        checkpoints = training.checkpoints
+        training.events.write(
+            "step",
+            step=report.step,
+            epoch=training.control.epoch,
+            loss=result.loss,
+            tokens=result.tokens,
+            duration_s=report.duration_s,
+            grad_norm=result.grad_norm,
+            lr=report.lr,
+            tokens_per_s=result.tokens / report.duration_s,
+            memory_bytes=training.memory.peak_bytes(),
+            compute_s=report.own_s,
+            wait_s=result.wait_s,
+            data_s=report.data_s,
+            compile_s=report.compile_s,
+            noise_scale=result.noise_samples,
+            noise_trace=noise.trace if noise is not None else None,
+            grad_squared=noise.squared if noise is not None else None,
+            skipped=result.skipped,
+            bytes_sent=result.bytes_sent,
+            collective_s=inside.collective_s,
+            collective_bytes=inside.collective_bytes,
+            expert_imbalance=_expert_imbalance(training),
+            held=checkpoints.safe_step if checkpoints.safe_step >= 0 else None,
+            hold_s=checkpoints.copy_s,
+            guard_s=guard_s,
+            telemetry_s=timeline.spent_s - self._spent_s,
+            **proof,
+        )
+        if inside.timeline is not None:
+            fields = {"seconds": report.duration_s, **inside.timeline}
+            training.events.write("timeline", step=report.step, epoch=training.control.epoch, **fields)
+        self._spent_s = timeline.spent_s - (time.perf_counter() - began_s)
+        checkpoints.copy_s = None
+        if training.control.hooks.records_samples:  # a kill must not take the proof along
+            training.events.flush()
+        training.warn_of_buffers(training.engine.first_rank_buffers, FIRST_RANK_BUFFER)
+
+
+def _expert_imbalance(training: TrainingLoop) -> float | None:
+    """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
+    loads = training.engine.expert_loads
+    if loads is None:
+        return None
+    return max(imbalance(load_E, training.engine.dims.expert).expert for load_E in loads)
