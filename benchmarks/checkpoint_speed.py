@@ -27,7 +27,7 @@ import torch
 from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import failures_per_host_day
 from phalanx.plan.reliability import daly_interval
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.async_saver import AsyncSaver
 from phalanx.train.state.index import RankIndex, StoredShard, decode_json, encode_rank_index
 from phalanx.train.state.reader import newest_checkpoint
@@ -48,11 +48,11 @@ def cut(rank: int, world: int, rows: int) -> tuple[int, int]:
     return min(rows, rank * step), max(0, min(rows, (rank + 1) * step) - min(rows, rank * step))
 
 
-def pieces(rank: int, world: int, rows: int) -> list[Piece]:
+def pieces(rank: int, world: int, rows: int) -> list[TensorShard]:
     """A model's weights and two moments, cut by rows."""
     start, count = cut(rank, world, rows)
     return [
-        Piece(
+        TensorShard(
             name=f"layers.{layer}.{kind}",
             tensor=torch.full((count, WIDTH), float(layer + place)),
             shape=(rows, WIDTH),
@@ -171,7 +171,7 @@ class Split:
         """All ranks."""
         return self.stages * self.copies * self.shards * self.tensor
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> list[TensorShard]:
         """What a rank of it holds: matrices cut twice by rows, norms by shards alone; without memory."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shards)
@@ -187,7 +187,7 @@ class Split:
                 ):
                     values = torch.empty(local, device="meta")
                     found.append(
-                        Piece(
+                        TensorShard(
                             name=f"layers.{layer}.{name}.{kind}",
                             tensor=values,
                             shape=whole,

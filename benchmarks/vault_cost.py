@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from phalanx.elastic.replica_store import ReplicaStore
-from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
-from phalanx.train.state.replica_server import ReplicaServer
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.job.load import load

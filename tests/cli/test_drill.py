@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from phalanx.train.drill.faults import parse_faults
 
 from phalanx.cli.drill import _shrink, keep_record
 from phalanx.cli.main import main
@@ -23,15 +22,11 @@ from phalanx.job.load import load
 from phalanx.plan.make import plan
 from phalanx.record.run import Run
 from phalanx.rules.gather import Request, gather_evidence
-from phalanx.train.data.build import Origin, Recipe, build
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import Progress
-from phalanx.train.drill import perform
-from phalanx.train.drill.faults import parse_faults
 from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 from phalanx.train.drill import perform
+from phalanx.train.drill.faults import parse_faults
 
 JOB = """\
 name = "drilled"

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from phalanx.plan.shrink_layout import BatchDeal, shrink_layout
 
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink_layout import BatchDeal, shrink_layout
-from phalanx.train.check import check_layout
 from phalanx.train.parallel.pipeline import check_micro_batches
 from phalanx.train.settings import Settings, check_layout
 

@@ -7,8 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from phalanx.elastic.rank_link import Interrupted
 
+from phalanx.elastic.rank_link import Interrupted
 from phalanx.errors import SystemFailure
 from phalanx.train.callbacks import Callback, CallbackList
 

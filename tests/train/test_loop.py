@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from phalanx.elastic.rank_link import Interrupted
 
 from phalanx.elastic.rank_link import Interrupted
 from phalanx.errors import Problem, SystemFailure

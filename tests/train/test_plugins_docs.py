@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from phalanx.plan.shrink_layout import BatchDeal
 
 from phalanx.job.load import load
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.batches import IGNORED, BatchPlan
 from phalanx.train.data.sources import OwnBatches
 from phalanx.train.plugins import LoadedPlugins, absolute_references, load_plugins

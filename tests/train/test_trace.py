@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from phalanx.train.tracing.hang_check import find_hang
-from phalanx.train.tracing.traced_ranks import TracedStep, stage_ranks, trace_ranks
-from phalanx.train.tracing.traced_step import record_ranks, trace_rank
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim

@@ -16,7 +16,6 @@ from pathlib import Path
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import LauncherTask, StopSignals
-from phalanx.elastic.local_launch import StopSignals
 from phalanx.elastic.rank_link import RankLink
 from phalanx.elastic.rank_process import Work, die_with
 from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings

@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.elastic.heartbeat_board import Phase
-from phalanx.errors import SystemFailure
-from phalanx.plan.auto_settings import digest_every
-from phalanx.plan.plan import Plan
-from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run

@@ -9,8 +9,6 @@ from typing import Any
 
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.rank_link import Interrupted
-from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import Hooks
 from phalanx.train.drill_hooks import DrillHooks
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.state.async_saver import HostCopies

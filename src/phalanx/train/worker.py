@@ -27,31 +27,20 @@ from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.local_launch import LauncherTask
-from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.elastic.transports import facts_here, transport_notes
-from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.redact import redact
 from phalanx.record.run import Run, open_run
+from phalanx.train.drill_hooks import drill_hooks_of
 from phalanx.train.engine import Engine
 from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
-from phalanx.train.guard.spikes import Spikes
-from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import hooks_of
-from phalanx.train import flight as last_words
-from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
-from phalanx.train.engine import Engine
-from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
 from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
@@ -61,14 +50,12 @@ from phalanx.train.models.own import build_outline, differs_from_shape
 from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
-from phalanx.train.state import sweep
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.state.retention import delete_commits_after, remove_drafts
-from phalanx.train.state.retention import delete_commits_after
 from phalanx.train.state.training_state import (
     RestoredRun,
     checkpoint_shards,
@@ -77,11 +64,8 @@ from phalanx.train.state.training_state import (
     restore_newest_checkpoint,
 )
 from phalanx.train.telemetry.communicators import tell_communicators
+from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, monitored_rank
 from phalanx.train.telemetry.sharing import Sharers, is_loopback
-from phalanx.train.telemetry.watch import KeptSensors, Meeting, watched
-from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, meet_peers, monitored_rank
-from phalanx.train.telemetry.sensors import sensors_of
-from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
 from phalanx.units import plural
 
 

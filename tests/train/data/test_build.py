@@ -17,8 +17,6 @@ import pytest
 
 from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.job.dataset import Manifest, read_manifest, verify_dataset
-from phalanx.train.data import lock
-from phalanx.train.data.build import Origin, Recipe, build, held_out
 from phalanx.train.data import fetch
 from phalanx.train.data.build import Origin, Recipe, build_dataset, held_out
 from phalanx.train.data.dataset import TokenDataset

@@ -18,8 +18,8 @@ from phalanx.record.run import Run
 from phalanx.train.drill import firings, inject
 from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.inject import DrillFault, Injector
-from phalanx.train.hooks import Hooks, hooks_of
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 
 class Clock:
@@ -55,15 +55,15 @@ def run(tmp_path: Path) -> Run:
 
 def injector(run: Run, *texts: str, rank: int = 1, epoch: int = 1) -> Injector:
     firings.write_schedule(run, parse_faults(texts))
-    hooks = hooks_of(run, rank, 5)
+    hooks = drill_hooks_of(run, rank, 5)
     assert isinstance(hooks, Injector)
     hooks.joining(epoch, rank)
     return hooks
 
 
-def pieces(*tensors: torch.Tensor) -> list[Piece]:
+def pieces(*tensors: torch.Tensor) -> list[TensorShard]:
     return [
-        Piece(
+        TensorShard(
             name=f"t{number}",
             tensor=tensor,
             shape=tuple(tensor.shape),
@@ -77,12 +77,12 @@ def pieces(*tensors: torch.Tensor) -> list[Piece]:
 
 
 def test_without_both_signs_nothing_is_injected(run: Run) -> None:
-    assert type(hooks_of(run, 0, 0)) is Hooks  # a drill without a schedule
+    assert type(drill_hooks_of(run, 0, 0)) is DrillHooks  # a drill without a schedule
     firings.write_schedule(run, parse_faults(["kill:rank=0,step=0"]))
-    assert isinstance(hooks_of(run, 0, 0), Injector)
+    assert isinstance(drill_hooks_of(run, 0, 0), Injector)
     run.set_launch(v=1)
-    plain = hooks_of(run, 0, 0)  # a schedule that strayed into a real run
-    assert type(plain) is Hooks
+    plain = drill_hooks_of(run, 0, 0)  # a schedule that strayed into a real run
+    assert type(plain) is DrillHooks
     plain.step_begins(0)
     assert plain.heartbeat_allowed()
     assert not plain.records_samples

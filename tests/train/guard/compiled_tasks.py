@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from phalanx.train.state.rank_state import seed_random_state
-from phalanx.train.tracing.traced_step import forget_meshes
 from torch import nn
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_due
-from phalanx.train.guard.digest import digest_pieces
-from phalanx.train.state.rank_state import seed_random_state
-from phalanx.train.tracing.traced_step import forget_meshes
 from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
 from phalanx.train.guard.divergence import digest_pieces
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.tracing.traced_step import forget_meshes
 from phalanx.train.verify.trial import Trial, rank_batch
 
 RIGHT, WRONG = "graphs_as_they_are", "gradients_times_0.66"  # compilers

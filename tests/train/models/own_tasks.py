@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from phalanx.train.state.rank_state import seed_random_state
-from phalanx.train.state.training_state import load_hf_weights
-from phalanx.train.tracing.traced_step import forget_meshes
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.divergence import Guard
+from phalanx.train.guard.divergence import ReplicaGuard
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.training_state import load_hf_weights
 from phalanx.train.tracing.traced_step import forget_meshes
-from phalanx.train.guard.divergence import ReplicaGuard
 from phalanx.train.verify.trial import RankOutcome, Trial, rank_batch, run_trial_rank, save_trial_state
 
 

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.train.state.reader import newest_checkpoint
-from phalanx.train.state.whole_tensors import read_state
 from safetensors.torch import load_file
 
 from phalanx.record.run import open_run

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from phalanx.plan.request import PlanRequest, request_from_job
 
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load

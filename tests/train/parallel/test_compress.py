@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from phalanx.plan.auto_settings import compression_pays
-from phalanx.plan.request import request_from_job
 from torch import nn
 
 from phalanx.errors import UserError
@@ -18,9 +16,6 @@ from phalanx.job.load import load
 from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import request_from_job
-from phalanx.train.parallel.compress import KINDS, Quantised, build_codec
-from phalanx.train.parallel.compress_formats import FORMATS
-from phalanx.plan.layout import Layout
 from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_fsdp import compress_sharded
 from phalanx.train.parallel.compress_powersgd import gains

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from phalanx.train.tracing.traced_step import trace_rank
 
 from phalanx.record.account.timeline import measured
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
@@ -21,7 +20,6 @@ from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.collective_tap import METHODS, Kernel, TappedCollective, op_of, timed_by
 from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, fitting, merged
-from phalanx.train.telemetry.wiretap import METHODS, Call
 from phalanx.train.tracing.traced_step import trace_rank
 from phalanx.train.verify.ranks import run_ranks
 

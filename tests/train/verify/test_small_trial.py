@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import SECTIONS, Batch, Data, Job, Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.check import check_layout
-from phalanx.train.settings import Settings
-from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
 from phalanx.train.settings import Settings, check_layout
+from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
 from phalanx.train.verify.terms import Terms, refuse_ranks
 
 LARGE = ModelShape(name="large", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256)

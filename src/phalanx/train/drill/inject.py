@@ -19,8 +19,8 @@ import torch.distributed as dist
 from phalanx.record.run import Run
 from phalanx.train.drill import firings
 from phalanx.train.drill.faults import Fault
-from phalanx.train.hooks import Hooks
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.drill_hooks import DrillHooks
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 FIRST_STEP_S = 0.05  # guess of a step's length before one was seen: a kill in a collective comes after half of it
 ROOM_BYTES = 64 * 2**20  # above what is in use, when memory is to run out
@@ -31,7 +31,7 @@ class DrillFault(RuntimeError):
     """Raised on purpose: `--fault raise`."""
 
 
-class Injector(Hooks):
+class Injector(DrillHooks):
     """The hooks of one rank in a drill; it lives as long as the process, and epoch and rank change under it."""
 
     records_samples = True
@@ -44,7 +44,7 @@ class Injector(Hooks):
         self._clock: float | None = None
         self._slowed: list[tuple[float, float]] = []  # (until, seconds per step)
         self._muted_until = self._full_until = 0.0
-        self._held: dict[str, Sequence[Piece]] = {}
+        self._held: dict[str, Sequence[TensorShard]] = {}
         self._over: set[tuple[int, int]] = set()
 
     @classmethod
@@ -91,7 +91,7 @@ class Injector(Hooks):
                 else:
                     _flip_bit(filled, seed=fault.seed)
 
-    def updated(self, step: int, weights: Sequence[Piece], moments: Sequence[Piece]) -> None:
+    def updated(self, step: int, weights: Sequence[TensorShard], moments: Sequence[TensorShard]) -> None:
         """After the optimizer, before the digest and the copy in memory."""
         self._held = {"weight": weights, "moment": moments}
         for fault in self._due("update"):
@@ -253,7 +253,7 @@ def limit_files(*, for_s: float) -> None:
     timer.start()
 
 
-def _flip(pieces: Sequence[Piece], *, seed: int) -> None:
+def _flip(pieces: Sequence[TensorShard], *, seed: int) -> None:
     _flip_bit([piece.tensor for piece in pieces if piece.tensor.numel()], seed=seed)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.index import JSON
 from phalanx.train.state.paths import Location
 from phalanx.train.state.save import SAVE_TIMEOUT_S, CommitFence, SavedCheckpoint, save_checkpoint
@@ -68,7 +68,7 @@ class AsyncSaver:
         """Whether a save is being written."""
         return self._current is not None and self._current.is_alive()
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[TensorShard]) -> None:
         """Take the host memory now, so that the first save blocks no longer than the others."""
         self.wait()
         self._copies.take(pieces)
@@ -77,7 +77,7 @@ class AsyncSaver:
         self,
         *,
         step: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         meta: Mapping[str, JSON],
         rank_meta: Mapping[str, JSON] | None = None,
     ) -> float:
@@ -165,7 +165,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def take(self, pieces: Sequence[TensorShard]) -> list[TensorShard]:
         """The owned pieces with the values of now; those handed out before are overwritten."""
         mine = owned_shards(pieces)
         old, self._tensors = self._tensors, {}

@@ -23,7 +23,7 @@ from phalanx.elastic.replica_store import (
     next_sequence_number,
 )
 from phalanx.record.redact import redact
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.snapshot import SnapshotDraft, decode_snapshot_index, seal_snapshot, take_snapshot
 
 CLOSE_S = 3.0  # the longest wait for a copy on its way to a host that may be dead
@@ -78,7 +78,7 @@ class InMemoryCheckpointer:
         """Why the buddy does not have the newest snapshot; empty when all is well."""
         return self._replica.trouble if self._replica is not None else ""
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[TensorShard]) -> None:
         """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
         while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
@@ -88,7 +88,7 @@ class InMemoryCheckpointer:
     def put(
         self,
         step: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         meta: Mapping[str, Any],
         *,
         held: int,
@@ -129,7 +129,7 @@ class InMemoryCheckpointer:
         return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take(
-        self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+        self, generation: int, pieces: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> SnapshotDraft:
         return take_snapshot(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
 

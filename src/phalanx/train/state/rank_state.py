@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.index import JSON, damaged_checkpoint
 from phalanx.train.state.reader import StateSource
 
@@ -27,10 +27,10 @@ def is_private_tensor(name: str) -> bool:
     return name.startswith("#")
 
 
-def private_shards(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+def private_shards(rank: int, tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """The tensors as shards to save, under names that no other rank and no parameter has."""
     return [
-        Piece(
+        TensorShard(
             name=_private_prefix(rank) + name,
             tensor=tensor,
             shape=tuple(tensor.shape),

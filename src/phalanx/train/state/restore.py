@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.errors import Problem, UserError, nearest
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.index import RankIndex, check_coverage, check_same_tensor
 from phalanx.train.state.paths import Location
 from phalanx.train.state.reader import HASH_THREADS, StateSource, open_source
@@ -30,7 +30,7 @@ class ShardCopy:
 
     stored: StoredShard
     part: Region
-    target: Piece
+    target: TensorShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +59,14 @@ class PreparedRestore:
 
 
 def load_shards(
-    where: Location | StateSource, shards: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1
+    where: Location | StateSource, shards: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
 ) -> None:
     """Fill every shard from a commit or another source; `prepare_restore` says what is refused, and changes nothing."""
     prepare_restore(where, shards, cast=cast, rank=rank, world=world).fill()
 
 
 def prepare_restore(
-    where: Location | StateSource, shards: Sequence[Piece], *, cast: bool = False, rank: int = 0, world: int = 1
+    where: Location | StateSource, shards: Sequence[TensorShard], *, cast: bool = False, rank: int = 0, world: int = 1
 ) -> PreparedRestore:
     """Find and verify everything `shards` need, from the ranks that wrote a part of them and no others.
 
@@ -93,7 +93,7 @@ def prepare_restore(
 class _WantedShard:
     """A shard of ours, and what was found of it so far."""
 
-    target: Piece
+    target: TensorShard
     region: Region
     missing: int
     parts: list[tuple[StoredShard, Region]] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _WantedShard:
 
 
 def find_restore_route(
-    where: Location | StateSource, shards: Sequence[Piece], *, cast: bool, rank: int, world: int
+    where: Location | StateSource, shards: Sequence[TensorShard], *, cast: bool, rank: int, world: int
 ) -> RestoreRoute:
     """How to fill `shards` of a rank of a world size, which need not be that of the checkpoint.
 
@@ -166,7 +166,7 @@ def _refuse_other_model(where: str, wanted: Sequence[_WantedShard], indexes: dic
         raise UserError(problems)
 
 
-def _mismatch(where: str, stored: StoredShard, target: Piece, cast: bool) -> Problem | None:
+def _mismatch(where: str, stored: StoredShard, target: TensorShard, cast: bool) -> Problem | None:
     if stored.shape != tuple(target.shape):
         what = f"{target.name} is {list(stored.shape)} there and {list(target.shape)} in this model"
         return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")

@@ -21,7 +21,7 @@ from threading import Event
 import torch
 
 from phalanx.errors import PhalanxError, Problem, SystemFailure, mistake
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import paths
 from phalanx.train.state.index import (
     JSON,
@@ -71,7 +71,7 @@ def save_checkpoint(
     *,
     step: int,
     attempt: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     meta: Mapping[str, JSON],
     rank: int,
     world: int,
@@ -144,7 +144,7 @@ def _code_version() -> str:
 def _write_rank(
     draft: CheckpointDraft,
     rank: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorShard],
     meta: Mapping[str, JSON],
     abandoned: Event,
     point: Callable[[str], None],
@@ -168,7 +168,7 @@ def _write_rank(
 
 
 def _write_rank_file(
-    draft: CheckpointDraft, rank: int, pieces: Sequence[Piece], meta: Mapping[str, JSON], abandoned: Event
+    draft: CheckpointDraft, rank: int, pieces: Sequence[TensorShard], meta: Mapping[str, JSON], abandoned: Event
 ) -> RankIndex:
     """Write the tensors of a rank, hashed meanwhile, and flush them; returns the index."""
     mine = owned_shards(pieces)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 RESERVED = "__metadata__"  # safetensors keeps this key for itself
 
@@ -155,7 +155,7 @@ class StoredShard:
     sha256: str
 
 
-def owned_shards(shards: Sequence[Piece]) -> list[Piece]:
+def owned_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
     """The shards this rank writes: those it owns that are not empty, widest elements first so that all are aligned."""
     mine = [shard for shard in shards if shard.owner and shard.tensor.numel()]
     seen: set[str] = set()
@@ -165,7 +165,7 @@ def owned_shards(shards: Sequence[Piece]) -> list[Piece]:
     return sorted(mine, key=lambda shard: (-shard.tensor.element_size(), shard.name))
 
 
-def _check_shard(shard: Piece, seen: set[str]) -> None:
+def _check_shard(shard: TensorShard, seen: set[str]) -> None:
     dtype, region = dtype_name(shard.tensor.dtype), region_of(shard)
     if dtype not in STORED_DTYPES:
         fix = f"one of {', '.join(STORED_DTYPES)}"
@@ -177,12 +177,12 @@ def _check_shard(shard: Piece, seen: set[str]) -> None:
         raise mistake(shard.name, what)
 
 
-def region_of(shard: Piece) -> Region:
+def region_of(shard: TensorShard) -> Region:
     """The region of the whole tensor that a shard holds."""
     return Region(tuple(shard.start), tuple(shard.tensor.shape))
 
 
-def shard_bytes(shard: Piece) -> int:
+def shard_bytes(shard: TensorShard) -> int:
     """Bytes of the local tensor."""
     return shard.tensor.numel() * shard.tensor.element_size()
 
@@ -194,7 +194,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def lay_out_shards(
-    shards: Sequence[Piece], rank: int, *, offset: int = 0, align_bytes: int = 1
+    shards: Sequence[TensorShard], rank: int, *, offset: int = 0, align_bytes: int = 1
 ) -> tuple[StoredShard, ...]:
     """Where each shard will lie, one after the other from `offset` on; digests are still to come."""
     stored = []

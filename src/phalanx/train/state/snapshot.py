@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from phalanx.elastic.replica_store import DATA_AT, MemorySegment, SegmentHeader
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.index import JSON
 from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard, lay_out_shards, owned_shards
 
@@ -122,7 +122,7 @@ class SnapshotDraft:
 @torch.no_grad()
 def take_snapshot(
     segment: MemorySegment,
-    shards: Sequence[Piece],
+    shards: Sequence[TensorShard],
     *,
     rank: int,
     meta: Mapping[str, JSON],

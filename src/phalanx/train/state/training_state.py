@@ -17,8 +17,6 @@ from phalanx.train.model_stages import copy_weights
 from phalanx.train.models.hf_weights import read_hf, read_named
 from phalanx.train.models.own import PREFIX
 from phalanx.train.optim.scaler import LossScale
-from phalanx.train.parallel.pieces import Piece
-from phalanx.train.parts import fill_from
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.paths import Location
 from phalanx.train.state.rank_state import (
@@ -68,7 +66,7 @@ def _own_names(engine: Engine) -> dict[str, Any] | None:
     return {"tied": dict(engine.outline.tied), "buffers": buffers}
 
 
-def checkpoint_shards(engine: Engine) -> list[Piece]:
+def checkpoint_shards(engine: Engine) -> list[TensorShard]:
     """Everything a checkpoint holds of this rank: the state of the model, and what is this rank's alone."""
     return [*engine.state(), *private_shards(dist.get_rank(), engine.carried())]
 
@@ -154,7 +152,7 @@ def load_hf_weights(engine: Engine, folder: Path) -> None:
     engine.publish()
 
 
-def _restore_beside_tensors(engine: Engine, optimizer: list[Piece], source: StateSource) -> None:
+def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source: StateSource) -> None:
     meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):

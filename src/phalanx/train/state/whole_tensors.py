@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.paths import Location
 from phalanx.train.state.rank_state import is_private_tensor
 from phalanx.train.state.reader import CheckpointReader
@@ -50,7 +50,7 @@ def state_digest(location: Location, select: Callable[[str], bool] = lambda name
     return tensors_digest(read_whole_tensors(location, select))
 
 
-def shards_digest(shards: Sequence[Piece]) -> str:
+def shards_digest(shards: Sequence[TensorShard]) -> str:
     """The same of shards in memory; they must be whole tensors, as they are on one process."""
     for shard in shards:
         if not shard.whole:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
-from phalanx.train.check import refuse_layout
 from phalanx.train.models.support import refuse_untrainable
-from phalanx.train.settings import Settings
+from phalanx.train.settings import Settings, refuse_layout
 from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
 from phalanx.train.verify.ranks import LIMIT_S, RankPlace
 from phalanx.train.verify.small_trial import (

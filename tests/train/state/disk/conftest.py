@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 
 Spans = list[tuple[int, int]]
@@ -19,7 +19,7 @@ Spans = list[tuple[int, int]]
 def piece(name, tensor, shape=None, start=None, owner=True):
     shape = tuple(tensor.shape) if shape is None else tuple(shape)
     start = (0,) * len(shape) if start is None else tuple(start)
-    return Piece(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
+    return TensorShard(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
 
 
 def chunks(size: int, count: int) -> Spans:

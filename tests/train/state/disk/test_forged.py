@@ -207,7 +207,7 @@ from phalanx.train.state.restore import load_shards
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.reader import verify_checkpoint
 from phalanx.train.state.whole_tensors import read_state
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32,) * 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.rank_state import private_shards, read_private_tensors
 from phalanx.train.state.reader import (
     CheckpointReader,
@@ -47,7 +47,7 @@ def shards(rank):
         local = tensor[rank * rows : (rank + 1) * rows].clone() if is_split else tensor.clone()
         start = (rank * rows, *(0,) * (tensor.dim() - 1)) if tensor.dim() else ()
         found.append(
-            Piece(
+            TensorShard(
                 name=name,
                 tensor=local,
                 shape=tuple(tensor.shape),

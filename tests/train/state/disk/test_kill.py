@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.save import save_checkpoint
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 
 def write(root, attempt, stop, report, found):
     first = found + 1

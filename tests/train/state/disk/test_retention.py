@@ -10,7 +10,7 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly_interval
 from phalanx.plan.reliability import predict_reliability as plan
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.retention import CheckpointInterval, delete_commits_after
 from phalanx.train.state.save import save_checkpoint
@@ -76,7 +76,7 @@ def reliability():
 
 
 def test_commits_after_the_sound_step_are_gone(tmp_path: Path) -> None:
-    piece = Piece(name="w", tensor=torch.ones(3), shape=(3,), start=(0,), replicas=1, owner=True, groups={})
+    piece = TensorShard(name="w", tensor=torch.ones(3), shape=(3,), start=(0,), replicas=1, owner=True, groups={})
     for step in (4, 8, 12):
         save_checkpoint(tmp_path, step=step, attempt="a", pieces=[piece], meta={}, rank=0, world=1, keep=9)
     assert [place.name for place in delete_commits_after(tmp_path, 8)] == ["step-00000012"]

@@ -33,7 +33,7 @@ DRIVER = """
 import json, os, signal, sys
 import torch, s3fs
 from phalanx.train.state.save import save_checkpoint
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 
 def rank_of(rank, root, world, rows, lives):
     for step, value, attempt, stop in lives:

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import find_restore_points
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
@@ -22,7 +22,7 @@ SECRET = bytes(range(32))
 def piece(name, tensor, shape=None, start=None, owner=True):
     shape = tuple(tensor.shape) if shape is None else tuple(shape)
     start = (0,) * len(shape) if start is None else tuple(start)
-    return Piece(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
+    return TensorShard(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
 
 
 def state(seed=0):

@@ -13,7 +13,7 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import torch
 from phalanx.train.state.restore import load_shards
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 from phalanx.elastic.restore_point import choices
 from phalanx.train.state.in_memory import Keeper
 from phalanx.train.state.replica_reader import MemorySource
@@ -100,7 +100,7 @@ from mmap import mmap
 import torch
 import torch.distributed as dist
 from phalanx.train.state.restore import load_shards
-from phalanx.train.parallel.pieces import Piece
+from phalanx.train.parallel.tensor_shard import Piece
 from phalanx.train.state.in_memory import buddy_of
 from phalanx.elastic.restore_point import choices
 from phalanx.train.state.in_memory import Keeper
