@@ -162,4 +162,4 @@ def test_a_written_cluster_file_reads_back_the_same(tmp_path: Path, spec: str) -
 def test_missing_cluster_file(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         resolve("none.toml", base=tmp_path, environ=NOWHERE)
-    assert str(caught.value) == f"{tmp_path / 'none.toml'}: no such file\n  check the path"
+    assert str(caught.value) == f"{tmp_path / 'none.toml'}: there is no such file"

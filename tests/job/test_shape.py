@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError
+from phalanx.io.codec import decode, encode
 from phalanx.job.hf_write import family_of, to_config
 from phalanx.job.load import load
 from phalanx.job.model import ModelShape
 from phalanx.job.presets import presets
 from phalanx.job.shape import shape_of_config
-from phalanx.plan.codec import decode, encode
 
 Write = Callable[[str], Path]
 Complaints = Callable[..., str]

@@ -13,12 +13,12 @@ from rules.kit import JOB
 from synthetic import write_run
 
 from phalanx.errors import PhalanxError, UserError
+from phalanx.io.toml import to_toml
 from phalanx.job.dump import to_dict
 from phalanx.job.load import load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.record.toml import to_toml
 from phalanx.rules.api import base_of, check_plan
 from phalanx.rules.gather import Request, gather
 

@@ -24,7 +24,7 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
 
 
 def _tell(report: Report) -> None:
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
     from phalanx.rules.formats.plain import place_of, summary_of
     from phalanx.rules.formats.text import MOST_TEXT, finding_lines
 

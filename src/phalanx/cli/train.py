@@ -224,10 +224,10 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
 
 def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: float) -> Run:
     """The run folder: a new one, or the old one with what changed written over it."""
+    from phalanx.io.toml import to_toml
     from phalanx.job.dump import to_dict
     from phalanx.record.provenance import provenance
     from phalanx.record.run import create_run
-    from phalanx.record.toml import to_toml
 
     job, plan_json = to_dict(plan.job), plan.to_json()
     made, earlier = old, old.launches() if old is not None else []

@@ -76,7 +76,7 @@ def _lines(watcher: Watcher, checker: Checker) -> None:
 
 def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
     """Rules that are newly broken, each once; at the end how many there are of each verdict."""
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
 
     # What is half read may look broken and not be.
     whole = last or (known.verdicts is not None and known.verdicts.is_settled)
@@ -89,8 +89,8 @@ def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
 
 
 def _last_words(view: View) -> None:
+    from phalanx.io.values import printable
     from phalanx.record.page.report import cost_rows
-    from phalanx.record.values import printable
 
     s = view.summary
     for one in view.scores.named:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from phalanx.cli.watch_check import MOST_TOLD, Known
+from phalanx.io.values import printable
 from phalanx.record.account.summary import Pair, RankTime
 from phalanx.record.page.report import bar, cost_rows, spent_on
 from phalanx.record.page.view import View
-from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 TICKS = "▁▂▃▄▅▆▇█"

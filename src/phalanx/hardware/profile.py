@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.tomlfile import read_text
-from phalanx.io.files import replace_text
+from phalanx.io.files import read_text, replace_text
 
 VERSION = 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake, nearest
-from phalanx.job.textfile import read_text
+from phalanx.io.files import read_text
 
 Shape = dict[str, object]
 

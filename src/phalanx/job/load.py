@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError
+from phalanx.io.toml import read_toml
 from phalanx.job import overrides as override_values
 from phalanx.job.check import check, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
@@ -16,7 +17,6 @@ from phalanx.job.presets import Preset
 from phalanx.job.rules import kind, rule_of, shown
 from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage, Waiver
 from phalanx.job.shape import resolve_preset, resolve_shape
-from phalanx.job.source import read_source
 
 DEFAULT_CLUSTER = "local"
 
@@ -51,7 +51,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
 
     `overrides` are `section.key=value` texts, as `--set` takes them.
     """
-    source = read_source(Path(path))
+    source = read_toml(Path(path), noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     override_values.apply(draft, overrides)
     return _resolved(draft)
@@ -67,7 +67,7 @@ def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origi
 
 def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
     """A file of `[[waiver]]` tables and nothing else, with the line of every key. Raises UserError as `load` does."""
-    source = read_source(path)
+    source = read_toml(path, noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     for name in (name for name in source.table if name != "waiver"):
         draft.complain(name, f"a file of waivers has no key {shown(name)}", fix="only [[waiver]] tables belong in it")

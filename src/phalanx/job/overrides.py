@@ -6,9 +6,9 @@ import tomllib
 from collections.abc import Sequence
 
 from phalanx.errors import Problem
+from phalanx.io.toml import MOST_DEPTH, TooDeep, key_lines, split_key
 from phalanx.job.draft import Draft, dotted
 from phalanx.job.rules import shown
-from phalanx.job.scan import MOST_DEPTH, TooDeep, key_lines, split_key
 
 # Pairs of which a job gives one: setting the first on the command line drops the second from the file.
 EXCLUSIVE = (

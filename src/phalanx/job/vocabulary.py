@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UserError, mistake
+from phalanx.io.files import read_bounded
 
 TOKENIZER, WORDS = "tokenizer.json", "vocab.json"  # of any tokenizer; of GPT-2's kind, before there was the first
 MOST_BYTES = 1 << 28  # Gemma's tokenizer.json, one of the largest, has 33 MB
@@ -66,16 +67,14 @@ def compare(data: Vocabulary, weights: Vocabulary) -> Comparison:
 
 def _read(path: Path) -> Vocabulary:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise _none(path, f"is larger than {MOST_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        data = read_bounded(path, MOST_BYTES)
+        found = json.loads(data.decode())
     except (OSError, ValueError, RecursionError) as error:
         raise _none(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     numbers, cutting = (found, "") if path.name == WORDS else _parts(path, found)
     if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
         raise _none(path, "has words without a number")
-    return Vocabulary(file=path, sha256=hashlib.sha256(text.encode()).hexdigest(), numbers=numbers, cutting=cutting)
+    return Vocabulary(file=path, sha256=hashlib.sha256(data).hexdigest(), numbers=numbers, cutting=cutting)
 
 
 def _parts(path: Path, found: Any) -> tuple[dict[str, int], str]:

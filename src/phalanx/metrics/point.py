@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from phalanx.io.values import printable
 from phalanx.metrics.names import Metric
-from phalanx.record.values import printable
 
 MOST_RANKS = 64  # ranks with series of their own; of more, three aggregates take their place
 MOST_LABEL = 100  # characters: labels come from files that anybody may have written

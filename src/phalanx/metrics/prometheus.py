@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from phalanx.io.listen import Address, bound_address, is_own_name, open_socket
+from phalanx.io.values import printable
 from phalanx.metrics.names import METRICS
 from phalanx.metrics.need import need
 from phalanx.metrics.point import Point
 from phalanx.metrics.readings import Readings
-from phalanx.record.values import printable
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

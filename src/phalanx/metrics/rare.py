@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from phalanx.io.values import integer, number, text
 from phalanx.metrics import names
 from phalanx.metrics.point import Point, point
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
-from phalanx.record.values import integer, number, text
 
 MOST_COLLECTIVES = 64  # pairs of operation and group
 MOST_PAIRS = 16  # neighbours of one rank: two per axis of the mesh, and some more

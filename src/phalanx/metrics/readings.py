@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, text
 from phalanx.metrics import names
 from phalanx.metrics.point import MOST_RANKS, Point, RankValue, by_rank, point
 from phalanx.metrics.rare import peer_points, rare_points
 from phalanx.metrics.story import story_points
 from phalanx.record.account.places import Places, places
-from phalanx.record.account.segments import world_of
+from phalanx.record.account.segments import measured_mfu
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
 
 SELDOM_S = 15.0  # what costs more than a look at the newest events is worked out at most this often …
 SELDOM_SHARE = 0.05  # … and for at most this share of the time
@@ -93,7 +93,7 @@ class Readings:
         yield from point(names.UPDATED, number(event, "t"))
         for metric in names.STEP:
             yield from point(metric, number(event, metric.field))
-        yield from point(names.MFU, mfu(event, plan, world=world))
+        yield from point(names.MFU, measured_mfu(plan, number(event, "tokens_per_s"), world=world))
 
     def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[Point]:
         steps = {rank: self._history.latest("step", rank) or {} for rank in ranks}
@@ -139,16 +139,6 @@ def _spread(ranks: Sequence[int]) -> Sequence[int]:
     ([0, 3, 6, 9], 2048)
     """
     return ranks[:: -(-len(ranks) // MOST_READ)]
-
-
-def mfu(event: Mapping[str, Any], plan: Mapping[str, Any], *, world: int | None = None) -> float | None:
-    """By the plan's own count of FLOPs, against the peak of the ranks there are: fewer than planned after a loss."""
-    prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
-    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    measured = number(event, "tokens_per_s")
-    if not planned or not rate or measured is None or measured < 0.0:
-        return None
-    return planned * measured / rate * (planned_world / world if planned_world and world else 1.0)
 
 
 def plan_of(run: Run) -> Mapping[str, Any]:

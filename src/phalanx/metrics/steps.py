@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.io.files import write_text
+from phalanx.io.values import integer, number, text
 from phalanx.metrics import names
 from phalanx.record.account.segments import Segment, segments
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, read_json
-from phalanx.record.values import integer, number, text
 
 CHUNK = 1000  # steps read and written at a time
 

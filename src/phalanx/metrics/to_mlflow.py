@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.io.values import at, printable
 from phalanx.metrics.need import need
 from phalanx.metrics.readings import plan_of
 from phalanx.metrics.steps import Cursor, Row, cursor_path, made_folder
 from phalanx.record.run import Run
-from phalanx.record.values import at, printable
 
 EXPERIMENT = "phalanx"
 MOST_BATCH = 1000  # metrics of one call: MLflow's own limit

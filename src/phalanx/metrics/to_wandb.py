@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.io.values import at
 from phalanx.metrics.need import need
 from phalanx.metrics.readings import plan_of
 from phalanx.metrics.steps import Row, made_folder
 from phalanx.metrics.to_tensorboard import tag
 from phalanx.record.run import Run
-from phalanx.record.values import at
 
 STEP = "train/step"
 MOST_ID = 64  # characters, as W&B has it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.network.collective_answer import Answer, Reign
 from phalanx.network.fit import AlphaBeta
 from phalanx.network.sizes import format_size
@@ -33,7 +33,7 @@ def show_pairs(one: Answer) -> str:
                 "NCCL's pick" if place == 0 else f"{pair.seconds / best:.3g} x" if best else "",
             )
         )
-    return "\n".join(table(rows, right=(3, 4, 5, 6)))
+    return "\n".join(text_table(rows, right=(3, 4, 5, 6)))
 
 
 def show_expected(one: Answer) -> str:
@@ -66,7 +66,7 @@ def show_sizes(found: Sequence[Answer]) -> str:
         )
         rows.append([format_size(one.nbytes), *by_model, *by_fit])
     left = (1, 5) if modelled else ()
-    return "\n".join(table(rows, right=[place for place in range(len(head)) if place not in left]))
+    return "\n".join(text_table(rows, right=[place for place in range(len(head)) if place not in left]))
 
 
 def _picked(one: Answer) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.job.textfile import read_text
+from phalanx.io.files import read_text
 from phalanx.plan.calibrate import GROUPS, LARGEST_FACTOR
 from phalanx.plan.plan import CalibrationNote
 

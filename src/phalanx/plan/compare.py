@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.text import amount
@@ -87,7 +87,7 @@ def render(differences: Sequence[Difference]) -> str:
             ratio = one.ratios[index] if one.ratios and index else 1.0
             cells.append(text if ratio == 1.0 else f"{text} ({_change(ratio)})")
         rows.append(cells)
-    return "\n".join(table(rows))
+    return "\n".join(text_table(rows))
 
 
 def _change(ratio: float) -> str:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from phalanx.errors import PhalanxError
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import encode
 from phalanx.io.files import replace_text
 from phalanx.job.load import ResolvedJob
-from phalanx.plan.codec import encode
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.errors import mistake
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import decode, encode
 from phalanx.job.schema import Job
 from phalanx.plan.bill import Bill
-from phalanx.plan.codec import decode, encode
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction

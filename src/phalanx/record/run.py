@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
-from phalanx.io.files import replace_text
-from phalanx.record.events import EventReader, open_file
-from phalanx.record.values import at, finite, integer, number
+from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
+from phalanx.io.values import at, finite, integer, number
+from phalanx.record.events import EventReader
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
@@ -132,7 +132,7 @@ class Run:
     def is_held(self) -> bool:
         """Whether a process trains in this folder now."""
         try:
-            with open_file(self.path / "lock") as file:
+            with open_regular(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: see `_lock`
         except FileNotFoundError:
             return False
@@ -393,11 +393,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() and path.exists():  # a pipe would be waited for for ever
             raise mistake(str(path), "is not a file", why="the run is damaged")
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise mistake(str(path), f"is larger than {MOST_JSON_BYTES:,} bytes", why="the run is damaged")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_bounded(path, MOST_JSON_BYTES).decode())
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error.strerror or error}", why="the run is damaged") from error
+    except FileTooLargeError as error:
+        raise mistake(str(path), str(error), why="the run is damaged") from error
     except (ValueError, RecursionError) as error:
         raise mistake(str(path), "is not JSON", why="the run is damaged") from error
     if not isinstance(data, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.api import check_evidence
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.formats.plain import cost_of, place_of

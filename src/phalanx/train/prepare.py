@@ -26,10 +26,10 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
 from phalanx.hardware.sharing import allowed_ranks
+from phalanx.io.files import read_text
 from phalanx.job.dump import to_dict
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
-from phalanx.job.textfile import read_text
 from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from phalanx.io.values import at, integer, number, seconds, text
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.over import is_over
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, seconds, text
 from phalanx.web.answer import Json
 
 GOING = ("created", "launching", "running")
@@ -58,13 +58,6 @@ def progress(run: Run, plan: Json, history: RunHistory) -> Json:
         "state": state,
         "live": live,
     }
-
-
-def mfu(plan: Json, tokens_per_s: float | None) -> float | None:
-    """By the same count of FLOPs and against the same peak as the prediction."""
-    prediction = at(plan, "prediction")
-    predicted, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    return predicted * tokens_per_s / rate if predicted and rate and tokens_per_s and tokens_per_s > 0.0 else None
 
 
 def curve_json(curve: Curve) -> Json:

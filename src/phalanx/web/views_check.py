@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.io.values import printable
 from phalanx.record.run import Run
-from phalanx.record.values import printable
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.formats.plain import report_dict
 from phalanx.rules.live import Verdicts

@@ -7,10 +7,10 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from phalanx.io.values import at, integer, number, text
 from phalanx.record.account.places import AXES, places
 from phalanx.record.account.stragglers import stragglers
 from phalanx.record.events import Event
-from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf
 

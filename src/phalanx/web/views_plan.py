@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.io.values import at, number, printable, text
 from phalanx.plan.layout import Layout
-from phalanx.record.values import at, number, printable, text
 from phalanx.units import format_seconds
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+from phalanx.io.values import at, integer, number, printable, text
 from phalanx.record.account.incidents import tell
 from phalanx.record.account.summary import Summary, summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
 from phalanx.record.run import Run, read_json
-from phalanx.record.values import at, integer, number, printable, text
 from phalanx.units import format_bytes, format_seconds, plural
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf

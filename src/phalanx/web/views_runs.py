@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from phalanx.io.values import at, integer, number, text
+from phalanx.record.account.segments import measured_mfu
 from phalanx.record.over import written
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark
 from phalanx.web.story import story
-from phalanx.web.views import launch_of, mfu, progress, state_of
+from phalanx.web.views import launch_of, progress, state_of
 
 # Seconds a list may take to work out what it does not know yet; the rest is null until the next time.
 PATIENCE_S = 2.0
@@ -83,7 +84,7 @@ def _stand(shelf: Shelf, run: Run) -> Json:
         "loss": now.get("loss"),
         # As it goes now; once it is over, `_spent` tells what it came to.
         "tokens_per_s": now.get("tokens_per_s") if going else None,
-        "mfu": mfu(plan, now.get("tokens_per_s")) if going else None,
+        "mfu": measured_mfu(plan, now.get("tokens_per_s") or None) if going else None,
         "incidents": sum(one.get("event") == "incident" for one in supervisor),
         "damage": len(parts.damage),
     }

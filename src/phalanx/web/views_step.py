@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.io.values import at, integer, number, text
 from phalanx.record.account.segments import segment_plan
 from phalanx.record.account.timeline import Span, measured, predicted
 from phalanx.record.events import Event
-from phalanx.record.values import at, integer, number, text
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import UserError
+from phalanx.io.values import at
 from phalanx.metrics.readings import Readings
 from phalanx.plan.fieldwork import _newest_layout
 from phalanx.plan.layout import Layout
@@ -23,7 +24,6 @@ from phalanx.record.page.diff import compare, of_runs
 from phalanx.record.page.report import render
 from phalanx.record.page.story import tell_story
 from phalanx.record.run import Run, create_run
-from phalanx.record.values import at
 from phalanx.rules.log.stream import read_log
 
 FOUR = {

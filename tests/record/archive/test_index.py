@@ -18,7 +18,7 @@ from phalanx.record.archive.blocks import BLOCK, STEPS
 from phalanx.record.archive.index import HEAD_BYTES, SIZE, read_index
 from phalanx.record.archive.rankfile import RankFile, RowCache
 from phalanx.record.archive.series import COLUMN, LATER
-from phalanx.record.events import EventWriter, parts, read_events
+from phalanx.record.events import EventWriter, event_files_of, read_events
 
 
 def write_starts(path: Path, starts: Sequence[tuple[int, int]], *, rotate_bytes: int = 2**28) -> None:
@@ -49,7 +49,7 @@ def expected(path: Path) -> list[tuple[int, float]]:
 
 
 def found(path: Path) -> list[tuple[int, float]]:
-    file = RankFile(path, [int(part.stem[-4:]) for part in parts(path)[:-1]], RowCache())
+    file = RankFile(path, [int(part.stem[-4:]) for part in event_files_of(path)[:-1]], RowCache())
     file.refresh()
     rows = [file.rows(number) for number in range(len(file.kept().blocks))]
     pairs = [(row.step, row.values[:, COLUMN["loss"]]) for row in rows]
@@ -69,7 +69,7 @@ def test_steps_done_again_replace_those_undone(
     write_starts(path, starts, rotate_bytes=rotate)
     wanted = expected(path)
     assert found(path) == wanted
-    for part in parts(path):
+    for part in event_files_of(path):
         part.with_suffix(".index").unlink(missing_ok=True)
     assert found(path) == wanted
 

@@ -17,8 +17,8 @@ import pytest
 from synthetic import write_run
 
 from phalanx.cli.watch_screen import frame
+from phalanx.io.svg import Line, Mark, plot, shower, stacked
 from phalanx.record.page import html, markdown
-from phalanx.record.page.plots import Line, Mark, plot, shower, stacked
 from phalanx.record.page.report import render
 from phalanx.record.page.story import Story, tell_story
 from phalanx.record.page.view import Watcher

@@ -52,7 +52,7 @@ def test_no_timeline_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     watcher = Watcher(run)
     monkeypatch.setattr(RunHistory, "events", search)
-    monkeypatch.setattr(events, "parse", parse)
+    monkeypatch.setattr(events, "parse_event", parse)
     watcher.look()
     watcher.remarks()
     assert asked

@@ -13,9 +13,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from phalanx.record.account.ledger import ledger
+from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
-from phalanx.record.schema import event_fields, load_schema
 from phalanx.train.data.build import Origin, Recipe, build
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress

@@ -53,7 +53,7 @@ def test_recognised_by_its_header(tmp_path: Path) -> None:
         ("source,quantity,value,unit,conditions,unit\n", "has the column unit twice"),
         (HEADER, "has a header but no rows"),
         ("", "lacks the columns source"),
-        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"\xff\xfe\x00", "holds a NUL byte"),
     ],
 )
 def test_what_is_no_such_table(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -63,5 +63,5 @@ def test_what_is_no_such_table(tmp_path: Path, text: str | bytes, message: str) 
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match="there is no such CSV file"):
         read_rows(tmp_path / "nowhere.csv")

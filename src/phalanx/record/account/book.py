@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.io.values import integer, seconds
 from phalanx.record.account.formations import JUMP_S, Formation
 from phalanx.record.events import Event
-from phalanx.record.values import integer, seconds
 
 if TYPE_CHECKING:
     from phalanx.record.account.waiting import Waited

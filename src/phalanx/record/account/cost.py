@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, text
 from phalanx.record.account.energy import Used, used
 from phalanx.record.account.ledger import Ledger, ledger
 from phalanx.record.account.segments import launches, segments
 from phalanx.record.over import is_over
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
 from phalanx.units import HOUR_S, plural
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.record.account.formations import Lines, files_of
-from phalanx.record.values import integer, number, printable
+from phalanx.io.values import integer, number, printable
+from phalanx.record.account.formations import MarkReader, files_of
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -81,7 +81,7 @@ def _is_small(history: RunHistory) -> bool:
 
 def _exact(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
     for rank in known:
-        monitors = Lines(kinds=frozenset((b"monitor",))).read(files_of(history.run, rank))
+        monitors = MarkReader(kinds=frozenset((b"monitor",))).read(files_of(history.run, rank))
         yield counted((integer(event, "epoch"), number(event, "energy_j")) for _, event in monitors)
 
 

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.record.events import open_file
+from phalanx.io.files import open_regular
+from phalanx.io.values import integer, printable, text
 from phalanx.record.run import Run
-from phalanx.record.values import integer, printable, text
 
 MOST_BYTES = 2**20  # of one rank's file; ours have some kB
 MOST_FILES = 20_000
@@ -230,7 +230,7 @@ def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight
     found = []
     for match in mine if len(mine) <= most else ():
         try:
-            with open_file(run.path / "flight" / match.group()) as file:
+            with open_regular(run.path / "flight" / match.group()) as file:
                 data = json.loads(file.read(MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             continue

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import functools
 import heapq
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-try:  # four times faster, and a quarter of a walk was parsing
-    import orjson
-except ImportError:
-    orjson = None  # type: ignore[assignment]
-
-from phalanx.record.events import MOST_LINE_BYTES, Event, open_file, parts
+from phalanx.io.files import open_regular
+from phalanx.io.values import integer, number, seconds
+from phalanx.record.events import MOST_LINE_BYTES, Event, event_files_of, parse_event
 from phalanx.record.run import Run
-from phalanx.record.values import integer, number, seconds
 
 NEVER_UNDONE = 2**63
 LATEST_S = 1e11  # a later time is none: the year 5138
@@ -34,13 +28,6 @@ TOLD = frozenset(
     + b"host epoch restore incident end".split()
 )
 _KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
-
-
-def _plain(line: bytes) -> Any:
-    return json.loads(line.decode("utf-8"))  # bytes would be looked at once more for their encoding
-
-
-_loads: Callable[[bytes], Any] = _plain if orjson is None else orjson.loads
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +65,7 @@ def formations(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = No
 def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Formation]:
     found: dict[int, Formation] = {}
     recorded = tuple(run.recorded())
-    for _, event in Lines().read(parts(run.supervisor)):
+    for _, event in MarkReader().read(event_files_of(run.supervisor)):
         kind, epoch = event["event"], integer(event, "epoch")
         if kind == "epoch" and epoch is not None:
             world = max(1, integer(event, "world") or 1)
@@ -104,13 +91,13 @@ def _started(run: Run) -> Iterator[Formation]:
 
 
 def _starts(run: Run, rank: int) -> Iterator[Event]:
-    found = Lines().read(files_of(run, rank), only=b"run_start")
+    found = MarkReader().read(files_of(run, rank), only=b"run_start")
     return (event for _, event in found if event["event"] == "run_start")
 
 
 def files_of(run: Run, rank: int) -> list[Path]:
     """The event files of a rank, oldest first: those that were closed for their size, then the one that grows."""
-    return parts(run.events(rank))
+    return event_files_of(run.events(rank))
 
 
 # ---- what they saw ---------------------------------------------------------------------------------------------------
@@ -118,17 +105,19 @@ def files_of(run: Run, rank: int) -> list[Path]:
 Mark = tuple[float, int, Event]  # time, number of the formation (-1: the supervisor), event
 
 
-def timeline(run: Run, known: Sequence[Formation], lines: Lines) -> Iterator[Mark]:
+def timeline(run: Run, known: Sequence[Formation], lines: MarkReader) -> Iterator[Mark]:
     """The marks of supervisor and witnesses in the order of time."""
     if not run.supervisor.is_file():
         return _unsupervised(run, lines)
     numbers = {one.epoch: count for count, one in enumerate(known)}
     files = [_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
-    supervisor = ((time_s, -1, event) for time_s, event in lines.read(parts(run.supervisor)))
+    supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
     return heapq.merge(*files, supervisor, key=lambda mark: mark[0])  # at the same time, ranks before its end
 
 
-def _marks(run: Run, rank: int, known: Sequence[Formation], numbers: Mapping[int, int], lines: Lines) -> Iterator[Mark]:
+def _marks(
+    run: Run, rank: int, known: Sequence[Formation], numbers: Mapping[int, int], lines: MarkReader
+) -> Iterator[Mark]:
     """Events of a rank in the formations it is the witness of."""
     mine = {epoch: count for epoch, count in numbers.items() if known[count].witness == rank}
     epoch: int | None = None
@@ -139,7 +128,7 @@ def _marks(run: Run, rank: int, known: Sequence[Formation], numbers: Mapping[int
             yield time_s, count, event
 
 
-def _unsupervised(run: Run, lines: Lines) -> Iterator[Mark]:
+def _unsupervised(run: Run, lines: MarkReader) -> Iterator[Mark]:
     """Rank 0 alone, or the lowest with a record; a formation ends where the next start is made ready."""
     count, started = 0, False
     for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):
@@ -150,7 +139,7 @@ def _unsupervised(run: Run, lines: Lines) -> Iterator[Mark]:
         yield time_s, count, event
 
 
-class Lines:
+class MarkReader:
     """Reads events line by line; what is no event with a time is counted and left out.
 
     Times come out in order: a clock that was set back, or that leapt within a formation, is counted and levelled out.
@@ -175,8 +164,10 @@ class Lines:
         kind = _KIND.search(line[:200])
         if kind is not None and kind.group(1) not in self._kinds:
             return None
-        event = _parse(line)
-        self.unreadable += event is None and bool(line.strip())
+        event = parse_event(line, strict=True)
+        if event is None or not is_timed(event):
+            self.unreadable += bool(line.strip())
+            return None
         return event
 
 
@@ -219,7 +210,7 @@ class Clock:
 def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, if there is one; an overlong one comes in pieces."""
     try:
-        file = open_file(path, buffering=-1)
+        file = open_regular(path, buffering=-1)
     except OSError:
         return
     with file:
@@ -230,12 +221,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
             return
 
 
-def _parse(line: bytes) -> Event | None:
-    try:
-        event = _loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
+def is_timed(event: Event) -> bool:
+    """Whether an event says when it happened, and that can be."""
     time_s = number(event, "t")
-    return event if time_s is not None and 0.0 <= time_s <= LATEST_S else None
+    return time_s is not None and 0.0 <= time_s <= LATEST_S

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.io.values import at, integer, number, printable, text
 from phalanx.record.account.book import Recovery
 from phalanx.record.account.flight import find_culprit, read_flights
 from phalanx.record.account.ledger import Walk, walk
 from phalanx.record.events import Event, read_events
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, printable, text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

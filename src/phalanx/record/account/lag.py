@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx.record.values import integer, number
+from phalanx.io.values import integer, number
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import Mesh, RunHistory

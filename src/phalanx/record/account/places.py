@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.io.values import at, integer, printable
 from phalanx.record.events import Event
-from phalanx.record.values import at, integer, printable
 
 AXES = ("tensor", "context", "data", "pipeline")  # neighbours first
 

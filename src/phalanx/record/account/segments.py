@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, printable
 from phalanx.record.account.formations import Formation, formations
 from phalanx.record.run import Run, read_json
-from phalanx.record.values import at, integer, number, printable
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -50,11 +50,20 @@ class Segment:
     @property
     def mfu_per_token(self) -> float | None:
         """MFU at one token per second, by the plan's own count of FLOPs, against the peak of these ranks' devices."""
-        prediction, planned = at(self.under, "prediction"), world_of(at(self.under, "layout"))
-        mfu, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-        if not mfu or not rate:
-            return None
-        return mfu / rate * (planned / self.world if planned and self.world else 1.0)
+        return measured_mfu(self.under, 1.0, world=self.world)
+
+
+def measured_mfu(plan: Table, tokens_per_s: float | None, *, world: int | None = None) -> float | None:
+    """MFU at a measured rate, by the plan's own count of FLOPs; None where the plan or the rate does not give it.
+
+    The peak is that of `world` ranks where that is known: fewer than planned after a loss. It is the planned MFU times
+    the ratio of the rates, since FLOPs per token and the peak of a device are the plan's in both.
+    """
+    prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
+    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
+    if not planned or not rate or tokens_per_s is None or tokens_per_s < 0.0:
+        return None
+    return planned * tokens_per_s / rate * (planned_world / world if planned_world and world else 1.0)
 
 
 def world_of(layout: Table) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, text
 from phalanx.record.account.book import Accounts
 from phalanx.record.account.communication import Communication, communication
 from phalanx.record.account.cost import Cost, cost
@@ -21,7 +22,6 @@ from phalanx.record.archive.history import Curve, Damage, RunHistory
 from phalanx.record.archive.series import FREQUENT, KINDS
 from phalanx.record.events import Event
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
 
 __all__ = ["Evaluation", "LayoutResult", "Pair", "RankTime", "Summary", "place", "summarize", "summarize_briefly"]
 

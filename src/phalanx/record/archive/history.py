@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake, nearest
+from phalanx.io.values import integer
 from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.buckets import Spans, bucketed, columns_of, join
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
@@ -22,7 +23,6 @@ from phalanx.record.archive.series import COLUMN, MFU, SERIES, unit_of
 from phalanx.record.events import Event, EventReader
 from phalanx.record.over import ENDED
 from phalanx.record.run import Run, list_runs, run_in
-from phalanx.record.values import integer
 from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.io.files import open_regular
 from phalanx.record.archive.blocks import (
     BLOCK,
     BLOCK_TYPE,
@@ -31,7 +32,6 @@ from phalanx.record.archive.blocks import (
     take,
 )
 from phalanx.record.archive.series import SERIES
-from phalanx.record.events import open_file
 
 SUFFIX = ".index"
 VERSION = 1
@@ -140,7 +140,7 @@ def _read_head(data: bytes, events: Path) -> list[str] | None:
 
 def _first_bytes(path: Path, length: int) -> bytes:
     try:
-        with open_file(path) as file:
+        with open_regular(path) as file:
             return file.read(length)
     except OSError:
         return b""
@@ -170,7 +170,7 @@ EMPTY = Index(blocks=np.zeros(0, BLOCK), places=np.zeros(0, PLACES["places"].bas
 def read_index(events: Path) -> Index:
     """The index of a file of events."""
     try:
-        with open_file(events.with_suffix(SUFFIX)) as file:
+        with open_regular(events.with_suffix(SUFFIX)) as file:
             head = file.read(HEAD_BYTES)
             # Not simply "at most so many": Python would first ask for the memory of them all.
             data = file.read(min(os.fstat(file.fileno()).st_size, MOST_RECORDS * SIZE))

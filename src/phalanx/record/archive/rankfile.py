@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.io.values import integer
 from phalanx.record.archive.blocks import Rows, bits_of, take
 from phalanx.record.archive.segment import Segment
 from phalanx.record.events import Event, part_path
-from phalanx.record.values import integer
 
 MOST_EVENTS = 20_000  # told at once; a run has a few hundred rare ones per rank
 MOST_CACHED = 256  # blocks whose rows are kept: 16 MB

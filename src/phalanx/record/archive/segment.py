@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.io.files import open_regular
 from phalanx.record.archive.blocks import (
     BLOCK,
     BLOCK_TYPE,
@@ -25,7 +26,7 @@ from phalanx.record.archive.blocks import (
 )
 from phalanx.record.archive.index import EMPTY, SUFFIX, Index, is_crowded, read_index
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
-from phalanx.record.events import READ_BYTES, Event, LineSplitter, open_file, parse
+from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
 
 # How our own writer begins a line: enough to leave events of unknown kinds unread.
 _OURS = re.compile(rb'\{"v":\d{1,9},"event":"([\w.-]{1,60})","t":(\d{1,12}(?:\.\d{1,9})?),"rank":')
@@ -166,7 +167,7 @@ class Segment:
             head = _OURS.match(line)
             if head and head.group(1) not in (b"step", b"monitor", b"run_start"):
                 continue
-            event = parse(line)
+            event = parse_event(line)
             if event is not None:
                 maker.add(event["event"], event, 0, 1)
         return maker.rows()
@@ -193,7 +194,7 @@ class Segment:
     def at(self, place: np.void) -> Event | None:
         """The event at a place."""
         data = b"".join(self._chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))
-        return parse(data)
+        return parse_event(data)
 
     def steps_with(self, block: np.void, kind: str) -> list[int]:
         """The steps for which a block has a rare event of a kind; read only where their places are not kept."""
@@ -221,7 +222,7 @@ class Segment:
     def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
         """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
         try:
-            with open_file(self.path) as file:
+            with open_regular(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self.size:
                     return
                 file.seek(start)
@@ -255,7 +256,13 @@ def _take(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> Non
         end = at + len(line) + 1 if number else first_end
         head = _OURS.match(line)
         kind = head.group(1).decode() if head else ""
-        event = parse(line) if kind in KINDS or not head else {"t": float(head.group(2))} if line[-1:] == b"}" else None
+        event = (
+            parse_event(line)
+            if kind in KINDS or not head
+            else {"t": float(head.group(2))}
+            if line[-1:] == b"}"
+            else None
+        )
         if event is not None:
             maker.add(kind or str(event["event"]), event, at, end - at)
         elif line.strip() or end - at > len(line) + 1:
@@ -271,7 +278,7 @@ def _wanted(line: bytes, kinds: tuple[str, ...]) -> Event | None:
     head = _OURS.match(line)
     if head and not _of_kind(head.group(1).decode(), kinds):
         return None
-    event = parse(line)
+    event = parse_event(line)
     return event if event is not None and _is_wanted(event, kinds) else None
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
+from phalanx.io.values import at, integer, number, printable
 from phalanx.record.account.ledger import walk
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.page.report import format_energy
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, printable
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 ROUNDING = 1e-9  # relative: the same plan made twice
@@ -124,8 +124,8 @@ def _differing(section: str, a: Mapping[str, Value], b: Mapping[str, Value], wit
             yield Difference(section=section, key=key, a=one.get(key), b=other.get(key))
 
 
-def _flat(table: Mapping[str, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Value]]:
-    for key, value in table.items():
+def _flat(tree: Mapping[str, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Value]]:
+    for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and depth < 8:
             yield from _flat(value, f"{name}.", depth + 1)
@@ -228,7 +228,7 @@ def render(a: Side, b: Side, found: Sequence[Difference]) -> str:
     for section in dict.fromkeys(one.section for one in found):
         rows = [("", "A", "B", "")]
         rows += [_row(one) for one in found if one.section == section]
-        lines += ["", section.upper(), *(f"  {line}" for line in table(rows))]
+        lines += ["", section.upper(), *(f"  {line}" for line in text_table(rows))]
     return "\n".join(lines)
 
 

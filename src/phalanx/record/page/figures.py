@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
+from phalanx.io.svg import PLANNED, Line, plot, shower
 from phalanx.record.account.summary import LayoutResult, Pair
 from phalanx.record.archive.history import Curve
-from phalanx.record.page.plots import PLANNED, Line, plot, shower
 from phalanx.record.page.story import Story
 
 LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from phalanx.io.values import integer, number, printable, text
 from phalanx.record.account.incidents import tell
 from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run
-from phalanx.record.values import integer, number, printable, text
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 SLOW_GROUPS_S = 5.0  # process groups that took longer to make are worth a line

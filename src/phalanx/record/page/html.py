@@ -7,14 +7,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from html import escape
 
+from phalanx.io.svg import stacked
+from phalanx.io.values import printable
 from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.summary import Pair, RankTime, Summary
 from phalanx.record.page.figures import figures
-from phalanx.record.page.plots import stacked
 from phalanx.record.page.report import compared, cost_rows, layout_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
 from phalanx.record.page.style import CSS
-from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
 MOST_ROWS = 64  # ranks, incidents or checkpoints in a table

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from phalanx.io.values import printable
 from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.summary import Summary
 from phalanx.record.page.report import UNKNOWN, compared, cost_rows, layout_rows, spent_on, wall_s
 from phalanx.record.page.story import Story
-from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 MOST_ROWS = 16

@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
+from phalanx.io.values import printable
 from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.cost import Cost
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.summary import Evaluation, LayoutResult, Pair, RankTime, Summary
-from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
 WIDTH = 100
@@ -73,7 +73,7 @@ def _measured(s: Summary) -> list[str]:
     rows.append(("training", _seconds(s.training_s.predicted), _seconds(s.training_s.measured), _error(s.training_s)))
     if s.first_step_s is not None:
         rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
-    return table(rows)
+    return text_table(rows)
 
 
 def layout_rows(layouts: Sequence[LayoutResult]) -> list[tuple[str, ...]]:
@@ -99,7 +99,7 @@ def _layouts(s: Summary) -> list[str]:
         return []
     newest = s.layouts[-1]
     told = f"the table above is of the newest, steps {newest.first_step + 1:,} to {newest.last_step + 1:,}"
-    return [*table(rows, right=(1,)), told]
+    return [*text_table(rows, right=(1,)), told]
 
 
 def _learning(s: Summary) -> list[str]:
@@ -141,7 +141,7 @@ def _ranks(s: Summary) -> list[str]:
     rows += [_rank_row(one) for one in shown]
     if all(one.bytes_sent is None for one in shown):  # counted where gradients are compressed
         rows = [(*row[:5], *row[6:]) for row in rows]
-    lines = table(rows, right=(0, *range(2, len(rows[0]))))
+    lines = text_table(rows, right=(0, *range(2, len(rows[0]))))
     if len(known) > len(shown):
         lines.append(f"the {len(shown)} slowest of {plural(len(known), 'rank')}")
     return [*lines, *_straggler(s, known), *_imbalance(s)]
@@ -183,7 +183,7 @@ def _survived(s: Summary) -> list[str]:
         went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "nobody"
         back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
         rows.append((f"{one.step:,}", f"rank {one.rank}: {one.what}"[:60], went, back, _seconds(one.recovery_s)))
-    lines = table(rows, right=(0, 3, 4))
+    lines = text_table(rows, right=(0, 3, 4))
     for one in s.incidents[-MOST_ROWS:]:
         if one.finding:
             lines += textwrap.wrap(f"step {one.step:,}: {one.finding}", WIDTH - 4, subsequent_indent="  ")
@@ -201,7 +201,7 @@ def _time(s: Summary) -> list[str]:
         return []
     spent = spent_on(s.ledger)
     rows = [(name, format_seconds(took_s), f"{share:.1%}", bar(share, 24)) for name, took_s, share in spent]
-    lines = table(rows, right=(1, 2))
+    lines = text_table(rows, right=(1, 2))
     lines.append(f"{s.ledger.effective:.1%} effective: steps that stayed, of {format_seconds(s.ledger.wall_s)}")
     if s.ledger.gap:
         lines.append(f"does not close: {s.ledger.gap}")
@@ -232,7 +232,7 @@ def _cost(s: Summary) -> list[str]:
     if not rows or s.cost is None:
         return []
     columns = ("", "so far", "at the end", "planned")
-    return [*table([columns, *rows], right=(1, 2, 3)), f"energy: {s.cost.sources.get('energy_j', '')}"]
+    return [*text_table([columns, *rows], right=(1, 2, 3)), f"energy: {s.cost.sources.get('energy_j', '')}"]
 
 
 def compared(s: Summary) -> list[tuple[str, str, str, str]]:

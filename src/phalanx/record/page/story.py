@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.errors import PhalanxError
+from phalanx.io.svg import Mark
+from phalanx.io.values import integer, number, printable
 from phalanx.record.account.effective import Effective, from_trail
 from phalanx.record.account.incidents import tell
 from phalanx.record.account.ledger import walk
 from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import Curve, RunHistory
-from phalanx.record.page.plots import Mark
 from phalanx.record.run import Run
-from phalanx.record.values import integer, number, printable
 from phalanx.units import format_bytes, format_seconds
 
 CURVES = (

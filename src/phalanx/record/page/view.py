@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, seconds
 from phalanx.record.account.effective import Effective, from_trail
 from phalanx.record.account.ledger import walk
 from phalanx.record.account.stragglers import Scores, scores
@@ -16,7 +17,6 @@ from phalanx.record.events import Event, EventReader
 from phalanx.record.over import ENDED, is_over, written
 from phalanx.record.page.follow import REMARKED, Progress, remark_of_rank, remark_of_supervisor
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, seconds
 
 RECENT = 20  # steps behind the rate and the time that is left
 # The whole record is read again at most this often, and never for more than a twentieth of the time.

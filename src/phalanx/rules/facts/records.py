@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, printable
 from phalanx.record.drill import (
     FOREIGN,
     MET,
@@ -32,7 +33,6 @@ from phalanx.record.drill import (
     store_path,
 )
 from phalanx.record.provenance import our_code
-from phalanx.record.values import at, integer, number, printable
 from phalanx.rules.facts.drill import DrillFacts
 
 MOST_RECORDS = 24  # the newest ones; each takes some milliseconds, with its evidence

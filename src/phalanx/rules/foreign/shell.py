@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import mistake
-from phalanx.job.textfile import read_text
+from phalanx.io.files import read_text
 from phalanx.rules.foreign.leaf import MOST_LEAVES, Leaf
 
 MOST_NESTED = 3

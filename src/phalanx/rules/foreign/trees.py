@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.errors import UserError, mistake
-from phalanx.job.source import read_source
-from phalanx.job.textfile import read_text
+from phalanx.io.files import read_text
+from phalanx.io.toml import read_toml
 from phalanx.rules.foreign.book import told
 from phalanx.rules.foreign.leaf import MOST_DEPTH, Leaf, leaves_of
 from phalanx.units import KIB
@@ -30,7 +30,7 @@ def read_tree(path: Path) -> dict[str, Leaf]:
 
 
 def _toml(path: Path) -> dict[str, Leaf]:
-    source = read_source(path)
+    source = read_toml(path, noun="job file")
     return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
 
 

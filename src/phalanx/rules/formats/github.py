@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.formats.paths import relative
 from phalanx.rules.formats.plain import cost_of, summary_of
 from phalanx.rules.formats.text import cures

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from phalanx.io.values import printable
 from phalanx.record.page.style import CSS
-from phalanx.record.values import printable
 from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
 from phalanx.rules.formats.text import cures
 from phalanx.rules.judge import Finding, Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree import ElementTree as Tree
 
-from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.formats.plain import cost_of, place_of
 from phalanx.rules.formats.text import cures
 from phalanx.rules.judge import Finding, Report

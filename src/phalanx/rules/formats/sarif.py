@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
-from phalanx.record.values import printable
 from phalanx.rules.formats.paths import as_uri, relative
 from phalanx.rules.formats.plain import cost_of, finite
 from phalanx.rules.formats.text import cures

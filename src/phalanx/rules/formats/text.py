@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.formats.plain import at_stake, cost_of, place_of, setting, summary_of
 from phalanx.rules.judge import Finding, Report
 from phalanx.rules.outcome import Outcome

@@ -12,14 +12,13 @@ from phalanx.errors import PhalanxError
 from phalanx.record.account.cost import Cost, cost
 from phalanx.record.account.effective import from_trail
 from phalanx.record.account.incidents import Incident, incidents
-from phalanx.record.account.ledger import Walk
+from phalanx.record.account.ledger import TROUBLES, Passing, Walk, walk
+from phalanx.record.account.segments import measured_mfu
 from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.record.values import at, number
 from phalanx.rules.facts.log import Spread
 from phalanx.rules.log.sums import Histogram
-from phalanx.rules.log.walk import TROUBLES, Passing, quick_walk
 from phalanx.units import HOUR_S
 
 
@@ -41,7 +40,7 @@ def account(run: Run, history: RunHistory, passed: Passing | None = None) -> Acc
     """
     try:
         has_grown = history.refresh()
-        walked = quick_walk(run, history, passed=None if has_grown else passed)
+        walked = walk(run, history, passed=None if has_grown else passed)
     except TROUBLES:
         return Account()
     try:
@@ -105,11 +104,9 @@ def recovery_s(fell: Sequence[Incident]) -> Spread | None:
     return found.spread()
 
 
-def mfu(run: Run, tokens_per_s: float | None) -> float | None:
-    """By the plan's own count of FLOPs, against the same peak."""
+def mfu_of(run: Run, tokens_per_s: float | None) -> float | None:
+    """Of the whole run; None where there is no plan."""
     try:
-        prediction = at(run.plan(), "prediction")
+        return measured_mfu(run.plan(), tokens_per_s)
     except PhalanxError:
         return None
-    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    return planned * tokens_per_s / rate if planned and rate and tokens_per_s is not None else None

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, printable
 from phalanx.record.provenance import job_digest
 from phalanx.record.run import Run, read_json
-from phalanx.record.values import at, printable
 
 MOST_ADDRESSES = 64
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.io.files import Spot
+from phalanx.io.values import printable
+from phalanx.record.event_batches import LineBlock
+from phalanx.record.event_schema import EventColumns, breaks
 from phalanx.record.events import Event
-from phalanx.record.values import printable
-from phalanx.rules.log.feed import Piece
-from phalanx.rules.log.shape import Columns, breaks
-from phalanx.rules.outcome import Spot
 
 MOST_KINDS = 64  # unknown ones, by name; the rest are counted together
 SAMPLES = 16  # events of a kind that the whole schema is asked about, besides those in doubt
@@ -28,7 +28,7 @@ class Grammar:
         self.unknown: dict[str, int] = {}
         self._asked: dict[str, int] = {}
 
-    def unread(self, piece: Piece, numbers: Sequence[int]) -> None:
+    def unread(self, piece: LineBlock, numbers: Sequence[int]) -> None:
         """Lines that are no events."""
         if numbers:
             self.unreadable += len(numbers)
@@ -55,7 +55,7 @@ class Grammar:
                 self.invalid_spot, self.invalid_text = Spot(file=file, line=line), f"{kind}: {wrong}"
         return bool(wrong)
 
-    def valid(self, columns: Columns, file: str, lines: Sequence[int]) -> set[int] | None:
+    def valid(self, columns: EventColumns, file: str, lines: Sequence[int]) -> set[int] | None:
         """Places of events that break the schema; None when none does."""
         asked = self._asked.get(columns.kind, 0)
         doubts = columns.doubts()

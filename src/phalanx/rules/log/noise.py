@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import NoiseFacts
-from phalanx.rules.log.shape import Columns
 from phalanx.rules.log.sums import Histogram, Sample
 
 # The trainer's own (train/telemetry/noise.py): decay of the running means, of the size that a step is weighed by, and
@@ -41,7 +41,7 @@ class Noise:
         for means in self._means:
             means.is_begun = False
 
-    def take(self, columns: Columns) -> None:
+    def take(self, columns: EventColumns) -> None:
         """Some more steps."""
         if not columns.has("noise_scale"):
             return
@@ -61,7 +61,7 @@ class Noise:
         self._count += len(steps)
         self._last_step, self._last = float(steps[-1]), float(scales[-1])
 
-    def _check(self, columns: Columns, steps: Sequence[int], scales: Sequence[Any]) -> None:
+    def _check(self, columns: EventColumns, steps: Sequence[int], scales: Sequence[Any]) -> None:
         traces, squares, norms = (columns.get(name) for name in ("noise_trace", "grad_squared", "grad_norm"))
         for step, scale, trace, squared, norm in zip(steps, scales, traces, squares, norms, strict=True):
             has_parts = trace is not None and squared is not None

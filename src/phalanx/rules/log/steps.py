@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.io.files import Spot
+from phalanx.record.event_schema import EventColumns, Floats
 from phalanx.rules.facts.log import NoiseFacts, StepFacts
 from phalanx.rules.log.noise import Noise
-from phalanx.rules.log.shape import Columns, Floats
 from phalanx.rules.log.sums import Histogram, Sample
-from phalanx.rules.outcome import Spot
 
 WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as many
 MOST_SIZES = 256  # of batches
@@ -48,7 +48,7 @@ class Steps:
         self._settling = 0
         self._noise.begin()
 
-    def take(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def take(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         """Some more."""
         steps = columns.get("step")
         self._count(steps)
@@ -74,7 +74,7 @@ class Steps:
         self.first = steps[0] if self.first is None else min(self.first, min(steps))
         self.last = steps[-1]
 
-    def _steady(self, columns: Columns, taken_s: Any) -> Any:
+    def _steady(self, columns: EventColumns, taken_s: Any) -> Any:
         """Which steps count for timings: not the first of a formation, not those that compiled."""
         steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
         if self._settling < WARM_UP:
@@ -85,7 +85,7 @@ class Steps:
             steady &= ~(np.nan_to_num(columns.floats("compile_s")) > 0.0)
         return steady
 
-    def _time(self, columns: Columns, taken_s: Any, steady: Any) -> None:
+    def _time(self, columns: EventColumns, taken_s: Any, steady: Any) -> None:
         known_s = taken_s[steady]
         self._durations.add(known_s.tolist())
         self._drift.add(known_s)
@@ -93,7 +93,7 @@ class Steps:
         self._data_s += _sum(columns.floats("data_s"), steady)
         self._tokens_steady += _sum(columns.floats("tokens"), steady)
 
-    def _batches(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _batches(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         if self._sizes is None:
             return
         column = columns.get("tokens")
@@ -114,7 +114,7 @@ class Steps:
             self._skipped += one is True
             self._most_in_row = max(self._most_in_row, self._row)
 
-    def _finite(self, columns: Columns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def _finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """A number that is not finite is written as null, and was not skipped."""
         for name in ("loss", "grad_norm"):
             column = columns.get(name)

@@ -15,21 +15,20 @@ from itertools import islice
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.files import Spot
+from phalanx.io.values import at, printable
+from phalanx.record.account.ledger import Passing
 from phalanx.record.account.places import places
 from phalanx.record.archive.history import RunHistory
+from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.over import is_over
 from phalanx.record.run import Run
-from phalanx.record.values import at, printable
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
 from phalanx.rules.log.agree import Formations, skew, skips_differ
-from phalanx.rules.log.feed import Feed, Tally
 from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
-from phalanx.rules.log.lines import uncollected
 from phalanx.rules.log.rank import Counted, RankLog
 from phalanx.rules.log.told import Supervisor
-from phalanx.rules.log.walk import Passing
-from phalanx.rules.outcome import Spot
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
 MOST_MISSING = 4096
@@ -54,8 +53,8 @@ class LogStream:
     def _begin(self) -> None:
         formations = Formations(_layout(self.run))
         self._all, self._told = Counted(formations), Supervisor(formations)
-        self._tally = Tally()
-        self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
+        self._tally = ByteTally()
+        self._supervisor = EventFeed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
         self._account, self._account_bytes = accounts.Account(), -1
         self._passing: Passing | None = None
@@ -88,7 +87,7 @@ class LogStream:
         passing = Passing.of(self.run, self._history, found[0]) if at_once else None
         for rank in found:
             if rank not in self._ranks:
-                feed = Feed(self.run.events(rank), self._shown, tally=self._tally)
+                feed = EventFeed(self.run.events(rank), self._shown, tally=self._tally)
                 self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
         self._pass(passing)
         self._list()
@@ -167,7 +166,7 @@ class LogStream:
             lowest_hour=known.lowest_hour,
             imbalance=self._imbalance(),
             telemetry_share=self._telemetry_share(),
-            mfu=accounts.mfu(self.run, steps.tokens_per_s if steps is not None else None),
+            mfu=accounts.mfu_of(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
             is_drill=launch.get("drill") is True,
         )

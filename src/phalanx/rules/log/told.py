@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.io.files import Spot
+from phalanx.io.values import at, integer, number, printable
+from phalanx.record.event_batches import EventParser, LineBlock
+from phalanx.record.event_schema import known_kinds
 from phalanx.record.events import Event
-from phalanx.record.values import at, integer, number, printable
 from phalanx.rules.log.agree import Formations
-from phalanx.rules.log.feed import Piece
 from phalanx.rules.log.grammar import Grammar
-from phalanx.rules.log.lines import Lines
 from phalanx.rules.log.saves import Restore, restore_of
 from phalanx.rules.log.secrets import Secrets
-from phalanx.rules.log.shape import known_kinds
-from phalanx.rules.outcome import Spot
 
 MOST_TOLD = 4096  # restores and failures that are remembered; the newest
 MOST_HOSTS = 100_000
@@ -35,7 +34,7 @@ class Supervisor:
         self.failures: deque[tuple[float, float]] = deque(maxlen=MOST_TOLD)
         self.ended_s: float | None = None  # time of the newest `end`
 
-    def take(self, piece: Piece, lines: Lines, grammar: Grammar, secrets: Secrets) -> None:
+    def take(self, piece: LineBlock, lines: EventParser, grammar: Grammar, secrets: Secrets) -> None:
         """The next lines."""
         events, numbers, bad = lines.events(piece)
         if bad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.forecast import Forecast, forecast
 from phalanx.sim.months.ledger import Outcome
@@ -86,7 +86,7 @@ def render(plan: Plan, rows: Sequence[Row], *, days: float, runs: int, seed: int
         "device-h lost/day",
     )
     lines = [(*heads, "lost/day"), *(_cells(one) for one in rows)]
-    body = table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
+    body = text_table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",
         f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery is noticing and restarting",

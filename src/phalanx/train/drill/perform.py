@@ -15,11 +15,11 @@ from typing import Any
 
 from phalanx.elastic.client import HostSpec, launch, local_hosts
 from phalanx.errors import PhalanxError
+from phalanx.io.toml import to_toml
 from phalanx.job.dump import to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import provenance
 from phalanx.record.run import Run, create_run
-from phalanx.record.toml import to_toml
 from phalanx.train.drill import fired, oracle
 from phalanx.train.drill.driver import Driver, Stuck
 from phalanx.train.drill.fault import EVERY_TIME, Fault, parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.train.drill.perform import Numbers, Result
 from phalanx.train.drill.timing import Outcome
 from phalanx.units import format_seconds, plural
@@ -76,7 +76,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"  {line}" for line in table([head, *rows], right=(2, 3, 4, 5)))
+    return "\n".join(f"  {line}" for line in text_table([head, *rows], right=(2, 3, 4, 5)))
 
 
 def _not_fired(texts: Sequence[str]) -> str:

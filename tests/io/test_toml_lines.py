@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.job.scan import MOST_DEPTH, TooDeep, key_lines, split_key
+from phalanx.io.toml import MOST_DEPTH, TooDeep, key_lines, split_key
 
 TRICKY = '''\
 # a = 1   a comment is not a key

@@ -1,24 +1,43 @@
-"""Whether events are as the schema has them: columns of many at once by their types, single ones by the whole schema.
-
-The schema is record/data/events.schema.json. Of it only the words that it uses are known here; a test compares the
-answers with those of a JSON Schema library.
-"""
+"""The schema of events as it is shipped: JSON Schema 2020-12, one definition per kind of event."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.io.values import printable
 from phalanx.record.events import Event
-from phalanx.record.schema import load_schema
-from phalanx.record.values import printable
+
+
+def load_schema() -> dict[str, Any]:
+    """The schema as JSON values; any JSON Schema library can check a line of a run against it."""
+    text = files("phalanx.record").joinpath("data/events.schema.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def event_fields() -> dict[str, tuple[str, ...]]:
+    """The fields of each kind of event beside those that all have.
+
+    >>> event_fields()["run_end"]
+    ('step', 'state')
+    """
+    return {kind: tuple(known["properties"]) for kind, known in load_schema()["$defs"].items()}
+
+
+# Whether events are as the schema has them: columns of many at once by their types, single ones by the whole schema.
+#
+# The schema is record/data/events.schema.json. Of it only the words that it uses are known here; a test compares the
+# answers with those of a JSON Schema library.
+
 
 _TYPES: dict[str, frozenset[type]] = {
     "integer": frozenset((int,)),
@@ -38,7 +57,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FieldShape:
     """What a column may hold."""
 
     types: frozenset[type] | None  # None: anything
@@ -64,19 +83,19 @@ def known_kinds() -> frozenset[str]:
 
 
 @functools.cache
-def fields_of(kind: str) -> dict[str, Field]:
+def fields_of(kind: str) -> dict[str, FieldShape]:
     """What the schema has of a kind that it knows, but for `event` itself."""
     schema = _schema()
     found = {**schema["properties"], **schema["$defs"][kind]["properties"]}
     return {name: _field(known) for name, known in found.items() if name != "event"}
 
 
-def _field(known: Mapping[str, Any]) -> Field:
+def _field(known: Mapping[str, Any]) -> FieldShape:
     names = known.get("type")
     listed = [names] if isinstance(names, str) else names
     among = known.get("enum", [known["const"]] if "const" in known else None)
     types = [_TYPES[name] for name in listed] if listed else [frozenset({type(one)}) for one in among or ()]
-    return Field(
+    return FieldShape(
         types=frozenset().union(*types) if types else None,
         least=known.get("minimum"),
         most=known.get("maximum"),
@@ -90,7 +109,7 @@ def _required(kind: str) -> frozenset[str]:
     return frozenset(schema["required"]) | frozenset(schema["$defs"][kind].get("required", ()))
 
 
-class Columns:
+class EventColumns:
     """The fields of events of one kind, each as a column; a field that an event lacks is None there."""
 
     def __init__(self, kind: str, events: Sequence[Any], *, names: tuple[str, ...] = ()) -> None:
@@ -142,9 +161,11 @@ class Columns:
         """Whether any event has the field."""
         return name in self._columns
 
-    def pick(self, places: Sequence[int]) -> Columns:
+    def pick(self, places: Sequence[int]) -> EventColumns:
         """Those of some of the events."""
-        return Columns(self.kind, [self._told[place] for place in places], names=self.names if self._is_typed else ())
+        return EventColumns(
+            self.kind, [self._told[place] for place in places], names=self.names if self._is_typed else ()
+        )
 
     def tells(self, place: int, name: str) -> bool:
         """Whether an event has a field that any of them has."""
@@ -169,10 +190,10 @@ class Columns:
         """Fields that may hold any text: those that the schema does not know, and its own texts."""
         return _free(self.kind, self.names)
 
-    def whole(self) -> Columns:
+    def whole(self) -> EventColumns:
         """With 5 for 5.0 where the schema wants an integer: to JSON they are the same."""
         integers = [name for name, field in fields_of(self.kind).items() if field.types and not field.types & {float}]
-        return Columns(self.kind, [event | _whole(event, integers) for event in self.events])
+        return EventColumns(self.kind, [event | _whole(event, integers) for event in self.events])
 
 
 @functools.lru_cache(maxsize=256)
@@ -201,7 +222,7 @@ def _whole(event: Event, names: Sequence[str]) -> Event:
     return {name: int(event[name]) for name in names if isinstance(event.get(name), float) and event[name].is_integer()}
 
 
-def _misfits(column: Column, field: Field) -> Sequence[int]:
+def _misfits(column: Column, field: FieldShape) -> Sequence[int]:
     """Places of what does not belong into a column; of numbers in the middle of others, all that are too small."""
     is_empty = column[0] is None and column.count(None) == len(column)  # a third of the columns of a step
     types = {type(None)} if is_empty else set(map(type, column))
@@ -217,7 +238,7 @@ def _misfits(column: Column, field: Field) -> Sequence[int]:
     return ()
 
 
-def _beyond(column: Column, field: Field, types: set[type]) -> Sequence[int]:
+def _beyond(column: Column, field: FieldShape, types: set[type]) -> Sequence[int]:
     """Places of numbers that are too small or too large."""
     least = -math.inf if field.least is None else field.least
     if field.most is None and types <= _NUMBERS and min(column) >= least:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phalanx.io.visible import one_line
 
 
-def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
     """Columns padded to their widest cell; the columns in `right` are aligned to the right. A row stays one line.
 
     >>> table([("a", "1"), ("bb", "20")], right=(1,))

@@ -1,20 +1,27 @@
-"""Where each key of a TOML text stands: tomllib gives the values, this gives the lines.
+"""TOML files that anybody may have written, with the line of every key; and plain values written as TOML.
 
-The scanner walks the text once, follows strings, arrays and tables, and judges nothing except depth: on text that
-is not TOML it stops, and tomllib says what is wrong.
+tomllib gives the values, a scanner of our own gives the lines: it walks the text once, follows strings, arrays and
+tables, and judges nothing except depth. On text that is not TOML it stops, and tomllib says what is wrong.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UserError, mistake
+from phalanx.io.files import read_text
 
 MOST_DEPTH = 32
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 # Linear on hostile text without possessive or atomic groups, which Python 3.11.0 to 3.11.4 match wrongly (CPython issue
 # 106052): each repeat stops at a character it cannot hold itself, so going back never finds another end.
@@ -31,6 +38,63 @@ _STRING = re.compile(
 _SCALAR = re.compile(r"[^,\]}#\n\"']+")
 
 
+_DATE = re.compile(r"=\s*(\d{4}-\d{2}-\d{2})\b")
+_PLACE = re.compile(r"\s*\(at line (\d+), column (\d+)\)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TomlFile:
+    """A parsed TOML file: `table` holds the values, `lines` the line of each key path."""
+
+    path: Path
+    table: dict[str, object]
+    lines: Mapping[KeyPath, int]
+
+    def where(self, *key: str | int) -> str:
+        """`file:line` of a key such as ("accelerator", 1, "name"), of its table when it is absent, or just the file."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.lines:
+                return f"{self.path}:{self.lines[key[:length]]}"
+        return str(self.path)
+
+
+def read_toml(path: Path, *, noun: str = "file") -> TomlFile:
+    """Parse a TOML file. Raises UserError, with the line, for anything that is not a small and shallow one."""
+    text = read_text(path, noun=noun)
+    try:
+        lines = key_lines(text)
+        table = tomllib.loads(text)
+    except TooDeep as error:
+        raise _too_deep(f"{path}:{error.line}", noun) from error
+    except RecursionError as error:
+        raise _too_deep(str(path), noun) from error
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, str(error)) from error
+    except ValueError as error:  # int() refuses more than 4,300 digits, dates their impossible days
+        raise mistake(str(path), f"holds a value no computer can use: {str(error).split(';')[0]}") from error
+    return TomlFile(path=path, table=table, lines=lines)
+
+
+def _too_deep(where: str, noun: str) -> UserError:
+    what, why = f"nests deeper than {MOST_DEPTH} levels", f"no {noun.removesuffix(' file')} needs more than 3"
+    return mistake(where, what, why=why, fix="flatten the tables")
+
+
+def _syntax_error(path: Path, text: str, message: str) -> UserError:
+    place = _PLACE.search(message)
+    where = f"{path}:{place.group(1)}" if place else f"{path}:{text.count(chr(10)) + 1}"
+    what = _PLACE.sub("", message).removesuffix(" (at end of document)")
+    lines = text.split("\n")
+    date = _DATE.search(lines[int(place.group(1)) - 1]) if place else None
+    if date:  # tomllib speaks of newlines when the month is 13
+        return mistake(where, f"{date.group(1)} is no date", fix="a date is  YYYY-MM-DD, as 2026-12-31")
+    fix = 'a line is  key = value  or  [section]; text needs quotes, as name = "first-run"'
+    return mistake(where, f"is not TOML: {what[:1].lower()}{what[1:200]}", fix=fix)
+
+
+# ---- the line of every key -------------------------------------------------------------------------------------------
+
+
 class TooDeep(Exception):
     """The text nests tables or arrays deeper than MOST_DEPTH."""
 
@@ -43,7 +107,7 @@ class _Lost(Exception):
     """This is not TOML; tomllib will say where."""
 
 
-def key_lines(text: str) -> dict[Path, int]:
+def key_lines(text: str) -> dict[KeyPath, int]:
     """The line of every key, tables and array elements included.
 
     >>> key_lines("a = 1\\n[b]\\nc.d = [{e = 2}]\\n")[("b", "c", "d", 0, "e")]
@@ -75,11 +139,11 @@ class _Scanner:
     text: str
     starts: list[int]  # offset of the first character of line 2, 3, ...
     at: int = 0
-    lines: dict[Path, int] = field(default_factory=dict)
-    elements: dict[Path, int] = field(default_factory=dict)  # array of tables -> index of its newest element
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    elements: dict[KeyPath, int] = field(default_factory=dict)  # array of tables -> index of its newest element
 
     def document(self) -> None:
-        prefix: Path = ()
+        prefix: KeyPath = ()
         self.skip(_BLANK)
         while self.at < len(self.text):
             if self.text[self.at] == "[":
@@ -88,14 +152,14 @@ class _Scanner:
                 self.pair(prefix, depth=len(prefix))
             self.skip(_BLANK)
 
-    def header(self) -> Path:
+    def header(self) -> KeyPath:
         line = self.line()
         opening = "[[" if self.text.startswith("[[", self.at) else "["
         self.at += len(opening)
         self.skip(_SPACE)
         parts = self.key()
         self.expect("]" * len(opening))
-        path: Path = ()
+        path: KeyPath = ()
         for part in parts[:-1]:
             path = self.newest((*path, part))
             self.lines.setdefault(path, line)
@@ -107,11 +171,11 @@ class _Scanner:
         self.lines.setdefault(path, line)
         return path
 
-    def newest(self, path: Path) -> Path:
+    def newest(self, path: KeyPath) -> KeyPath:
         """Inside an array of tables, keys belong to its newest element."""
         return (*path, self.elements[path]) if path in self.elements else path
 
-    def pair(self, prefix: Path, *, depth: int) -> None:
+    def pair(self, prefix: KeyPath, *, depth: int) -> None:
         line = self.line()
         parts = self.key()
         self.deepen(depth + len(parts))
@@ -148,7 +212,7 @@ class _Scanner:
         except tomllib.TOMLDecodeError as error:
             raise _Lost from error
 
-    def value(self, path: Path, *, depth: int) -> None:
+    def value(self, path: KeyPath, *, depth: int) -> None:
         self.deepen(depth)
         match self.text[self.at : self.at + 1]:
             case "[":
@@ -160,7 +224,7 @@ class _Scanner:
             case _:
                 self.token(_SCALAR)
 
-    def array(self, path: Path, *, depth: int) -> None:
+    def array(self, path: KeyPath, *, depth: int) -> None:
         self.at += 1
         index = 0
         self.skip(_BLANK)
@@ -176,7 +240,7 @@ class _Scanner:
                 raise _Lost
         self.at += 1
 
-    def inline_table(self, path: Path, *, depth: int) -> None:
+    def inline_table(self, path: KeyPath, *, depth: int) -> None:
         self.at += 1
         self.skip(_BLANK)  # newlines are not TOML 1.0 here, but tomllib is the judge of that
         while not self.text.startswith("}", self.at):
@@ -210,3 +274,43 @@ class _Scanner:
     def deepen(self, depth: int) -> None:
         if depth > MOST_DEPTH:
             raise TooDeep(self.line())
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A table of scalars, lists and one level of sections; None, which TOML lacks, is left out.
+
+    >>> print(to_toml({"name": "a", "data": {"seed": 0, "path": ["x"]}, "cost": {"pue": None}}))
+    name = "a"
+    <BLANKLINE>
+    [data]
+    seed = 0
+    path = ["x"]
+    <BLANKLINE>
+    """
+    top = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, Mapping | None)]
+    sections = []
+    for name, inner in table.items():
+        if isinstance(inner, Mapping):
+            lines = [f"{key} = {_value(value)}" for key, value in inner.items() if value is not None]
+            if lines:
+                sections.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(["\n".join(top), *sections]) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL and for characters beyond 16 bits, which stay as they are.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    return "[" + ", ".join(_value(item) for item in value) + "]"
+
+
+# Moved.

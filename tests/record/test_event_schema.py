@@ -9,8 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from synthetic import write_run
 
-from phalanx.record.schema import load_schema
-from phalanx.rules.log.shape import Columns, breaks, known_kinds
+from phalanx.record.event_schema import EventColumns, breaks, known_kinds, load_schema
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def test_mutated_events_are_judged_as_by_a_library(events):
                 if isinstance(kind, str) and kind in known_kinds() and not wanted:
                     invalid += 1
                     if not _is_deep(changed, judge):
-                        assert Columns(kind, [changed, changed]).doubts() == [0, 1], changed
+                        assert EventColumns(kind, [changed, changed]).doubts() == [0, 1], changed
     assert invalid > 200
 
 
@@ -51,7 +50,7 @@ def test_columns_of_events_that_have_different_fields(events):
     steps = [event for event in events if event["event"] == "step"][:4]
     steps[1] = {name: steps[1][name] for name in steps[1] if name != "loss"}
     steps[2] = steps[2] | {"mine": 1}
-    columns = Columns("step", steps)
+    columns = EventColumns("step", steps)
     assert not columns.is_even
     assert columns.get("loss")[1] is None
     assert columns.get("mine") == (None, None, 1, None)

@@ -11,17 +11,16 @@ import pytest
 from synthetic import write_run
 
 from phalanx.record.account.book import Book
-from phalanx.record.account.ledger import Walk, walk
+from phalanx.record.account.ledger import Passing, Walk, walk
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.rules.log import stream
 from phalanx.rules.log.stream import LogStream
-from phalanx.rules.log.walk import Passing, quick_walk
 
 
 def both(run: Run) -> tuple[Walk, Walk]:
     history = RunHistory.open(run)
-    return quick_walk(run, history, least_bytes=0), walk(run, history)
+    return walk(run, history, least_bytes=0), walk(run, history, least_bytes=2**60)
 
 
 def assert_same(run: Run) -> Walk:
@@ -106,7 +105,7 @@ def test_what_passes_by_comes_to_the_same(tmp_path, used, incidents):
     log.refresh()
     found = log.facts()
     assert used == [True]
-    assert found.ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert found.ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
 
 
 def test_a_formation_that_began_elsewhere_than_told_is_walked_again(tmp_path, used):
@@ -120,7 +119,7 @@ def test_a_formation_that_began_elsewhere_than_told_is_walked_again(tmp_path, us
     log.refresh()
     found = log.facts()
     assert used == [False]
-    assert found.ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert found.ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
 
 
 def test_a_run_that_grew_meanwhile_is_walked_again(tmp_path, used):
@@ -133,7 +132,7 @@ def test_a_run_that_grew_meanwhile_is_walked_again(tmp_path, used):
         file.write("".join(lines[-50:]))
     found = log.facts()
     assert used == []
-    assert found.ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert found.ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
 
 
 def test_a_run_read_bit_by_bit_is_walked_at_the_end(tmp_path, used):
@@ -141,5 +140,5 @@ def test_a_run_read_bit_by_bit_is_walked_at_the_end(tmp_path, used):
     log = LogStream(run)
     while log.refresh(20_000):
         pass
-    assert log.facts().ledger == quick_walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert log.facts().ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
     assert used == []

@@ -10,12 +10,12 @@ import orjson
 import pytest
 from synthetic import write_run
 
+from phalanx.record import event_batches
+from phalanx.record.event_batches import TypedDecoder, row_of
+from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import Run
 from phalanx.rules.facts.log import LogFacts
-from phalanx.rules.log import feed, typed
-from phalanx.rules.log.shape import Columns
 from phalanx.rules.log.stream import read_log
-from phalanx.rules.log.typed import Typed, row
 
 STEP = {
     "v": 1, "event": "step", "t": 1.5, "rank": 0, "step": 3, "epoch": None, "loss": 2.25, "tokens": 64,
@@ -39,7 +39,7 @@ def line(event: dict[str, object], name: str, literal: str) -> bytes:
 
 @pytest.mark.parametrize("event", [STEP, MONITOR])
 def test_what_it_takes_is_right_and_the_same(event):
-    reader, kind = Typed(orjson.loads), event["event"]
+    reader, kind = TypedDecoder(orjson.loads), event["event"]
     reader.learn([event])
     assert reader.read(b"[" + orjson.dumps(event) + b"]") is not None
     for name in event:
@@ -49,10 +49,10 @@ def test_what_it_takes_is_right_and_the_same(event):
             if found is None:
                 continue
             (other,) = orjson.loads(data)
-            told = {"event": kind, **dict(zip(reader.rows[kind], row(found[0][0]), strict=True))}
+            told = {"event": kind, **dict(zip(reader.rows[kind], row_of(found[0][0]), strict=True))}
             assert {key: repr(value) for key, value in told.items()} == {key: repr(other[key]) for key in told}, data
             assert told.keys() == other.keys()
-            assert Columns(kind, [other]).doubts() == [], data
+            assert EventColumns(kind, [other]).doubts() == [], data
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_it_takes_is_right_and_the_same(event):
     ],
 )
 def test_what_it_does_not_know_it_refuses(other):
-    reader = Typed(orjson.loads)
+    reader = TypedDecoder(orjson.loads)
     assert reader.read(b"[" + orjson.dumps(STEP) + b"]") is None  # it has seen none
     reader.learn([STEP])
     assert reader.read(b"[" + orjson.dumps(STEP) + b"," + orjson.dumps(other) + b"]") is None
@@ -75,7 +75,7 @@ def test_what_it_does_not_know_it_refuses(other):
 
 
 def test_other_kinds_stay_tables_and_may_lack_fields():
-    reader = Typed(orjson.loads)
+    reader = TypedDecoder(orjson.loads)
     saves = [{"event": "checkpoint", "t": 1, "step": 5, "phase": "stage"}, {"event": "checkpoint", "t": 2, "bytes": 9}]
     odd = {"event": "peers", "t": 3.0, "pairs": [{"peer": 1, "count": 2**70}]}
     reader.learn([*saves, odd, STEP])
@@ -87,11 +87,11 @@ def test_other_kinds_stay_tables_and_may_lack_fields():
 
 
 def test_decoders_are_bounded():
-    reader = Typed(orjson.loads)
-    for count in range(2 * typed.MOST_MADE):
+    reader = TypedDecoder(orjson.loads)
+    for count in range(2 * event_batches.MOST_MADE):
         reader.learn([STEP | {f"field-{count}": 1}, {"event": f"kind {count}", "t": 1.0}])
-    assert reader._made == typed.MOST_MADE
-    assert len(reader._shapes) <= typed.MOST_KINDS
+    assert reader._made == event_batches.MOST_MADE
+    assert len(reader._shapes) <= event_batches.MOST_KINDS
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def test_decoders_are_bounded():
 
 def facts(run: Run, monkeypatch: pytest.MonkeyPatch, *, with_it: bool) -> LogFacts:
     with monkeypatch.context() as patch:
-        patch.setattr(feed, "READ_BYTES", 8192)
+        patch.setattr(event_batches, "READ_BYTES", 8192)
         if not with_it:
-            patch.setattr(typed, "msgspec", None)
+            patch.setattr(event_batches, "MOST_MADE", 0)
         found = read_log(run)
     assert found.checkpoints is not None
     return replace(found, checkpoints=replace(found.checkpoints, free_bytes=None))  # others write to the disk, too
@@ -134,8 +134,8 @@ def test_the_same_facts_with_and_without(tmp_path, monkeypatch, share):
         lines = [damaged(one, rng) if rng.random() < share else one for one in lines]
         run.events(rank).write_text("\n".join(lines) + "\n")
     taken = []
-    real = Typed.read
-    monkeypatch.setattr(Typed, "read", lambda *all_: taken.append(real(*all_)) or taken[-1])
+    real = TypedDecoder.read
+    monkeypatch.setattr(TypedDecoder, "read", lambda *all_: taken.append(real(*all_)) or taken[-1])
     found = facts(run, monkeypatch, with_it=True)
     assert any(one is not None for one in taken)
     taken.clear()
