@@ -328,7 +328,7 @@ def _add_baselines(made: Run, plan: Plan) -> None:
 
 def _report(made: Run, *, as_json: bool) -> int:
     from phalanx.record.account.summary import summarize
-    from phalanx.record.page.report import render
+    from phalanx.record.report.render import render_text
 
     summary = summarize(made)
     if summary.state in ("running", "launching") and not made.is_held:
@@ -338,7 +338,7 @@ def _report(made: Run, *, as_json: bool) -> int:
     if as_json:
         print_json(summary)
     else:
-        say(render(summary))
+        say(render_text(summary))
     return 0
 
 

@@ -15,14 +15,14 @@ from phalanx.units import format_bytes, format_count, format_seconds
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 28
 TICKS = 5
-PLANNED = "planned"  # the style of what was predicted
+PLANNED_STYLE = "planned"  # the style of what was predicted
 MOST_MARKS = 200  # drawn; more are thinned
 
 Value = float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class PlotLine:
     """One series; `low` and `high` are its band, empty for none. `style` is 1, 2, … for a colour, "planned" dashed."""
 
     label: str
@@ -35,7 +35,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class PlotMark:
     """A moment on the axis: kind is incident, checkpoint or epoch."""
 
     x: float
@@ -58,12 +58,12 @@ class _Scale:
         return self.begin + share * (self.end - self.begin)
 
 
-def plot(
+def line_plot(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[PlotLine],
     *,
     show: Callable[[float], str],
-    marks: Sequence[Mark] = (),
+    marks: Sequence[PlotMark] = (),
     show_x: Callable[[float], str] | None = None,
     zero: bool = False,
     most: float | None = None,
@@ -76,10 +76,10 @@ def plot(
     compiled; `times` are seconds on the other axis.
     """
     xs = [x for line in lines for x in line.x]
-    ys = sorted(value for line in lines if line.style != PLANNED for value in _values(line))
+    ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _values(line))
     if not xs or not ys:
         return ""
-    planned = [value for line in lines if line.style == PLANNED for value in _values(line)]
+    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _values(line)]
     low, high = _range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
     x_scale = _Scale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT)
     y_scale = _Scale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP)
@@ -94,7 +94,7 @@ def plot(
     return "\n".join([head, *parts, "</svg>"])
 
 
-def _spoken(line: Line, show: Callable[[float], str]) -> str:
+def _spoken(line: PlotLine, show: Callable[[float], str]) -> str:
     """For whoever cannot see it."""
     known = [value for value in line.mean if value is not None and _drawable(value)]
     return f"{line.label} from {show(known[0])} to {show(known[-1])}"
@@ -104,7 +104,7 @@ def _drawable(value: Value) -> bool:
     return value is not None and math.isfinite(value) and abs(value) < 1e300
 
 
-def _values(line: Line) -> list[float]:
+def _values(line: PlotLine) -> list[float]:
     return [value for value in (*line.low, *line.high, *line.mean) if value is not None and _drawable(value)]
 
 
@@ -118,7 +118,7 @@ def _range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough:
     return (low if zero and low == 0.0 else low - room), high + room
 
 
-def ticks(low: float, high: float, count: int = TICKS) -> list[float]:
+def round_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
     """Round numbers in a range.
 
     >>> ticks(0.0, 10.0), ticks(0.13, 0.52)
@@ -145,7 +145,7 @@ def time_ticks(low: float, high: float) -> list[float]:
     sizes = [size * unit for unit in (1.0, 60.0, 3600.0, 86400.0) for size in (1, 2, 5, 10, 15, 30)]
     size = next((size for size in sizes if span / size <= TICKS), None)
     if size is None or span < TICKS:
-        return ticks(low, high)
+        return round_ticks(low, high)
     return [number * size for number in range(math.ceil(low / size), math.floor(high / size) + 1)]
 
 
@@ -153,11 +153,11 @@ def _axes(
     x_scale: _Scale, y_scale: _Scale, *, show: Callable[[float], str], show_x: Callable[[float], str], times: bool
 ) -> list[str]:
     parts = []
-    for value in ticks(y_scale.low, y_scale.high):
+    for value in round_ticks(y_scale.low, y_scale.high):
         y = y_scale.at(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{escape(show(value))}</text>')
-    for value in (time_ticks if times else ticks)(x_scale.low, x_scale.high):
+    for value in (time_ticks if times else round_ticks)(x_scale.low, x_scale.high):
         x = x_scale.at(value)
         parts.append(f'<text class="tick x" x="{x:.1f}" y="{HEIGHT - 8}">{escape(show_x(value))}</text>')
     base = HEIGHT - BOTTOM
@@ -165,7 +165,7 @@ def _axes(
     return parts
 
 
-def _marks(marks: Sequence[Mark], x_scale: _Scale) -> list[str]:
+def _marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
     every = max(1, math.ceil(len(marks) / MOST_MARKS))
     parts = []
     for one in marks[::every]:
@@ -178,7 +178,7 @@ def _marks(marks: Sequence[Mark], x_scale: _Scale) -> list[str]:
     return parts
 
 
-def _line(line: Line, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _line(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
     style = escape(line.style, quote=True)
     parts = []
     if line.low and line.high:
@@ -203,7 +203,7 @@ def _paths(xs: Sequence[float], ys: Sequence[Value], x_scale: _Scale, y_scale: _
     return ["M" + "L".join(points) for points in stretches if len(points) > 1]
 
 
-def _band(line: Line, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _band(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
     rows = [
         (x, low, high)
         for x, low, high in zip(line.x, line.low, line.high, strict=False)
@@ -216,7 +216,7 @@ def _band(line: Line, x_scale: _Scale, y_scale: _Scale) -> list[str]:
     return ["M" + "L".join([*there, *back]) + "Z"]
 
 
-def stacked(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:
+def stacked_bar(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:
     """One horizontal bar of shares, each in the class of its name."""
     whole = sum(share for _, share in parts)
     if whole <= 0.0:
@@ -248,7 +248,7 @@ def _short_seconds(value: float) -> str:
     return f"{size.rstrip('0').rstrip('.') if '.' in size else size} {unit}"
 
 
-def shower(unit: str) -> Callable[[float], str]:
+def axis_format(unit: str) -> Callable[[float], str]:
     """How values of a unit are written on an axis."""
     if unit == "bytes":
         return format_bytes

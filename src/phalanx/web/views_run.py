@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 from phalanx.io.values import at, integer, number, printable, text
-from phalanx.record.account.incidents import tell
+from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.summary import Summary, summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
@@ -124,7 +124,7 @@ def _incidents(shelf: Shelf, found: Run, fallen: Sequence[Event]) -> list[Json]:
         what = {"rank": integer(event, "rank"), "host": text(event, "host")}
         came = {key: getattr(one, key, None) for key in ("world", "source", "restored_step", "recovery_s")}
         came["lost_steps"] = max(0, one.step - one.restored_step) if one and one.restored_step is not None else None
-        marked.append({**_place(event), "text": printable(tell(event)), **what, **came})
+        marked.append({**_place(event), "text": printable(incident_text(event)), **what, **came})
     return marked
 
 

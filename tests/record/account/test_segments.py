@@ -19,10 +19,10 @@ from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
-from phalanx.record.page import html, markdown
-from phalanx.record.page.diff import compare, of_runs
-from phalanx.record.page.report import render
-from phalanx.record.page.story import tell_story
+from phalanx.record.report import html, render
+from phalanx.record.report.diff import compare_sides, of_runs
+from phalanx.record.report.render import render_text
+from phalanx.record.report.run_report import read_run_report
 from phalanx.record.run import Run, create_run
 from phalanx.rules.log.stream import read_log
 
@@ -142,8 +142,8 @@ def test_each_layout_beside_its_own_prediction(tmp_path: Path, numbered: bool) -
 
 def test_every_page_says_the_same_of_both(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
-    story = tell_story(run)
-    text, page, web = render(story.summary), markdown.page(story), html.page(story, made="")
+    story = read_run_report(run)
+    text, page, web = render_text(story.summary), render.render_markdown(story), html.render_html(story, made="")
     for shown in (text, page, web):
         assert "1 to 40" in shown
         assert "200 ms → 400 ms" in shown
@@ -162,7 +162,7 @@ def test_every_page_says_the_same_of_both(tmp_path: Path) -> None:
 
 def test_a_difference_is_between_the_newest_layouts(tmp_path: Path) -> None:
     one, other = resumed(tmp_path, numbered=True), resumed(tmp_path, numbered=False, name="y")
-    assert [found.key for found in compare(*of_runs(one, other)) if found.section == "results"] == []
+    assert [found.key for found in compare_sides(*of_runs(one, other)) if found.section == "results"] == []
 
 
 def test_each_launch_is_paid_for_its_own_devices(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_layout_that_nobody_planned_has_no_prediction(tmp_path: Path) -> None:
     assert (old.last_step, new.first_step, new.planned) == (27, 28, False)
     assert (new.step_s.predicted, new.step_s.measured) == (None, pytest.approx(0.4))
     assert new.mfu.measured == pytest.approx(0.4 * (0.3 / 0.4) * 4 / 3)  # against the peak of three devices
-    assert "not planned" in render(found)
+    assert "not planned" in render_text(found)
     assert [one.world for one in launches(run, RunHistory.open(run))] == [4], "what was lost is rented on"
 
 
@@ -214,7 +214,7 @@ def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
     script.steps(4, range(8, 20), step_s=0.3, memory=1e9)
     [found] = segments(run, RunHistory.open(run))
     assert (found.first, found.last, found.epochs) == (0, 19, (1, 2))
-    assert "LAYOUTS" not in render(summarize(run))
+    assert "LAYOUTS" not in render_text(summarize(run))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def incidents(run: Run, walked: Walk | None = None, events: Sequence[Event] | No
     return [_incident(run, event, told, span) for event, span in zip(noticed, spans, strict=False)]
 
 
-def tell(event: Event) -> str:
+def incident_text(event: Event) -> str:
     """One line for a person: what fell."""
     host = printable(event.get("host"), most=100)
     return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause')) or 'no cause on record'}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from phalanx.io.style import REPORT_CSS
 from phalanx.io.values import printable
-from phalanx.record.page.style import CSS
 from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
 from phalanx.rules.formats.text import cures
 from phalanx.rules.judge import Finding, Report
@@ -31,7 +31,7 @@ def render(reports: Sequence[Report]) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-        f"<style>{CSS}{MORE_CSS}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<style>{REPORT_CSS}{MORE_CSS}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 

@@ -12,7 +12,7 @@ from phalanx.record import events
 from phalanx.record.archive import rankfile
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
-from phalanx.record.page.view import Watcher
+from phalanx.record.report.view import Watcher
 from phalanx.record.run import Run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CSS = """
+REPORT_CSS = """
 :root {
   color-scheme: light dark;
   --ground: #fbfaf7; --card: #ffffff; --ink: #22262e; --quiet: #5c6370; --line: #e3e0d9; --grid: #efece5;

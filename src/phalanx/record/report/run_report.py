@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.errors import PhalanxError
-from phalanx.io.svg import Mark
+from phalanx.io.svg import PlotMark
 from phalanx.io.values import integer, number, printable
 from phalanx.record.account.effective import Effective, from_trail
-from phalanx.record.account.incidents import tell
+from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk
 from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.account.summary import Summary, summarize
@@ -24,7 +24,7 @@ POINTS = 400  # per curve: more than a plot of 640 pixels can tell apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint."""
 
     step: int
@@ -36,31 +36,31 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Story:
+class RunReport:
     """A run as a report tells it."""
 
     summary: Summary
     curves: dict[str, Curve]
     evaluations: tuple[tuple[int, float], ...]  # step, loss
-    saved: tuple[Saved, ...]
-    marks: tuple[Mark, ...]  # on the axis of steps
+    saved: tuple[SavedCheckpoint, ...]
+    marks: tuple[PlotMark, ...]  # on the axis of steps
     effective: Effective
     scores: Scores
     memory_limit_bytes: float | None
     reasons: tuple[str, ...]  # of the plan: what it warned of
 
 
-def tell_story(run: Run, *, points: int = POINTS) -> Story:
+def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
     """Read a run folder, in whatever state it is."""
     history = RunHistory.open(run)
     walked = walk(run, history)
     names = set(history.names())
-    return Story(
-        summary=as_left(run, summarize(run, history, walked)),
+    return RunReport(
+        summary=with_lost_processes(run, summarize(run, history, walked)),
         curves={name: history.curve(name, points=points) for name in CURVES if name in names},
         evaluations=_evaluations(history),
-        saved=saved(history),
-        marks=marks(history),
+        saved=saved_checkpoints(history),
+        marks=timeline_marks(history),
         effective=from_trail(walked.trail, points),
         scores=scores(history),
         memory_limit_bytes=number(history.latest("monitor") or {}, "memory_limit_bytes"),
@@ -68,7 +68,7 @@ def tell_story(run: Run, *, points: int = POINTS) -> Story:
     )
 
 
-def as_left(run: Run, summary: Summary) -> Summary:
+def with_lost_processes(run: Run, summary: Summary) -> Summary:
     """A run that says it goes on while nobody holds it has lost its processes."""
     if summary.state not in ("running", "launching") or run.is_held:
         return summary
@@ -92,15 +92,15 @@ def _evaluations(history: RunHistory) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def saved(history: RunHistory) -> tuple[Saved, ...]:
+def saved_checkpoints(history: RunHistory) -> tuple[SavedCheckpoint, ...]:
     """The checkpoints of a run; taking one and committing it are two events of one step."""
-    found: dict[int, Saved] = {}
+    found: dict[int, SavedCheckpoint] = {}
     for event in history.events("checkpoint"):
         step = integer(event, "step")
         if step is None:
             continue
         before = found.get(step)
-        found[step] = Saved(
+        found[step] = SavedCheckpoint(
             step=step,
             t=number(event, "t") or 0.0,
             blocked_s=_newer(number(event, "blocked_s"), before.blocked_s if before else None),
@@ -115,20 +115,20 @@ def _newer(value: float | None, before: float | None) -> float | None:
     return before if value is None else value
 
 
-def marks(history: RunHistory) -> tuple[Mark, ...]:
+def timeline_marks(history: RunHistory) -> tuple[PlotMark, ...]:
     """Incidents and checkpoints, by step."""
     found = []
     for event in history.supervisor():
         if event["event"] == "incident":
             step = integer(event, "step") or 0
-            found.append(Mark(x=step, kind="incident", text=f"step {step:,}: {tell(event)}"))
-    for one in saved(history):
+            found.append(PlotMark(x=step, kind="incident", text=f"step {step:,}: {incident_text(event)}"))
+    for one in saved_checkpoints(history):
         what = f"NOT saved: {one.error}" if one.error else _took(one)
-        found.append(Mark(x=one.step, kind="checkpoint", text=f"checkpoint of step {one.step:,}{what}"))
+        found.append(PlotMark(x=one.step, kind="checkpoint", text=f"checkpoint of step {one.step:,}{what}"))
     return tuple(found)
 
 
-def _took(one: Saved) -> str:
+def _took(one: SavedCheckpoint) -> str:
     parts = [format_bytes(one.size_bytes)] if one.size_bytes else []
     parts += [f"training waited {format_seconds(one.blocked_s)}"] if one.blocked_s is not None else []
     return f": {', '.join(parts)}" if parts else ""

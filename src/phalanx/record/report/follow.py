@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from phalanx.io.values import integer, number, printable, text
-from phalanx.record.account.incidents import tell
+from phalanx.record.account.incidents import incident_text
 from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, plural
@@ -100,11 +100,11 @@ def remark_of_supervisor(event: Event) -> list[str]:
     """What fell, who goes on, who came and went."""
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
-        return [f"step {integer(event, 'step') or 0:,}: fell: {tell(event)}"]
+        return [f"step {integer(event, 'step') or 0:,}: fell: {incident_text(event)}"]
     if kind == "evidence" and event.get("finding"):
         return [text(event, "finding")]
     if kind == "replacement":
-        return [f"fell with it, and is replaced: {tell(event)}"]
+        return [f"fell with it, and is replaced: {incident_text(event)}"]
     if kind == "epoch" and event.get("reason") != "start":
         return [f"epoch {integer(event, 'epoch')}: going on with {plural(integer(event, 'world') or 0, 'rank')}"]
     if kind == "coordinator":

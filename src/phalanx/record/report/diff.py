@@ -15,9 +15,8 @@ from phalanx.io.values import at, integer, number, printable
 from phalanx.record.account.ledger import walk
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory
-from phalanx.record.page.report import format_energy
 from phalanx.record.run import Run
-from phalanx.units import format_bytes, format_count, format_money, format_seconds
+from phalanx.units import format_bytes, format_count, format_energy, format_money, format_seconds
 
 ROUNDING = 1e-9  # relative: the same plan made twice
 NEAR = 20  # steps behind a loss that is compared
@@ -79,7 +78,7 @@ def of_run(run: Run) -> Side:
     return Side(name=str(run.path), kind="run", settings=at(plan, "job"), plan=plan, results={})
 
 
-def compare(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
+def compare_sides(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
     """Everything that both could have and that is not the same; measured numbers may differ by the share `within`."""
     sections: list[tuple[str, Mapping[str, Value], Mapping[str, Value], float]] = [
         ("settings", _as_in_file(a.settings), _as_in_file(b.settings), 0.0)
@@ -220,7 +219,7 @@ class _Measured:
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def render(a: Side, b: Side, found: Sequence[Difference]) -> str:
+def render_difference(a: Side, b: Side, found: Sequence[Difference]) -> str:
     """Tables of what differs, by section."""
     lines = [f"A  {a.kind} {printable(a.name)}", f"B  {b.kind} {printable(b.name)}"]
     if not found:

@@ -15,7 +15,7 @@ from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event, EventReader
 from phalanx.record.over import ENDED, is_over, written
-from phalanx.record.page.follow import REMARKED, Progress, remark_of_rank, remark_of_supervisor
+from phalanx.record.report.follow import REMARKED, Progress, remark_of_rank, remark_of_supervisor
 from phalanx.record.run import Run
 
 RECENT = 20  # steps behind the rate and the time that is left
