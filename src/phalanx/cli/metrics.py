@@ -91,7 +91,7 @@ def _print(readings: Readings, args: argparse.Namespace) -> int:
 def _serve(readings: Readings, args: argparse.Namespace) -> int:
     from phalanx.io.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
-    from phalanx.record.over import is_over
+    from phalanx.record.run import is_run_over
 
     token = None if args.token is None else read_token(args.token)
     with MetricsServer(readings, parse_address(args.listen), token=token) as server:
@@ -101,7 +101,7 @@ def _serve(readings: Readings, args: argparse.Namespace) -> int:
         else:
             say("\n".join(shown.values()), flush=True)
         note("Ctrl-C ends it")
-        while not (args.follow and is_over(readings.run)):
+        while not (args.follow and is_run_over(readings.run)):
             time.sleep(1.0)
     return 0
 
@@ -141,11 +141,11 @@ def _sink(found: Run, target: str, folder: str) -> Sink:
 
 def _repeat(act: Callable[[], object], found: Run, args: argparse.Namespace) -> int:
     """Once; with --follow, until the run is over and everything was seen."""
-    from phalanx.record.over import is_over
+    from phalanx.record.run import is_run_over
 
     count = 0
     while True:
-        over = not args.follow or is_over(found)  # asked before the last look, so that nothing falls between
+        over = not args.follow or is_run_over(found)  # asked before the last look, so that nothing falls between
         act()
         count += 1
         if over:

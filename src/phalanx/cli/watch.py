@@ -14,7 +14,7 @@ from phalanx.io.visible import visible_json
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.cli.watch_check import Checker, Known
-    from phalanx.record.report.view import View, Watcher
+    from phalanx.record.report.live import View, Watcher
 
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Follow the run until it ends or Ctrl-C; both are a good end."""
     from phalanx.cli.watch_check import Checker
-    from phalanx.record.report.view import Watcher
+    from phalanx.record.report.live import Watcher
     from phalanx.record.run import open_run
 
     watcher = Watcher(open_run(args.run))

@@ -10,8 +10,8 @@ from phalanx.cli.watch_check import MOST_TOLD, Known
 from phalanx.io.tables import sparkline, text_bar
 from phalanx.io.values import printable
 from phalanx.record.account.summary import Pair, RankTime
+from phalanx.record.report.live import View
 from phalanx.record.report.sections import BriefLine, cost_section, damage_section, incident_section, time_section
-from phalanx.record.report.view import View
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 MOST_RANKS = 8

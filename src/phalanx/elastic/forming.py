@@ -15,7 +15,7 @@ from phalanx.elastic.incident import write_replacement
 from phalanx.elastic.membership import next_formation
 from phalanx.elastic.memory import Message
 from phalanx.elastic.room import Room
-from phalanx.record.account.flight import find_culprit, read_flights, recorded_epochs
+from phalanx.record.account.incidents import find_culprit, read_flights, recorded_epochs
 
 MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
 REPLACE_S = 2.0  # for an agent to start another process in a slot

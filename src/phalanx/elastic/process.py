@@ -16,7 +16,7 @@ from phalanx.elastic.board import Board
 from phalanx.elastic.failure import write_error
 from phalanx.elastic.link import Link
 from phalanx.errors import PhalanxError
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

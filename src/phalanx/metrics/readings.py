@@ -13,8 +13,8 @@ from phalanx.metrics import names
 from phalanx.metrics.point import MOST_RANKS, Point, RankValue, by_rank, point
 from phalanx.metrics.rare import peer_points, rare_points
 from phalanx.metrics.story import story_points
-from phalanx.record.account.places import Places, places
-from phalanx.record.account.segments import measured_mfu
+from phalanx.record.account.memberships import measured_mfu
+from phalanx.record.account.stragglers import Places, places
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
 from phalanx.record.run import Run

@@ -17,7 +17,7 @@ from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.io.files import write_text
 from phalanx.io.values import integer, number, text
 from phalanx.metrics import names
-from phalanx.record.account.segments import Segment, segments
+from phalanx.record.account.memberships import LayoutSpan, layout_spans
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, read_json
 
@@ -91,7 +91,7 @@ class Exporter:
 
     def __init__(self, run: Run, sink: Sink, *, every: int = 1) -> None:
         self._history = RunHistory.open(run)
-        self._segments: list[Segment] = []
+        self._segments: list[LayoutSpan] = []
         self._sink = sink
         self._every = every
         self._path = cursor_path(sink.where, run)
@@ -104,7 +104,7 @@ class Exporter:
         last, first = self._history.last_step, self._history.first_step
         if last is None or first is None:
             return
-        self._segments = segments(self._history.run, self._history)
+        self._segments = layout_spans(self._history.run, self._history)
         begin = self._begin(first, last)
         if begin <= self._cursor.step:
             self._sink.go_back(begin)

@@ -9,10 +9,10 @@ from typing import TypeVar
 from phalanx.errors import PhalanxError
 from phalanx.metrics import names
 from phalanx.metrics.point import Point, RankValue, by_rank, point
-from phalanx.record.account.cost import cost
-from phalanx.record.account.effective import from_trail
-from phalanx.record.account.ledger import Ledger, Walk, walk
+from phalanx.record.account.cost import run_cost
+from phalanx.record.account.ledger import Ledger, LedgerWalk, walk_ledger
 from phalanx.record.account.stragglers import scores
+from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], most_ranks: int) -> Iterator[Point]:
     """All of them; what a damaged record cannot tell is left out."""
-    walked = _asked(lambda: walk(run, history))
+    walked = _asked(lambda: walk_ledger(run, history))
     if walked is not None:
         yield from _spent(walked)
         yield from _cost(run, history, walked.ledger)
@@ -31,7 +31,7 @@ def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], mos
         yield from by_rank(names.STRAGGLER, values, hosts=hosts, most_ranks=most_ranks)
 
 
-def _spent(walked: Walk) -> Iterator[Point]:
+def _spent(walked: LedgerWalk) -> Iterator[Point]:
     for account, seconds in asdict(walked.ledger.accounts).items():
         yield from point(names.TIME, seconds, account=account)
     effective = from_trail(walked.trail, 2)
@@ -40,7 +40,7 @@ def _spent(walked: Walk) -> Iterator[Point]:
 
 
 def _cost(run: Run, history: RunHistory, book: Ledger) -> Iterator[Point]:
-    found = _asked(lambda: cost(run, history, book))
+    found = _asked(lambda: run_cost(run, history, book))
     for horizon in ("so_far", "projected", "predicted") if found is not None else ():
         amount = getattr(found, horizon)
         yield from point(names.COST, amount.usd, horizon=horizon)

@@ -22,8 +22,7 @@ from phalanx.plan.rows import predict_rows
 from phalanx.plan.score import price
 from phalanx.plan.step import StepTimes
 from phalanx.plan.uncertainty import interval
-from phalanx.record.account.formations import raw_lines
-from phalanx.record.account.segments import segments
+from phalanx.record.account.memberships import layout_spans, raw_lines
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import parse_event
 from phalanx.record.run import Run
@@ -92,7 +91,7 @@ def _newest_layout(folder: Path) -> list[float]:
     """
     run = Run(path=folder)
     history = RunHistory.open(run)
-    known = segments(run, history)
+    known = layout_spans(run, history)
     if len(known) < 2:
         return []
     newest = run.plan()

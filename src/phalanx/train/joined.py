@@ -22,7 +22,7 @@ from phalanx.elastic.failure import write_error
 from phalanx.elastic.launchers import RankPlace
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.plan.plan import Plan
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.units import plural
 

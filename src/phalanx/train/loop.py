@@ -17,7 +17,7 @@ from phalanx.plan.digests import digest_every
 from phalanx.plan.plan import Plan
 from phalanx.plan.shrink import Dealing
 from phalanx.record.events import EventWriter
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset

@@ -37,7 +37,7 @@ from phalanx.hardware.sharing import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run, open_run
 from phalanx.train import last_words
 from phalanx.train.engine import Engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.record.account.effective import Effective, from_trail
-from phalanx.record.account.ledger import walk
+from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.web.memo import NotYetError
@@ -42,6 +42,6 @@ def soon(shelf: Shelf, run: Run, *, wait_s: float) -> Story | None:
 def _tell(run: Run) -> Story:
     # A history of its own: a walk over 100,000 steps takes seconds, in which the page must be able to draw.
     history = RunHistory.open(run)
-    walked = walk(run, history)
+    walked = walk_ledger(run, history)
     summary = summarize(run, history, walked)
     return Story(summary=summary, effective=from_trail(walked.trail, EFFECTIVE_POINTS))

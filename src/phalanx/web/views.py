@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from phalanx.io.values import at, integer, number, seconds, text
 from phalanx.record.archive.history import Curve, RunHistory
-from phalanx.record.over import is_over
-from phalanx.record.run import Run
+from phalanx.record.run import Run, is_run_over
 from phalanx.web.answer import Json
 
 GOING = ("created", "launching", "running")
@@ -31,7 +30,7 @@ def launch_of(run: Run) -> Json:
 def state_of(run: Run) -> tuple[str, bool]:
     """What the run says of itself, and whether it really goes on."""
     state = text(run.status(), "state") or "unknown"
-    return state, state in GOING and not is_over(run)
+    return state, state in GOING and not is_run_over(run)
 
 
 def total_steps(plan: Json, history: RunHistory) -> int:

@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from phalanx.io.values import at, integer, number, text
-from phalanx.record.account.places import AXES, places
-from phalanx.record.account.stragglers import stragglers
+from phalanx.record.account.stragglers import AXES, places, stragglers
 from phalanx.record.events import Event
 from phalanx.web.answer import Json, Parts
 from phalanx.web.shelf import Shelf

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from phalanx.io.values import at, integer, number, text
-from phalanx.record.account.segments import measured_mfu
-from phalanx.record.over import written
-from phalanx.record.run import Run
+from phalanx.record.account.memberships import measured_mfu
+from phalanx.record.run import Run, last_written
 from phalanx.web.answer import Json, Parts
 from phalanx.web.memo import NotYetError
 from phalanx.web.shelf import Shelf, mark
@@ -35,7 +34,7 @@ def runs(shelf: Shelf) -> Json:
 
 def _row(run: Run, now: Json | None, spent: Json | None) -> Json:
     state, live = state_of(run)
-    fresh = {"name": run.name, "state": state, "live": live, "updated": written(run) or None}
+    fresh = {"name": run.name, "state": state, "live": live, "updated": last_written(run) or None}
     return fresh | EMPTY | (now or {}) | (spent or {})
 
 

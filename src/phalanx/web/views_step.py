@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.io.values import at, integer, number, text
-from phalanx.record.account.segments import segment_plan
+from phalanx.record.account.memberships import plan_at_step
 from phalanx.record.account.timeline import Span, measured, predicted
 from phalanx.record.events import Event
 from phalanx.web.answer import Json, Parts
@@ -27,7 +27,7 @@ def step(shelf: Shelf, name: str, *, rank: int, step: int | None) -> Json:
         )
         parts.note(parts.read("events", history.damage, ()))
         if event is not None:  # the step may have been done in another layout than the newest
-            plan = parts.read("plan.json", lambda: segment_plan(run, history, integer(event, "step")), plan)
+            plan = parts.read("plan.json", lambda: plan_at_step(run, history, integer(event, "step")), plan)
     guess = parts.read("prediction", lambda: predicted(plan, rank), []) if plan else []
     return {
         "available": taken,

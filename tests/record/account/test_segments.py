@@ -13,8 +13,8 @@ from phalanx.io.values import at
 from phalanx.metrics.readings import Readings
 from phalanx.plan.fieldwork import _newest_layout
 from phalanx.plan.layout import Layout
-from phalanx.record.account.cost import cost
-from phalanx.record.account.segments import launches, layout_name, segment_plan, segments
+from phalanx.record.account.cost import run_cost
+from phalanx.record.account.memberships import launches, layout_name, layout_spans, plan_at_step
 from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
@@ -169,7 +169,7 @@ def test_each_launch_is_paid_for_its_own_devices(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
     history = RunHistory.open(run)
     assert [(round(one.seconds), one.world) for one in launches(run, history)] == [(16, 4), (60, 2)]
-    paid = cost(run, history)
+    paid = run_cost(run, history)
     assert paid.device_hours == pytest.approx((4 * 16 + 2 * 60) / 3600, rel=0.02)
     assert paid.usd == pytest.approx(2.0 * paid.device_hours, rel=1e-6)
     assert paid.energy_j == pytest.approx(100.0 * 3600 * paid.device_hours, rel=1e-6)
@@ -212,7 +212,7 @@ def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
     script.steps(4, range(10), step_s=0.3, memory=1e9)
     script.launch(4, FOUR, first=8, plan_number=1, reason="rank 1 fell")
     script.steps(4, range(8, 20), step_s=0.3, memory=1e9)
-    [found] = segments(run, RunHistory.open(run))
+    [found] = layout_spans(run, RunHistory.open(run))
     assert (found.first, found.last, found.epochs) == (0, 19, (1, 2))
     assert "LAYOUTS" not in render_text(summarize(run))
 
@@ -234,7 +234,7 @@ def test_a_layout_is_named_as_the_plan_names_it(changes: dict[str, Any]) -> None
 def test_who_asks_for_the_plan_of_a_step_gets_that_of_its_layout(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
     history = RunHistory.open(run)
-    asked = [at(segment_plan(run, history, step), "prediction")["step_s"] for step in (0, 39, 40, 99, None)]
+    asked = [at(plan_at_step(run, history, step), "prediction")["step_s"] for step in (0, 39, 40, 99, None)]
     assert asked == [0.2, 0.2, 0.8, 0.8, 0.8]
 
 

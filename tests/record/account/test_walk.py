@@ -10,20 +10,20 @@ from dataclasses import asdict
 import pytest
 from synthetic import write_run
 
-from phalanx.record.account.book import Book
-from phalanx.record.account.ledger import Passing, Walk, walk
+from phalanx.record.account.ledger import LedgerStream, LedgerWalk, walk_ledger
+from phalanx.record.account.time_accounts import LedgerBuilder
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.rules.log import stream
 from phalanx.rules.log.stream import LogStream
 
 
-def both(run: Run) -> tuple[Walk, Walk]:
+def both(run: Run) -> tuple[LedgerWalk, LedgerWalk]:
     history = RunHistory.open(run)
-    return walk(run, history, least_bytes=0), walk(run, history, least_bytes=2**60)
+    return walk_ledger(run, history, least_bytes=0), walk_ledger(run, history, least_bytes=2**60)
 
 
-def assert_same(run: Run) -> Walk:
+def assert_same(run: Run) -> LedgerWalk:
     quick, plain = both(run)
     assert asdict(quick.ledger.accounts) == pytest.approx(asdict(plain.ledger.accounts), abs=2e-4)
     for name in ("wall_s", "overlap_s"):
@@ -41,8 +41,8 @@ def assert_same(run: Run) -> Walk:
 @pytest.mark.parametrize("straggler", [None, 1])
 def test_the_same_ledger(tmp_path, monkeypatch, incidents, straggler):
     taken = []
-    real = Book.take_steps
-    monkeypatch.setattr(Book, "take_steps", lambda *all_: taken.append(real(*all_)) or taken[-1])
+    real = LedgerBuilder.take_steps
+    monkeypatch.setattr(LedgerBuilder, "take_steps", lambda *all_: taken.append(real(*all_)) or taken[-1])
     run = write_run(tmp_path, ranks=2, hosts=1, steps=300, incidents=incidents, straggler=straggler)
     found = assert_same(run)
     assert any(taken)
@@ -92,9 +92,9 @@ def test_one_damaged_step_does_not_lose_the_ledger(tmp_path):
 @pytest.fixture
 def used(monkeypatch):
     """Whether what passed by was of use, for every account that was made; runs of any size are long enough."""
-    found, make, fits = [], Passing.of, Passing.fits
+    found, make, fits = [], LedgerStream.of, LedgerStream.fits
     monkeypatch.setattr(stream.Passing, "of", lambda *all_: make(*all_, least_bytes=0))
-    monkeypatch.setattr(Passing, "fits", lambda *all_: found.append(fits(*all_)) or found[-1])
+    monkeypatch.setattr(LedgerStream, "fits", lambda *all_: found.append(fits(*all_)) or found[-1])
     return found
 
 
@@ -105,7 +105,7 @@ def test_what_passes_by_comes_to_the_same(tmp_path, used, incidents):
     log.refresh()
     found = log.facts()
     assert used == [True]
-    assert found.ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert found.ledger == walk_ledger(run, RunHistory.open(run), least_bytes=0).ledger
 
 
 def test_a_formation_that_began_elsewhere_than_told_is_walked_again(tmp_path, used):
@@ -119,7 +119,7 @@ def test_a_formation_that_began_elsewhere_than_told_is_walked_again(tmp_path, us
     log.refresh()
     found = log.facts()
     assert used == [False]
-    assert found.ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert found.ledger == walk_ledger(run, RunHistory.open(run), least_bytes=0).ledger
 
 
 def test_a_run_that_grew_meanwhile_is_walked_again(tmp_path, used):
@@ -132,7 +132,7 @@ def test_a_run_that_grew_meanwhile_is_walked_again(tmp_path, used):
         file.write("".join(lines[-50:]))
     found = log.facts()
     assert used == []
-    assert found.ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert found.ledger == walk_ledger(run, RunHistory.open(run), least_bytes=0).ledger
 
 
 def test_a_run_read_bit_by_bit_is_walked_at_the_end(tmp_path, used):
@@ -140,5 +140,5 @@ def test_a_run_read_bit_by_bit_is_walked_at_the_end(tmp_path, used):
     log = LogStream(run)
     while log.refresh(20_000):
         pass
-    assert log.facts().ledger == walk(run, RunHistory.open(run), least_bytes=0).ledger
+    assert log.facts().ledger == walk_ledger(run, RunHistory.open(run), least_bytes=0).ledger
     assert used == []

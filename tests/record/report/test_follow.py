@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.record.events import EventWriter
-from phalanx.record.report.follow import Follower, remark_of_rank
+from phalanx.record.report.live import Follower, remark_of_rank
 from phalanx.record.run import Run
 
 

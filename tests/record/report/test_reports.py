@@ -19,9 +19,9 @@ from synthetic import write_run
 from phalanx.cli.watch_screen import frame
 from phalanx.io.svg import PlotLine, PlotMark, axis_format, line_plot, stacked_bar
 from phalanx.record.report import html, render
+from phalanx.record.report.live import Watcher
 from phalanx.record.report.render import render_text
 from phalanx.record.report.run_report import RunReport, read_run_report
-from phalanx.record.report.view import Watcher
 from phalanx.record.run import Run
 from phalanx.units import format_seconds
 

@@ -9,10 +9,10 @@ import pytest
 from synthetic import write_run
 
 from phalanx.record import events
-from phalanx.record.archive import rankfile
+from phalanx.record.archive import rank_file as rankfile
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
-from phalanx.record.report.view import Watcher
+from phalanx.record.report.live import Watcher
 from phalanx.record.run import Run
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_cpu_log, good_log, good_monitor, good_steps, incident, ledger
 
-from phalanx.record.account.book import Accounts
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.stragglers import Straggler
+from phalanx.record.account.time_accounts import Accounts
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drill import DrillFacts
 from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts

@@ -16,17 +16,17 @@ import numpy as np
 
 from phalanx.errors import PhalanxError
 from phalanx.io.values import integer
-from phalanx.record.account.book import Accounts, Book, Floats, Point, Recovery, Stretch
-from phalanx.record.account.formations import (
+from phalanx.record.account.memberships import (
     LATEST_S,
     TOLD,
     Clock,
-    Formation,
     MarkReader,
-    formations,
+    Membership,
     is_timed,
-    timeline,
+    merged_marks,
+    read_memberships,
 )
+from phalanx.record.account.time_accounts import Accounts, Floats, LedgerBuilder, Point, Recovery, StepStretch
 from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, uncollected
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event, event_files_of
@@ -34,7 +34,7 @@ from phalanx.record.run import Run
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.record.account.waiting import Waited
+    from phalanx.record.account.stragglers import Waited
     from phalanx.record.archive.history import RunHistory
 
 
@@ -111,13 +111,13 @@ class Ledger:
         return f"{format_seconds(self.wall_s)} ({self.effective:.1%} effective): {', '.join(parts)}{closes}{jumped}"
 
 
-def ledger(run: Run, history: RunHistory | None = None) -> Ledger:
+def read_ledger(run: Run, history: RunHistory | None = None) -> Ledger:
     """Account for the whole of a run; for one that still goes on, until its last event."""
-    return walk(run, history).ledger
+    return walk_ledger(run, history).ledger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
+class LedgerWalk:
     """What one reading of the records gives."""
 
     ledger: Ledger
@@ -125,16 +125,16 @@ class Walk:
     recoveries: list[Recovery]  # of each incident, in order
 
 
-def walk(
-    run: Run, history: RunHistory | None = None, *, passed: Passing | None = None, least_bytes: int = SMALL_BYTES
-) -> Walk:
+def walk_ledger(
+    run: Run, history: RunHistory | None = None, *, passed: LedgerStream | None = None, least_bytes: int = SMALL_BYTES
+) -> LedgerWalk:
     """The ledger, how it grew, and how long each failure took; `history` spares opening the run again.
 
     Of a long run with one witness, steps that nothing comes between are taken many at a time: the same accounts, ten
     times as fast. `passed` is what a stream that has just read the run has handed on: then nothing is read twice.
     """
     supervised = run.supervisor.is_file()
-    known = formations(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
+    known = read_memberships(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
     if passed is not None and supervised and passed.fits(known):
         return passed.close()
     if supervised and _suits(run, known):
@@ -147,18 +147,18 @@ def walk(
             return going.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)
-    for time_s, formation, event in timeline(run, known, lines):
+    for time_s, formation, event in merged_marks(run, known, lines):
         book.take(time_s, formation, event)
     return closed(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
-def open_book(run: Run, known: Sequence[Formation], history: RunHistory | None) -> Book:
+def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
     supervised = run.supervisor.is_file()
-    return Book(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
+    return LedgerBuilder(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
 
 
-def closed(book: Book, known: Sequence[Formation], *, unreadable: int, jumps: int) -> Walk:
+def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
     """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
@@ -172,38 +172,38 @@ def closed(book: Book, known: Sequence[Formation], *, unreadable: int, jumps: in
         unreadable_lines=unreadable,
         clock_jumps=book.jumps + jumps,
     )
-    return Walk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
+    return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 
 
 def _waited(run: Run, history: RunHistory | None) -> Waited:
-    from phalanx.record.account.waiting import waited  # reads the other ranks
+    from phalanx.record.account.stragglers import waited  # reads the other ranks
 
     return waited(run, history)
 
 
-def _suits(run: Run, known: Sequence[Formation]) -> bool:
+def _suits(run: Run, known: Sequence[Membership]) -> bool:
     """One witness of all formations, and not much told by the supervisor."""
     return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
 
 
-class Passing:
+class LedgerStream:
     """The ledger of a run whose witness's events pass by. It goes by what the supervisor told of formations.
 
     A rank that finds a damaged checkpoint begins a formation elsewhere than told to: `fits` says whether any did.
     """
 
-    def __init__(self, known: Sequence[Formation], going: _Going) -> None:
+    def __init__(self, known: Sequence[Membership], going: _Going) -> None:
         self._known, self._going = known, going
         self._starts: list[Event] = []
         self.is_lost = False  # it does not know what it should
 
     @classmethod
-    def of(cls, run: Run, history: RunHistory, witness: int, *, least_bytes: int = SMALL_BYTES) -> Passing | None:
+    def of(cls, run: Run, history: RunHistory, witness: int, *, least_bytes: int = SMALL_BYTES) -> LedgerStream | None:
         """None where it is no use."""
         try:
             if not run.supervisor.is_file() or EventFeed(run.events(witness), "").left_bytes < least_bytes:
                 return None
-            known = formations(run, starts=lambda rank: ())
+            known = read_memberships(run, starts=lambda rank: ())
             if not _suits(run, known) or known[0].witness != witness:
                 return None
             history.refresh()
@@ -229,11 +229,11 @@ class Passing:
         """Of the witness, who is the only one."""
         return self._starts
 
-    def fits(self, known: Sequence[Formation]) -> bool:
+    def fits(self, known: Sequence[Membership]) -> bool:
         """Whether formations are those that it went by."""
         return not self.is_lost and known == self._known
 
-    def close(self) -> Walk:
+    def close(self) -> LedgerWalk:
         """The end of the record."""
         return self._going.close(self._known)
 
@@ -241,7 +241,7 @@ class Passing:
 class _Going:
     """The marks of the witness, in stretches, and those of the supervisor where their time comes."""
 
-    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Formation]) -> None:
+    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Membership]) -> None:
         self._lines = MarkReader()
         self._told, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
         self.book = open_book(run, known, history)
@@ -250,7 +250,7 @@ class _Going:
         self._clock = Clock()
         self._unreadable = 0
 
-    def close(self, known: Sequence[Formation]) -> Walk:
+    def close(self, known: Sequence[Membership]) -> LedgerWalk:
         """All that was told, and the rest of the supervisor's."""
         self._supervisor(np.inf)
         unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
@@ -302,7 +302,7 @@ class _Going:
             self.book.take(time_s, -1, event)
             self._next += 1
 
-    def _stretch(self, columns: EventColumns, few: slice) -> Stretch | None:
+    def _stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
         """As columns; None where a time, a step, a formation or a duration is not as it should be."""
         epochs, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
         if self._count() < 0 or epochs.count(self._epoch) < len(epochs) or not self._clock.is_even:
@@ -318,7 +318,7 @@ class _Going:
             return None
         if time_s[0] < self._clock.last_s or (np.diff(time_s) < 0.0).any():
             return None
-        return Stretch(
+        return StepStretch(
             time_s=time_s,
             step=np.array(steps, dtype=np.int64),
             taken_s=taken_s,

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.io.tables import text_table
 from phalanx.io.values import at, integer, number, printable
-from phalanx.record.account.ledger import walk
+from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
@@ -168,7 +168,7 @@ class _Measured:
 
     def __init__(self, run: Run) -> None:
         self._history = RunHistory.open(run)
-        self.summary: Summary = summarize(run, self._history, walk(run, self._history))
+        self.summary: Summary = summarize(run, self._history, walk_ledger(run, self._history))
         self._plan = run.plan()
 
     def side(self, other: _Measured) -> Side:

@@ -163,7 +163,7 @@ def _lines(text: str) -> str:
     return "\n".join(printable(line, most=MOST_SAMPLE) for line in text[:MOST_SAMPLE].splitlines()[:60])
 
 
-# The plots of a report: which curves stand together, with what was planned beside them.
+# ---- plots -----------------------------------------------------------------------------------------------------------
 
 
 LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn

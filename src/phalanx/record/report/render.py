@@ -72,9 +72,6 @@ def _text_cell(cell: Cell) -> str:
     return cell.name if isinstance(cell, ColourKey) else cell
 
 
-# A report as Markdown.
-
-
 # ---- Markdown --------------------------------------------------------------------------------------------------------
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from phalanx.errors import PhalanxError
 from phalanx.io.svg import PlotMark
 from phalanx.io.values import integer, number, printable
-from phalanx.record.account.effective import Effective, from_trail
 from phalanx.record.account.incidents import incident_text
-from phalanx.record.account.ledger import walk
+from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_seconds
@@ -53,7 +53,7 @@ class RunReport:
 def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
     """Read a run folder, in whatever state it is."""
     history = RunHistory.open(run)
-    walked = walk(run, history)
+    walked = walk_ledger(run, history)
     names = set(history.names())
     return RunReport(
         summary=with_lost_processes(run, summarize(run, history, walked)),

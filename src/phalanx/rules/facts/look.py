@@ -12,7 +12,7 @@ from phalanx.errors import UserError
 from phalanx.hardware.discover import discover
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.profile import Profile, load, usual_path
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.nics import nic_paths
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
-from phalanx.record.account.cost import Cost, cost
-from phalanx.record.account.effective import from_trail
+from phalanx.record.account.cost import Cost, run_cost
 from phalanx.record.account.incidents import Incident, incidents
-from phalanx.record.account.ledger import TROUBLES, Passing, Walk, walk
-from phalanx.record.account.segments import measured_mfu
+from phalanx.record.account.ledger import TROUBLES, LedgerStream, LedgerWalk, walk_ledger
+from phalanx.record.account.memberships import measured_mfu
 from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.rules.facts.log import Spread
@@ -26,21 +26,21 @@ from phalanx.units import HOUR_S
 class Account:
     """What is known; None where the run's files do not give it."""
 
-    walked: Walk | None = None
+    walked: LedgerWalk | None = None
     incidents: tuple[Incident, ...] = ()
     lowest_hour: float | None = None
     scores: Scores | None = None
     cost: Cost | None = None
 
 
-def account(run: Run, history: RunHistory, passed: Passing | None = None) -> Account:
+def account(run: Run, history: RunHistory, passed: LedgerStream | None = None) -> Account:
     """Read what the stream has not kept; a damaged file costs what it would have told, nothing else.
 
     `passed` is no use when the run has grown since it began.
     """
     try:
         has_grown = history.refresh()
-        walked = walk(run, history, passed=None if has_grown else passed)
+        walked = walk_ledger(run, history, passed=None if has_grown else passed)
     except TROUBLES:
         return Account()
     try:
@@ -56,7 +56,7 @@ def account(run: Run, history: RunHistory, passed: Passing | None = None) -> Acc
     )
 
 
-def _lowest(walked: Walk) -> float | None:
+def _lowest(walked: LedgerWalk) -> float | None:
     """The lowest share of an hour that was effective; of the whole, when it was shorter."""
     if not walked.ledger.steps or not walked.trail:
         return None
@@ -75,14 +75,14 @@ def _scores(history: RunHistory) -> Scores | None:
         return None
 
 
-def _cost(run: Run, history: RunHistory, walked: Walk) -> Cost | None:
+def _cost(run: Run, history: RunHistory, walked: LedgerWalk) -> Cost | None:
     try:
-        return cost(run, history, walked.ledger)
+        return run_cost(run, history, walked.ledger)
     except TROUBLES:
         return None
 
 
-def detect_s(walked: Walk | None, failures: Sequence[tuple[float, float]], step_s: float | None) -> Spread | None:
+def detect_s(walked: LedgerWalk | None, failures: Sequence[tuple[float, float]], step_s: float | None) -> Spread | None:
     """From failures to their notice.
 
     A failure falls somewhere into the step that did not end: half a usual step after the last one's end is taken.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from phalanx.io.values import integer, number, printable
-from phalanx.record.account.energy import MOST_J
+from phalanx.record.account.cost import MOST_J
 from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import MonitorFacts, PeerFacts
 from phalanx.rules.log.sums import Histogram, Hours

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.io.files import Spot
-from phalanx.record.account.ledger import Passing
+from phalanx.record.account.ledger import LedgerStream
 from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, LineBlock
 from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
@@ -61,7 +61,7 @@ class RankLog:
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
-        self.passing: Passing | None = None  # who else wants to see the events
+        self.passing: LedgerStream | None = None  # who else wants to see the events
 
     def take(self, piece: LineBlock) -> None:
         """The next lines."""

@@ -17,12 +17,11 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.io.files import Spot
 from phalanx.io.values import at, printable
-from phalanx.record.account.ledger import Passing
-from phalanx.record.account.places import places
+from phalanx.record.account.ledger import LedgerStream
+from phalanx.record.account.stragglers import places
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
-from phalanx.record.over import is_over
-from phalanx.record.run import Run
+from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
 from phalanx.rules.log.agree import Formations, skew, skips_differ
@@ -57,7 +56,7 @@ class LogStream:
         self._supervisor = EventFeed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
         self._account, self._account_bytes = accounts.Account(), -1
-        self._passing: Passing | None = None
+        self._passing: LedgerStream | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -83,8 +82,8 @@ class LogStream:
         if self._ranks and found and found[0] < min(self._ranks):
             self._begin()  # a lower rank has come: it is the witness, of all its steps
         # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
-        at_once = budget_bytes is None and not self._ranks and found and is_over(self.run)
-        passing = Passing.of(self.run, self._history, found[0]) if at_once else None
+        at_once = budget_bytes is None and not self._ranks and found and is_run_over(self.run)
+        passing = LedgerStream.of(self.run, self._history, found[0]) if at_once else None
         for rank in found:
             if rank not in self._ranks:
                 feed = EventFeed(self.run.events(rank), self._shown, tally=self._tally)
@@ -96,7 +95,7 @@ class LogStream:
         self._read(before, budget_bytes, progress)
         return self.bytes_read != before
 
-    def _pass(self, passing: Passing | None) -> None:
+    def _pass(self, passing: LedgerStream | None) -> None:
         """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
         self._passing = passing
         for place, rank in enumerate(self._ranks.values()):
@@ -133,7 +132,7 @@ class LogStream:
 
     def facts(self) -> LogFacts:
         """Everything the rules ask, as far as the run was read."""
-        ended = is_over(self.run)
+        ended = is_run_over(self.run)
         known = self._accounts(ended=ended)
         steps = self._steps()
         launch = launch_of(self.run)

@@ -203,9 +203,9 @@ def fenced(history: History) -> Verdict:
 
 def ledger_closes(run: Run) -> Verdict:
     """(g) Every second of the run is in one account."""
-    from phalanx.record.account.ledger import ledger
+    from phalanx.record.account.ledger import read_ledger
 
-    found = ledger(run)
+    found = read_ledger(run)
     return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))
 
 

@@ -269,9 +269,9 @@ def _wall_s(history: History) -> float:
 def _effective(run: Run) -> tuple[float | None, float]:
     """Share of the time between launch and end that trained, and that time; a plan knows nothing of start and end."""
     try:
-        from phalanx.record.account.ledger import ledger
+        from phalanx.record.account.ledger import read_ledger
 
-        found = ledger(run)
+        found = read_ledger(run)
     except (PhalanxError, KeyError, ValueError):
         return None, 0.0
     between_s = found.wall_s - found.accounts.init - found.accounts.stopping

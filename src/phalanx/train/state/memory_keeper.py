@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.elastic.generations import Needs, next_free, next_sequence
 from phalanx.elastic.vault import GENERATIONS, Vault
 from phalanx.elastic.vault_segment import Segment
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.train.parallel.pieces import Piece
 from phalanx.train.state.memory_replica import BuddyAddress, Replica
 from phalanx.train.state.memory_snapshot import Draft, seal, take

@@ -13,18 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.files import open_regular
-from phalanx.record.archive.blocks import (
+from phalanx.record.archive.index import (
     BLOCK,
     BLOCK_TYPE,
+    EMPTY,
     LISTED,
     PLACES,
+    SUFFIX,
     BlockMaker,
+    Index,
     Rows,
     bits_of,
     code_of,
+    is_crowded,
+    read_index,
     take,
 )
-from phalanx.record.archive.index import EMPTY, SUFFIX, Index, is_crowded, read_index
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
 from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
 
@@ -44,7 +48,7 @@ class _Gap:
     read_to: int = 0
 
 
-class Segment:
+class EventFile:
     """A file of events, read only where needed. `refresh` before the first use, and to see what is new."""
 
     def __init__(self, path: Path) -> None:

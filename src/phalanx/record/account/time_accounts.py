@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.values import integer, seconds
-from phalanx.record.account.formations import JUMP_S, Formation
+from phalanx.record.account.memberships import JUMP_S, Membership
 from phalanx.record.events import Event
+from phalanx.units import HOUR_S, format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.record.account.waiting import Waited
+    from phalanx.record.account.stragglers import Waited
+
 
 Floats = NDArray[np.float64]
 MOST_POINTS = 1024  # of the trail; then every second one goes
@@ -49,7 +52,7 @@ class Accounts:
 Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective ones of them
 
 
-class Trail:
+class EffectiveTrail:
     """How the accounts grew: a bounded number of points, evenly thinned."""
 
     def __init__(self) -> None:
@@ -91,7 +94,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class StepStretch:
     """Steps of one formation, nothing between them; 0 where an event does not say."""
 
     time_s: Floats  # Unix times, going up
@@ -103,14 +106,14 @@ class Stretch:
     data_s: Floats
 
 
-class Book:
+class LedgerBuilder:
     """Everything before `_at_s` is in an account; the next mark says what the time up to it was."""
 
     def __init__(
         self,
         *,
         launches: Sequence[float],
-        formations: Sequence[Formation],
+        formations: Sequence[Membership],
         supervised: bool,
         waited: Waited,
     ) -> None:
@@ -123,7 +126,7 @@ class Book:
         self._began_s = self._at_s = self._last_s = 0.0
         self._newest = -1  # formation
         self.steps = self.lost = self.incidents = self.jumps = 0
-        self.trail = Trail()
+        self.trail = EffectiveTrail()
         self.recoveries: list[Recovery] = []
         self._recovering: deque[Recovery] = deque()
         self._stepped_s: float | None = None  # end of the last step
@@ -141,7 +144,7 @@ class Book:
         elif formation >= self._newest:  # else somebody speaks from the past
             self._rank_says(time_s, self._formation(formation), event)
 
-    def take_steps(self, formation: int, steps: Stretch) -> bool:
+    def take_steps(self, formation: int, steps: StepStretch) -> bool:
         """Steps that follow each other with no mark between; False where they must be taken one by one.
 
         The same arithmetic as `_step`, for all at once. It asks that the mark before was a step too: then nothing of a
@@ -162,7 +165,7 @@ class Book:
         self._loose_s, self.steps = 0.0, self.steps + len(steps.step)
         return True
 
-    def _spend_steps(self, steps: Stretch, gap_s: Floats) -> None:
+    def _spend_steps(self, steps: StepStretch, gap_s: Floats) -> None:
         spent, time_s = self._spent_s, steps.time_s
         stepping_s = spent["productive"] + spent["data"] + spent["stragglers"]
         before_s = gap_s - steps.copied_s - steps.taken_s - steps.compared_s
@@ -190,9 +193,9 @@ class Book:
             self._end(self._last_s)
         return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
 
-    def _formation(self, count: int) -> Formation:
+    def _formation(self, count: int) -> Membership:
         """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
-        return self._formations[count] if count < len(self._formations) else Formation(epoch=count, world=1)
+        return self._formations[count] if count < len(self._formations) else Membership(epoch=count, world=1)
 
     # ---- launches
 
@@ -247,7 +250,7 @@ class Book:
             self._until(time_s, "stopping" if self._phase == "training" else self._idle)
             self._end(time_s)
 
-    def _rank_says(self, time_s: float, formation: Formation, event: Event) -> None:
+    def _rank_says(self, time_s: float, formation: Membership, event: Event) -> None:
         kind = event["event"]
         if kind == "step":
             self._step(time_s, formation, event)
@@ -266,7 +269,7 @@ class Book:
         elif kind in ("ready", "run_start"):
             self._until(time_s, self._idle)
 
-    def _step(self, time_s: float, formation: Formation, event: Event) -> None:
+    def _step(self, time_s: float, formation: Membership, event: Event) -> None:
         """A step tells how long it took; what came before it in the same gap was waiting for it."""
         stays = (integer(event, "step") or 0) < formation.floor
         self.steps, self.lost = self.steps + stays, self.lost + (not stays)
@@ -349,3 +352,66 @@ class Book:
             self.overlap_s -= gap_s
         if gap_s > 0.0:
             self._at_s = time_s
+
+
+# ---- effective training time as a curve: cumulative, and over the last hour ------------------------------------------
+
+
+LEAST_WINDOWS = 4  # a run shorter than this many hours is looked at through a shorter window
+LEAST_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effective:
+    """Shares of the time until each moment `t`; unpacks as (t, cumulative, last_hour)."""
+
+    t: tuple[float, ...]  # Unix time
+    cumulative: tuple[float, ...]
+    last_hour: tuple[float, ...]  # over the last `window_s`
+    window_s: float
+
+    def __iter__(self) -> Iterator[tuple[float, ...]]:
+        return iter((self.t, self.cumulative, self.last_hour))
+
+    @property
+    def window(self) -> str:
+        """What `last_hour` looks back on, in words."""
+        return "the last hour" if self.window_s >= HOUR_S else f"the last {format_seconds(self.window_s)}"
+
+
+def from_trail(trail: Sequence[Point], points: int = 400) -> Effective:
+    """At most `points` moments of a run, by the trail of `ledger.walk`; pauses between launches are not its time."""
+    wall_s = trail[-1][1] if trail else 0.0
+    window_s = min(HOUR_S, max(LEAST_S, wall_s / LEAST_WINDOWS))
+    kept = [point for point in _thin(trail, max(2, points)) if point[1] > 0.0]
+    walls = [wall for _, wall, _ in trail]
+    return Effective(
+        t=tuple(point[0] for point in kept),
+        cumulative=tuple(_share(spent_s, wall_s) for _, wall_s, spent_s in kept),
+        last_hour=tuple(_recent(point, trail, walls, window_s) for point in kept),
+        window_s=window_s,
+    )
+
+
+def _thin(trail: Sequence[Point], points: int) -> list[Point]:
+    if len(trail) <= points:
+        return list(trail)
+    return [trail[round(number * (len(trail) - 1) / (points - 1))] for number in range(points)]
+
+
+def _recent(point: Point, trail: Sequence[Point], walls: Sequence[float], window_s: float) -> float:
+    """The share since `window_s` before; between two points of the trail time is taken to have been spent evenly."""
+    _, wall_s, spent_s = point
+    since_s = wall_s - window_s
+    if since_s <= 0.0:
+        return _share(spent_s, wall_s)
+    index = bisect.bisect_left(walls, since_s)
+    _, after_wall, after_spent = trail[min(index, len(trail) - 1)]
+    _, before_wall, before_spent = trail[index - 1] if index else (0.0, 0.0, 0.0)
+    gap_s = after_wall - before_wall
+    part = (since_s - before_wall) / gap_s if gap_s > 0.0 else 1.0
+    return _share(spent_s - before_spent - part * (after_spent - before_spent), window_s)
+
+
+def _share(spent_s: float, wall_s: float) -> float:
+    return min(1.0, max(0.0, spent_s / wall_s)) if wall_s > 0.0 else 0.0

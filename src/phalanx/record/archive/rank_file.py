@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.values import integer
-from phalanx.record.archive.blocks import Rows, bits_of, take
-from phalanx.record.archive.segment import Segment
+from phalanx.record.archive.event_file import EventFile
+from phalanx.record.archive.index import Rows, bits_of, take
 from phalanx.record.events import Event, part_path
 
 MOST_EVENTS = 20_000  # told at once; a run has a few hundred rare ones per rank
@@ -23,7 +23,7 @@ Start = tuple[int, int]  # epoch, and the step it went on from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptBlocks:
     """The blocks whose steps stayed, in order of their steps, and below which step each of them did."""
 
     blocks: NDArray[np.void]
@@ -43,7 +43,7 @@ class RowCache:
         # Not by path: after a rotation the next file has it.
         self._rows: OrderedDict[tuple[object, int, int], Rows] = OrderedDict()
 
-    def get(self, segment: Segment, block: np.void) -> Rows:
+    def get(self, segment: EventFile, block: np.void) -> Rows:
         """The numbers of a block, event by event; fewer steps than it has where the file has gone, then not kept."""
         key = (segment.content, int(block["start"]), int(block["end"]))
         rows = self._rows.pop(key, None) or segment.rows(block)
@@ -62,14 +62,14 @@ class RankFile:
         self._path = path
         self._cache = cache
         self._numbers = list(closed)
-        self._parts = [Segment(part_path(path, number)) for number in self._numbers]
-        self._live = Segment(path)
+        self._parts = [EventFile(part_path(path, number)) for number in self._numbers]
+        self._live = EventFile(path)
         self._starts: tuple[Start, ...] = ()
-        self._kept: Kept | None = None
+        self._kept: KeptBlocks | None = None
         self.changed = False  # whether the last refresh found anything
 
     @property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[EventFile]:
         """Its files, oldest first."""
         return [*self._parts, self._live]
 
@@ -78,7 +78,7 @@ class RankFile:
         self._follow_rotation()
         changed = [segment.refresh() for segment in self.segments]
         while self._next_part().is_file():  # closed while we looked: what was just seen may be of the next file
-            self._live = Segment(self._path)
+            self._live = EventFile(self._path)
             self._follow_rotation()
             changed += [segment.refresh() for segment in self.segments]
         self.changed = any(changed)
@@ -99,7 +99,7 @@ class RankFile:
             self._live.path = closed
             self._parts.append(self._live)
             self._numbers.append(self._numbers[-1] + 1 if self._numbers else 1)
-            self._live = Segment(self._path)
+            self._live = EventFile(self._path)
 
     def know_starts(self, starts: tuple[Start, ...]) -> None:
         """Where the formations of the run began, as a rank tells that is in all of them."""
@@ -116,7 +116,7 @@ class RankFile:
         """Memory this takes, about; rows that were looked at not counted."""
         return sum(segment.held_bytes for segment in self.segments)
 
-    def kept(self) -> Kept:
+    def kept(self) -> KeptBlocks:
         """The blocks that count: a restart that goes back undoes the later steps of the start before.
 
         Also of a rank that was in no formation since, as far as `know_starts` tells. Of one that left and came back,
@@ -133,7 +133,7 @@ class RankFile:
             stay = blocks["first"] < below
             if not stay.all():
                 blocks, number, below = take(blocks, stay), number[stay], below[stay]
-            self._kept = Kept(blocks=blocks, segment=number, below=below)
+            self._kept = KeptBlocks(blocks=blocks, segment=number, below=below)
         return self._kept
 
     def _undone_from(self) -> int:
@@ -187,7 +187,7 @@ class RankFile:
                 return found
         return None
 
-    def _newest_first(self, kinds: tuple[str, ...]) -> Iterator[tuple[Segment, np.void]]:
+    def _newest_first(self, kinds: tuple[str, ...]) -> Iterator[tuple[EventFile, np.void]]:
         self._follow_rotation()
         mask = bits_of(kinds) if kinds else 0xFFFFFFFF
         for segment in reversed(self.segments):
