@@ -13,7 +13,7 @@ from phalanx.errors import SystemFailure, mistake
 
 if TYPE_CHECKING:
     from phalanx.metrics.readings import Readings
-    from phalanx.metrics.steps import Sink
+    from phalanx.metrics.step_export import TrackerSink
     from phalanx.record.run import Run
 
 TARGETS = ("listen", "otlp", "tensorboard", "mlflow", "wandb")
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.record.run import open_run
 
     if args.grafana:
-        from phalanx.metrics.grafana import dashboard
+        from phalanx.metrics.names import grafana_dashboard
 
-        print(dashboard(), end="")
+        print(grafana_dashboard(), end="")
         return 0
     target = _target(args)
     found = open_run(args.run)
@@ -107,9 +107,9 @@ def _serve(readings: Readings, args: argparse.Namespace) -> int:
 
 
 def _push(readings: Readings, args: argparse.Namespace) -> int:
-    from phalanx.metrics.to_otlp import Pusher
+    from phalanx.metrics.otlp import OtlpPusher
 
-    with Pusher(readings, args.otlp) as pusher:
+    with OtlpPusher(readings, args.otlp) as pusher:
 
         def push() -> None:
             try:
@@ -124,19 +124,18 @@ def _push(readings: Readings, args: argparse.Namespace) -> int:
 
 
 def _write(found: Run, target: str, args: argparse.Namespace) -> int:
-    from phalanx.metrics.steps import Exporter
+    from phalanx.metrics.step_export import StepExporter
 
     with _sink(found, target, getattr(args, target)) as sink:
-        exporter = Exporter(found, sink, every=args.every)
+        exporter = StepExporter(found, sink, every=args.every)
         _repeat(exporter.export, found, args)
     return _said(args, steps=exporter.written, where=str(sink.where))
 
 
-def _sink(found: Run, target: str, folder: str) -> Sink:
-    from importlib import import_module
+def _sink(found: Run, target: str, folder: str) -> TrackerSink:
+    from phalanx.metrics.trackers import OPENERS
 
-    opened: Sink = import_module(f"phalanx.metrics.to_{target}").open_sink(found, folder)
-    return opened
+    return OPENERS[target](found, folder)
 
 
 def _repeat(act: Callable[[], object], found: Run, args: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
         return _report(open_run(args.report), as_json=args.json)
     from phalanx.elastic.launchers import find_rank
-    from phalanx.metrics.serving import check_served
+    from phalanx.metrics.prometheus import check_served
     from phalanx.train.prepare import need_torch
 
     need_torch()
@@ -253,13 +253,13 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
     from phalanx.elastic.client import launch, local_hosts, rank_environ
-    from phalanx.metrics.serving import serving
+    from phalanx.metrics.prometheus import serve_metrics
 
     hosts = (
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
     )
     watching = Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started)
-    with serving(made, plan.job.telemetry, tell=note), watching as live:
+    with serve_metrics(made, plan.job.telemetry, tell=note), watching as live:
 
         def asked(count: int) -> None:
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")

@@ -7,6 +7,7 @@ The Prometheus name is derived by OpenTelemetry's own rules, so both ways into P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import resources
 from typing import Literal
 
 # UCUM -> the word Prometheus puts at the end of a name; a unit in braces is a remark and adds none.
@@ -255,3 +256,8 @@ METRICS: tuple[Metric, ...] = (
     *(GOODPUT, TIME, STRAGGLER, COST, CARBON, RUN_ENERGY),
     *PREDICTED,
 )
+
+
+def grafana_dashboard() -> str:
+    """Its JSON, as Grafana imports it (Dashboards, New, Import)."""
+    return resources.files("phalanx.metrics").joinpath("grafana.json").read_text(encoding="utf-8")

@@ -115,7 +115,7 @@ def test_a_brief_summary_reads_no_record_whole(run: Run, monkeypatch: pytest.Mon
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("read whole")
 
-    for name in ("walk", "cost", "skipped_steps"):
+    for name in ("walk_ledger", "run_cost", "skipped_steps"):
         monkeypatch.setattr(summary, name, refused)
     brief = summarize_briefly(run, RunHistory.open(run))
     assert (brief.ledger, brief.cost, brief.skipped_steps, brief.effective_time.measured) == (None, None, None, None)

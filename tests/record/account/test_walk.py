@@ -93,7 +93,7 @@ def test_one_damaged_step_does_not_lose_the_ledger(tmp_path):
 def used(monkeypatch):
     """Whether what passed by was of use, for every account that was made; runs of any size are long enough."""
     found, make, fits = [], LedgerStream.of, LedgerStream.fits
-    monkeypatch.setattr(stream.Passing, "of", lambda *all_: make(*all_, least_bytes=0))
+    monkeypatch.setattr(stream.LedgerStream, "of", lambda *all_: make(*all_, least_bytes=0))
     monkeypatch.setattr(LedgerStream, "fits", lambda *all_: found.append(fits(*all_)) or found[-1])
     return found
 

@@ -9,19 +9,18 @@ from urllib.parse import urlsplit
 
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.metrics.names import METRICS, Metric
-from phalanx.metrics.need import need
-from phalanx.metrics.point import Point
-from phalanx.metrics.readings import Readings
+from phalanx.metrics.readings import MetricPoint, Readings
+from phalanx.metrics.step_export import require_library
 
-PATH = "/v1/metrics"
+OTLP_PATH = "/v1/metrics"
 TIMEOUT_S = 10.0
 
 
-class Pusher:
+class OtlpPusher:
     """Pushes the newest numbers at every call of `push`."""
 
     def __init__(self, readings: Readings, url: str) -> None:
-        need("opentelemetry.exporter.otlp.proto.http.metric_exporter", extra="otlp", what="--otlp")
+        require_library("opentelemetry.exporter.otlp.proto.http.metric_exporter", extra="otlp", what="--otlp")
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -33,7 +32,7 @@ class Pusher:
         logger.addHandler(logging.NullHandler())
         self._readings = readings
         self._url = _endpoint(url)
-        self._points: dict[str, list[Point]] = {}
+        self._points: dict[str, list[MetricPoint]] = {}
         self._exporter = OTLPMetricExporter(endpoint=self._url, timeout=TIMEOUT_S)
         self._reader = InMemoryMetricReader()  # asked by us: the SDK's own thread would push when it likes
         # No detectors: they read the environment and the command line.
@@ -67,7 +66,7 @@ class Pusher:
             what = f"the collector did not take the metrics within {TIMEOUT_S:g} s"
             raise SystemFailure(Problem(where=where, what=what, fix="start it, or correct the address"))
 
-    def __enter__(self) -> Pusher:
+    def __enter__(self) -> OtlpPusher:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,4 +79,4 @@ def _endpoint(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise mistake("--otlp", f"{url[:80]!r} is not a URL", fix="write it as http://127.0.0.1:4318")
-    return url if parts.path.endswith(PATH) else url.rstrip("/") + PATH
+    return url if parts.path.endswith(OTLP_PATH) else url.rstrip("/") + OTLP_PATH

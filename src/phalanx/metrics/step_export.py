@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from phalanx.errors import PhalanxError, Problem, SystemFailure
+from phalanx.errors import PhalanxError, Problem, SystemFailure, mistake
 from phalanx.io.files import write_text
 from phalanx.io.values import integer, number, text
 from phalanx.metrics import names
@@ -25,7 +26,7 @@ CHUNK = 1000  # steps read and written at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class StepRow:
     """What is known after a step: `step` counts steps done, `values` goes by OpenTelemetry name."""
 
     step: int
@@ -33,7 +34,7 @@ class Row:
     values: Mapping[str, float]
 
 
-class Sink(Protocol):
+class TrackerSink(Protocol):
     """Where rows go."""
 
     where: Path
@@ -41,10 +42,10 @@ class Sink(Protocol):
     def go_back(self, step: int) -> None:
         """Rows of more than `step` steps done that were written before are undone."""
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         """Take at least one row; the first call opens whatever has to be opened."""
 
-    def __enter__(self) -> Sink: ...
+    def __enter__(self) -> TrackerSink: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -52,7 +53,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cursor:
+class ExportCursor:
     """How far an export came: the last step event and evaluation; `identity` is the sink's name for the run."""
 
     step: int = -1
@@ -61,7 +62,7 @@ class Cursor:
     identity: str = ""
 
     @classmethod
-    def read(cls, path: Path) -> Cursor:
+    def read(cls, path: Path) -> ExportCursor:
         """From its file; a missing or damaged one means from the beginning."""
         try:
             data = read_json(path)
@@ -86,16 +87,16 @@ def cursor_path(folder: Path, run: Run) -> Path:
     return folder / f".phalanx-{run.name}.json"
 
 
-class Exporter:
+class StepExporter:
     """Writes what is new at every call of `export`."""
 
-    def __init__(self, run: Run, sink: Sink, *, every: int = 1) -> None:
+    def __init__(self, run: Run, sink: TrackerSink, *, every: int = 1) -> None:
         self._history = RunHistory.open(run)
         self._segments: list[LayoutSpan] = []
         self._sink = sink
         self._every = every
         self._path = cursor_path(sink.where, run)
-        self._cursor = Cursor.read(self._path)
+        self._cursor = ExportCursor.read(self._path)
         self.written = 0  # rows
 
     def export(self) -> None:
@@ -121,11 +122,11 @@ class Exporter:
             self._sink.write(rows + evaluated)
         self.written += len(rows)
         newest = events[-1] if events else {}
-        self._cursor = Cursor(
+        self._cursor = ExportCursor(
             step=end,
             t=number(newest, "t") or self._cursor.t,
             evaluated_t=max([self._cursor.evaluated_t, *(row.t for row in evaluated)]),
-            identity=Cursor.read(self._path).identity,
+            identity=ExportCursor.read(self._path).identity,
         )
         self._cursor.keep(self._path)
 
@@ -141,28 +142,28 @@ class Exporter:
             low, high = (middle + 1, high) if (number(event, "t") or 0.0) <= self._cursor.t else (low, middle)
         return low
 
-    def _row(self, event: Mapping[str, Any]) -> Row | None:
+    def _row(self, event: Mapping[str, Any]) -> StepRow | None:
         step, t = integer(event, "step"), number(event, "t")
         if step is None or t is None:
             return None
         known = {metric.name: number(event, metric.field) for metric in names.STEP}
         rate, scale = number(event, "tokens_per_s"), self._mfu_per_token(step)
         known[names.MFU.name] = rate * scale if rate is not None and rate >= 0.0 and scale is not None else None
-        return Row(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
+        return StepRow(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
 
     def _mfu_per_token(self, step: int) -> float | None:
         """Of the layout that did a step: a run may have had several."""
         found = next((one for one in reversed(self._segments) if one.first <= step), None)
         return found.mfu_per_token if found is not None else None
 
-    def _evaluated(self) -> Iterator[Row]:
+    def _evaluated(self) -> Iterator[StepRow]:
         for event in self._history.events("evaluate"):
             step, t, loss = integer(event, "step"), number(event, "t"), number(event, "loss")
             if step is not None and loss is not None and t is not None and t > self._cursor.evaluated_t:
-                yield Row(step=step, t=t, values={names.EVALUATION.name: loss})
+                yield StepRow(step=step, t=t, values={names.EVALUATION.name: loss})
 
 
-def made_folder(folder: str) -> Path:
+def make_folder(folder: str) -> Path:
     """The folder, made if need be; raises SystemFailure when it cannot be."""
     path = Path(folder)
     try:
@@ -171,3 +172,14 @@ def made_folder(folder: str) -> Path:
         what = f"cannot be made: {error.strerror or error}"
         raise SystemFailure(Problem(where=folder, what=what, fix="name a writable folder")) from error
     return path
+
+
+def require_library(module: str, *, extra: str, what: str) -> None:
+    """Import a library, or raise UserError with the pip command."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise mistake(
+            what, f'needs the Python package "{missing}", which is not installed', fix=f"pip install 'phalanx[{extra}]'"
+        ) from error

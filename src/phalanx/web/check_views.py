@@ -12,26 +12,24 @@ from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.formats.plain import report_dict
 from phalanx.rules.live import Verdicts
 from phalanx.rules.rule import GROUPS, Limit, Rule
-from phalanx.web.answer import Json, Parts
-from phalanx.web.memo import NotYetError
-from phalanx.web.shelf import Shelf, mark
-from phalanx.web.views import state_of
-from phalanx.web.views_plan import remarks
+from phalanx.web.answer import AnswerParts, Json
+from phalanx.web.detail_views import remarks
+from phalanx.web.run_store import NotYetError, RunStore, run_stamp, state_of
 
 PATIENCE_S = 5.0
 MOST_FINDINGS = 500
 OTHER = "waivers and the specification itself"
 
 
-def verdicts(shelf: Shelf, run: Run, *, wait_s: float) -> Verdicts:
+def verdicts(shelf: RunStore, run: Run, *, wait_s: float) -> Verdicts:
     """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
     turns, over = shelf.checks.turns(run), not state_of(run)[1]
-    asked = (mark(run), turns.number)
+    asked = (run_stamp(run), turns.number)
     found: Verdicts = shelf.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
     return found
 
 
-def soon(shelf: Shelf, run: Run) -> Verdicts | None:
+def soon(shelf: RunStore, run: Run) -> Verdicts | None:
     """`verdicts`, or None while they are worked out."""
     try:
         return verdicts(shelf, run, wait_s=PATIENCE_S)
@@ -39,9 +37,9 @@ def soon(shelf: Shelf, run: Run) -> Verdicts | None:
         return None
 
 
-def findings(shelf: Shelf, name: str) -> Json:
+def findings_view(shelf: RunStore, name: str) -> Json:
     """Every verdict, by group; beside them the plan's warnings and who was shut out."""
-    parts, run = Parts(), shelf.run(name)
+    parts, run = AnswerParts(), shelf.run(name)
     found = parts.read("check", lambda: soon(shelf, run))
     told = report_dict(found.report) if found is not None else {}
     listed = told.pop("findings", [])
@@ -55,15 +53,15 @@ def findings(shelf: Shelf, name: str) -> Json:
     }
 
 
-def counts(shelf: Shelf, name: str) -> Json:
+def counts_view(shelf: RunStore, name: str) -> Json:
     """The counts alone, for the head of every page of a run."""
-    parts, run = Parts(), shelf.run(name)
+    parts, run = AnswerParts(), shelf.run(name)
     found = parts.read("check", lambda: soon(shelf, run))
     told = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
     return {**_stand(found, parts), "counts": told["counts"], "errors": told["errors"], "damage": parts.damage}
 
 
-def _stand(found: Verdicts | None, parts: Parts) -> Json:
+def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
     """Whether there is an answer; `settled` is false while a better one is worked out."""
     broken = any(one["where"] == "check" for one in parts.damage)
     return {
@@ -97,7 +95,7 @@ def _told(one: Json, folder: Path) -> Json:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def rule(name: str) -> Json:
+def rule_view(name: str) -> Json:
     """A rule's own words; raises UserError for a name that is none."""
     found = find_rule(name)
     return {
