@@ -90,7 +90,7 @@ def test_many_ranks_are_cut_to_the_slowest(tmp_path: Path) -> None:
 def test_plain_lines_of_a_run_that_is_over(done: Run, capsys: Output) -> None:
     assert main(["watch", str(done.path)]) == 0  # stdout is no terminal here
     lines = capsys.readouterr().out.splitlines()
-    assert "step 30: fell: rank 3 on host-1: killed by signal 9" in lines
+    assert "step 30: failed: rank 3 on host-1: killed by signal 9" in lines
     assert any(line.startswith("step 60/60  loss ") for line in lines)
     assert any(line.startswith("straggler: rank 2 ") for line in lines)
     assert any(line.startswith("check: warning TEL004 stragglers-named: rank 2 ") for line in lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.io.codec import decode, encode
+from phalanx.io.codec import from_json_values, json_values
 from phalanx.job.hf_write import family_of, to_config
 from phalanx.job.load import load
 from phalanx.job.model import ModelShape
@@ -70,7 +70,7 @@ def test_shapes_survive_the_plan_file(write: Write) -> None:
     keys = 'module = "m.py:build"\narguments = { width = 3, names = ["a"] }\nnorm_eps = 1e-6\nrope_theta = 5e5'
     own = load(write(HAND.format(keys=keys))).job.model
     for shape in [own, *(preset.model() for preset in presets().values())]:
-        assert decode(ModelShape, json.loads(json.dumps(encode(shape)))) == shape
+        assert from_json_values(ModelShape, json.loads(json.dumps(json_values(shape)))) == shape
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,20 @@ from phalanx.errors import mistake
 T = TypeVar("T")
 
 
-def encode(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """A value as JSON can hold it; infinity becomes null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: encode(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: json_values(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encode(item) for key, item in value.items()}
+        return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return [json_values(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def decode(kind: type[T], data: Any, where: str = "plan") -> T:
+def from_json_values(kind: type[T], data: Any, where: str = "plan") -> T:
     """The value of type `kind` that `data` describes; raises UserError naming the entry that is wrong."""
     value: T = _decode(kind, data, where)
     return value

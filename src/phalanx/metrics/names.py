@@ -186,9 +186,9 @@ TOKENS = Metric(
     field="tokens",
     kind="counter",
 )
-RANKS = Metric(name="train.ranks", unit="{rank}", help="ranks of the newest formation with a record", source="epoch")
+RANKS = Metric(name="train.ranks", unit="{rank}", help="ranks of the newest membership with a record", source="epoch")
 INCIDENTS = Metric(
-    name="train.incidents", unit="{incident}", help="ranks or hosts that fell", source="incident", kind="counter"
+    name="train.incidents", unit="{incident}", help="ranks or hosts that failed", source="incident", kind="counter"
 )
 UPDATED = Metric(
     name="train.updated.timestamp", unit="s", help="Unix time of the newest step", source="step", field="t"

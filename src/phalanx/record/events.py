@@ -12,12 +12,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
+from phalanx.io.codec import json_values
 from phalanx.io.files import open_regular
 
 if TYPE_CHECKING:
@@ -160,23 +161,13 @@ def _encoded(line: Event) -> bytes:
         ValueError,
         TypeError,
     ):  # looking for numbers that are not finite costs more than the rest: only where needed
-        text = _JSON.encode(_finite(line))
+        text = _JSON.encode(json_values(line))
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
 def _torn(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def part_path(path: Path, number: int) -> Path:

@@ -297,8 +297,8 @@ def _evaluation(event: Event) -> Json:
 
 def _epoch(event: Event, restored: Mapping[int | None, int | None]) -> Json:
     epoch, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
-    told = f"epoch {epoch}: " if epoch is not None else ""
-    told += plural(world, "rank") if world is not None else "ranks form"
+    told = f"generation {epoch}: " if epoch is not None else ""
+    told += plural(world, "rank") if world is not None else "ranks join"
     told += f" ({reason})" if reason else ""
     step = restored.get(epoch, integer(event, "step"))
     return {**_place(event), "step": step, "text": told, "epoch": epoch, "world": world, "layout": event.get("layout")}

@@ -26,7 +26,7 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
     writer.write("checkpoint", step=30, seconds=0.25, bytes=2e6)
     assert follower.read() == [
         "warning: step-00000009: is damaged",
-        "ranks ready after 2.00 s, going on at step 7",
+        "ranks ready after 2.00 s, continuing at step 7",
         "step 30: held-out loss 4.0000, 2.125 bits per byte",
         "step 30: checkpoint taken, training waited 2.00 ms",
         "step 30: checkpoint saved (2.00 MB, 250 ms)",
@@ -41,7 +41,9 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
 
 def test_copies_in_memory_that_fail() -> None:
     known = {"event": "memory", "step": 1200, "trouble": "", "is_skipped": False}
-    assert remark_of_rank(known) == ["step 1,200: copies in memory are well again"]
-    assert remark_of_rank(known | {"trouble": "host b\x1b"}) == ["step 1,200: no second copy in memory: host b "]
+    assert remark_of_rank(known) == ["step 1,200: in-memory checkpoints have replicas again"]
+    assert remark_of_rank(known | {"trouble": "host b\x1b"}) == [
+        "step 1,200: in-memory checkpoint without a replica: host b "
+    ]
     (told,) = remark_of_rank(known | {"is_skipped": True})
-    assert told == "step 1,200: copies in memory are left out: the last ones are not safe yet"
+    assert told == "step 1,200: in-memory checkpoint skipped: the last one is not safe yet"

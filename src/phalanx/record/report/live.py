@@ -108,20 +108,20 @@ def remark_of_supervisor(event: Event) -> list[str]:
     """What fell, who goes on, who came and went."""
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
-        return [f"step {integer(event, 'step') or 0:,}: fell: {incident_text(event)}"]
+        return [f"step {integer(event, 'step') or 0:,}: failed: {incident_text(event)}"]
     if kind == "evidence" and event.get("finding"):
         return [text(event, "finding")]
     if kind == "replacement":
-        return [f"fell with it, and is replaced: {incident_text(event)}"]
+        return [f"failed with it and is replaced: {incident_text(event)}"]
     if kind == "epoch" and event.get("reason") != "start":
-        return [f"epoch {integer(event, 'epoch')}: going on with {plural(integer(event, 'world') or 0, 'rank')}"]
+        return [f"generation {integer(event, 'epoch')}: continuing with {plural(integer(event, 'world') or 0, 'rank')}"]
     if kind == "coordinator":
-        return ["the coordinator fell, and another took over; no rank noticed"]
+        return ["the coordinator failed and another took over; no rank noticed"]
     if kind == "host" and event.get("state") == "joined" and integer(event, "epoch"):
-        return [f"{host} is there"]
+        return [f"{host} joined"]
     if kind == "quarantine":
         slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
-        return [f"{host}{slot} takes no part any more: {text(event, 'reason')}"]
+        return [f"{host}{slot} is quarantined: {text(event, 'reason')}"]
     return []
 
 
@@ -144,7 +144,7 @@ def remark_of_rank(event: Event) -> list[str]:
         return _communicators(event)
     if event["event"] == "ready":
         seconds = number(event, "seconds")
-        at = f", going on at step {step:,}" if step else ""
+        at = f", continuing at step {step:,}" if step else ""
         given = event.get("warnings")
         noted = [printable(one) for one in given if isinstance(one, str)] if isinstance(given, list) else []
         waited = f" after {format_seconds(seconds)}" if seconds else ""
@@ -179,9 +179,11 @@ def _communicators(event: Event) -> list[str]:
 def _copies(event: Event) -> str:
     """How the copies of the state in host memory are."""
     if event.get("is_skipped") is True:
-        return f"copies in memory are left out: {text(event, 'trouble') or 'the last ones are not safe yet'}"
+        return f"in-memory checkpoint skipped: {text(event, 'trouble') or 'the last one is not safe yet'}"
     trouble = text(event, "trouble")
-    return f"no second copy in memory: {trouble}" if trouble else "copies in memory are well again"
+    return (
+        f"in-memory checkpoint without a replica: {trouble}" if trouble else "in-memory checkpoints have replicas again"
+    )
 
 
 def _checkpoint(event: Event, step: int) -> list[str]:
