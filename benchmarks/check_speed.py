@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from synthetic import make_plan  # tests/synthetic.py
 
 from phalanx.io.toml import to_toml
-from phalanx.job.dump import to_dict
+from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
@@ -118,7 +118,7 @@ def _make(run: Run, *, ranks: int, steps: int) -> None:
     run.path.mkdir(parents=True)
     plan = make_plan(ranks=ranks, steps=steps, hosts=max(1, ranks // 8))
     run.plan_json.write_text(json.dumps(plan))
-    run.job_toml.write_text(to_toml(to_dict(Plan.from_dict(plan).job)))
+    run.job_toml.write_text(to_toml(job_to_dict(Plan.from_dict(plan).job)))
     run.set_launch(v=1, world=ranks, layout="", started=BEGAN_S)
     run.set_status("done")
     now = [BEGAN_S]

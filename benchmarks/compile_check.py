@@ -135,7 +135,7 @@ def main() -> int:
 
 def write_inputs(folder: Path) -> None:
     """A job and a small text to learn."""
-    from phalanx.train.data.build import Origin, Recipe, build
+    from phalanx.train.data.build import Origin, Recipe, build_dataset
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import Progress
 
@@ -147,7 +147,7 @@ def write_inputs(folder: Path) -> None:
         recipe = Recipe(
             origins=(Origin(path=folder / "text.txt"),), vocab=400, heldout=0.1, reading=Reading(split_on="blank")
         )
-        build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+        build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
 
 
 class Bench:

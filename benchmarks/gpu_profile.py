@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from phalanx.train.rank_control import RankControl
 
 from phalanx.io.toml import to_toml
 from phalanx.job.dataset import MANIFEST, TOKENIZER, Manifest, Source
@@ -39,7 +40,6 @@ from phalanx.record.run import Run, create_run
 from phalanx.train import worker
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.engine import Engine
-from phalanx.train.orders import Orders
 
 WARM_UP = 3  # the first step compiles, the second may compile once more, the third settles the allocator
 LEAST, MOST = 6, 14  # steps that are timed
@@ -249,11 +249,11 @@ def plan_of(c: Configuration, cluster: str, dataset: str, folder: Path) -> Plan:
 
 def run_of(plan: Plan, dataset: Path, folder: Path) -> tuple[Run, Plan]:
     """A run folder, as `phalanx train` makes one."""
-    from phalanx.job.dump import to_dict
+    from phalanx.job.load import job_to_dict
 
     data = replace(plan.job.data, paths=(str(dataset),))
     plan = replace(plan, job=replace(plan.job, data=data))
-    job = to_dict(plan.job)
+    job = job_to_dict(plan.job)
     run = create_run(folder / "runs", "profile", job_toml=to_toml(job), job=job, plan_json=plan.to_json())
     run.set_launch(v=1, world=1, layout=plan.layout.name, started=time.time(), earlier=[], allow_code=False)
     return run, plan
@@ -286,7 +286,7 @@ def measure(c: Configuration, cluster: str, dataset: Path, device: torch.device)
         run, plan = run_of(plan, dataset, Path(name))
         watch = Watch(log, device)
         try:
-            worker.train(run, plan, device, log, Orders(stop=lambda: False, progress=watch.after_step))  # type: ignore[arg-type]
+            worker.train(run, plan, device, log, RankControl(stop=lambda: False, progress=watch.after_step))  # type: ignore[arg-type]
         except Measured:
             found["status"] = "ok"
         except torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.io.toml import to_toml
-from phalanx.job.dump import to_dict
+from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 
@@ -46,7 +46,7 @@ def write_run(
         (run.path / inner).mkdir(parents=True)
     plan = make_plan(ranks=ranks, steps=steps if finished else 2 * steps, hosts=hosts)
     (run.path / "job.json").write_text(json.dumps(plan["job"]))
-    run.job_toml.write_text(to_toml(to_dict(Plan.from_dict(plan).job)))
+    run.job_toml.write_text(to_toml(job_to_dict(Plan.from_dict(plan).job)))
     run.plan_json.write_text(json.dumps(plan))
     layout = f"TP{plan['layout']['tensor']}·CP1·PP1·DP{plan['layout']['data']} (ZeRO-3, EP1) mbs2 no-recompute"
     names = [f"host-{number}" for number in range(hosts)]

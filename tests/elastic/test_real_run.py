@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from phalanx.validate.calibration_report import calibrate_run
 
-from phalanx.plan.fieldwork import calibrate_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 from phalanx.rules.api import check
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
     (folder / "job.toml").write_text(JOB)
     return folder
 

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.hardware import defaults
-from phalanx.hardware.catalog import shipped
-from phalanx.hardware.cluster import from_dict, resolve, to_dict
-from phalanx.hardware.clusterfile import render_cluster
+from phalanx.hardware import cluster_defaults as defaults
+from phalanx.hardware.catalog import shipped_accelerators
+from phalanx.hardware.cluster import from_dict, render_cluster, resolve, to_dict
 
 NOWHERE: dict[str, str] = {}
 
@@ -74,10 +73,10 @@ def test_defaults_follow_their_sources() -> None:
     assert resolve("8xL40S", environ=NOWHERE).link_latency_s == 5.7e-6
     assert h100.price_usd_per_device_hour == (1.29, 3.25, 11.101)
     assert resolve("72xGB200", environ=NOWHERE).price_usd_per_device_hour is None
-    assert defaults.power_w_per_device(h100) == pytest.approx(856)
+    assert defaults.usual_power_w_per_device(h100) == pytest.approx(856)
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in shipped()])
+@pytest.mark.parametrize("name", [entry.name for entry in shipped_accelerators()])
 def test_every_shipped_accelerator_makes_a_whole_cluster_that_survives_json(name: str) -> None:
     cluster = resolve(f"1x{name}:3", environ=NOWHERE)
     assert min(cluster.link_bytes_per_s, cluster.nic_bytes_per_s, cluster.link_latency_s) > 0

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.io.toml import to_toml
-from phalanx.job.dump import to_dict
-from phalanx.job.load import load
+from phalanx.job.load import job_to_dict, load
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
@@ -21,7 +20,7 @@ SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan
 def test_every_example_survives(path: Path, tmp_path: Path) -> None:
     job = load(path).job
     copy = tmp_path / "job.toml"
-    copy.write_text(to_toml(to_dict(job)), encoding="utf-8")
+    copy.write_text(to_toml(job_to_dict(job)), encoding="utf-8")
     assert load(copy).job == job
 
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from phalanx.job.hf_config import family_of, to_config
+from phalanx.job.model_section import shape_of_config
 
 from phalanx.errors import UserError
 from phalanx.io.codec import from_json_values, json_values
-from phalanx.job.hf_write import family_of, to_config
 from phalanx.job.load import load
-from phalanx.job.model import ModelShape
-from phalanx.job.presets import presets
-from phalanx.job.shape import shape_of_config
+from phalanx.job.model import ModelShape, known_presets
 
 Write = Callable[[str], Path]
 Complaints = Callable[..., str]
@@ -69,7 +68,7 @@ def test_refused(complaints: Complaints, keys: str, message: str) -> None:
 def test_shapes_survive_the_plan_file(write: Write) -> None:
     keys = 'module = "m.py:build"\narguments = { width = 3, names = ["a"] }\nnorm_eps = 1e-6\nrope_theta = 5e5'
     own = load(write(HAND.format(keys=keys))).job.model
-    for shape in [own, *(preset.model() for preset in presets().values())]:
+    for shape in [own, *(preset.model() for preset in known_presets().values())]:
         assert from_json_values(ModelShape, json.loads(json.dumps(json_values(shape)))) == shape
 
 
@@ -87,7 +86,7 @@ def test_shapes_survive_the_plan_file(write: Write) -> None:
     ],
 )
 def test_a_written_config_reads_back(name: str, family: str, tmp_path: Path) -> None:
-    shape = presets()[name].model()
+    shape = known_presets()[name].model()
     assert family_of(shape) == family
     path = tmp_path / "config.json"
     path.write_text(json.dumps(to_config(shape)))
@@ -97,12 +96,12 @@ def test_a_written_config_reads_back(name: str, family: str, tmp_path: Path) -> 
 def test_models_no_family_computes() -> None:
     for name, key in (("deepseek-v3", "kv_lora_rank = 512"), ("bloom-176b", "embedding_norm = True")):
         with pytest.raises(UserError) as caught:
-            family_of(presets()[name].model())
+            family_of(known_presets()[name].model())
         assert key in str(caught.value)
 
 
 def test_a_bad_config_alone_is_refused_with_all_its_mistakes(tmp_path: Path) -> None:
-    config = to_config(presets()["llama-3-8b"].model()) | {"hidden_act": "relu", "num_hidden_layers": 0}
+    config = to_config(known_presets()["llama-3-8b"].model()) | {"hidden_act": "relu", "num_hidden_layers": 0}
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:

@@ -6,9 +6,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from phalanx.validate.throughput_table import REQUIRED, number, read_table, why_not_priced
 
 from phalanx.errors import UserError
-from phalanx.plan.published import REQUIRED, complaint, number, read_table
 
 HEADER = "id,layers,hidden,seq,gpu,gpus,global_batch"
 LINE = "a,32,4096,4096,H100,8,64"
@@ -158,7 +158,7 @@ def test_number_of_an_absent_column():
 
 
 def test_a_good_row_has_no_complaint():
-    assert complaint(ROW) == ""
+    assert why_not_priced(ROW) == ""
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_good_row_has_no_complaint():
     ],
 )
 def test_complaints_name_the_cell(changes, told):
-    assert complaint(ROW | changes) == told
+    assert why_not_priced(ROW | changes) == told
 
 
 @pytest.mark.parametrize(
@@ -196,11 +196,11 @@ def test_complaints_name_the_cell(changes, told):
     ],
 )
 def test_what_cannot_be_meant_is_refused(changes, told):
-    assert complaint(ROW | changes) == told
+    assert why_not_priced(ROW | changes) == told
 
 
 def test_long_garbage_is_shortened():
-    assert len(complaint(ROW | {"layers": "x" * 10_000})) < 100
+    assert len(why_not_priced(ROW | {"layers": "x" * 10_000})) < 100
 
 
 @pytest.mark.parametrize("name", REQUIRED)

@@ -14,13 +14,12 @@ from synthetic import write_run
 
 from phalanx.errors import PhalanxError, UserError
 from phalanx.io.toml import to_toml
-from phalanx.job.dump import to_dict
-from phalanx.job.load import load
+from phalanx.job.load import job_to_dict, load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.rules.api import base_of, check_plan
-from phalanx.rules.gather import Request, gather
+from phalanx.rules.gather import Request, gather_evidence
 
 TODAY = date(2026, 11, 15)
 
@@ -42,13 +41,13 @@ def plan_text(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     made = write_run(tmp_path_factory.mktemp("runs"), ranks=2, steps=20, incidents=0)
-    made.job_toml.write_text(to_toml(to_dict(Plan.from_dict(made.plan()).job)))  # as phalanx train writes it
+    made.job_toml.write_text(to_toml(job_to_dict(Plan.from_dict(made.plan()).job)))  # as phalanx train writes it
     return made
 
 
 def gathered(target, **request):
     nowhere = {"HOME": "/dev/null"}  # neither drills nor kept plans of whoever runs the test
-    return gather(str(target), Request(look=False, **request), today=TODAY, environ=nowhere)
+    return gather_evidence(str(target), Request(look=False, **request), today=TODAY, environ=nowhere)
 
 
 def test_a_job_is_planned_and_every_key_has_its_line(job) -> None:
@@ -281,5 +280,5 @@ def test_whose_efficiency_predicts_a_step_does_not_say_who_trains(tmp_path: Path
         JOB.replace("[parallel]", '[parallel]\nframework = "torchtitan"'),
         encoding="utf-8",
     )
-    found = gather(str(job), Request(cluster="8xH100:2", look=False), today=date(2026, 11, 15))
+    found = gather_evidence(str(job), Request(cluster="8xH100:2", look=False), today=date(2026, 11, 15))
     assert found.practice.trainer == "phalanx"

@@ -62,12 +62,11 @@ def _side(name: str) -> Side:
     if path.is_dir():
         return of_run(open_run(path))
     if path.suffix == ".toml":
-        from phalanx.job.dump import to_dict
-        from phalanx.job.load import load
+        from phalanx.job.load import job_to_dict, load
 
         resolved = load(name)
         warn(resolved.warnings)
-        return of_job(name, to_dict(resolved.job))
+        return of_job(name, job_to_dict(resolved.job))
     if not path.is_file():
         raise mistake(name, "there is no such run, plan or job", fix="name a run folder, a plan.json or a job.toml")
     return of_plan(name, _plan(path))

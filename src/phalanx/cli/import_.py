@@ -11,9 +11,8 @@ from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import write_text
 from phalanx.io.values import printable
-from phalanx.rules.foreign.convert import Converted, convert, find_trainer
-from phalanx.rules.foreign.detect import kind_of
-from phalanx.rules.foreign.trainers import TRAINERS
+from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config, find_trainer
+from phalanx.rules.foreign.detect import trainer_of_file
 from phalanx.units import plural
 
 MOST_LISTED = 12
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             fix="name another --out, or add --force",
         )
     kind = args.trainer or _recognised(path)
-    found = convert(
+    found = convert_config(
         path,
         find_trainer(kind).name,
         cluster=args.cluster,
@@ -66,7 +65,7 @@ def _recognised(path: Path) -> str:
 
     if not path.is_file():
         read_text(path, noun="configuration")  # says what is wrong with it
-    kind = kind_of(path)
+    kind = trainer_of_file(path)
     if not kind:
         raise mistake(
             str(path),
@@ -76,14 +75,14 @@ def _recognised(path: Path) -> str:
     return kind
 
 
-def _refuse_missing(found: Converted) -> None:
+def _refuse_missing(found: ConvertedConfig) -> None:
     """Without a model or a batch the job file would not load; without a cluster it says so."""
     lacking = [one for one in found.missing if "--cluster" not in one.fix]
     if lacking:
         raise UserError(lacking)
 
 
-def _answer(found: Converted, out: Path | None) -> dict[str, object]:
+def _answer(found: ConvertedConfig, out: Path | None) -> dict[str, object]:
     return {
         "trainer": found.trainer,
         "path": str(out) if out is not None else None,
@@ -96,7 +95,7 @@ def _answer(found: Converted, out: Path | None) -> dict[str, object]:
     }
 
 
-def _notes(found: Converted, out: Path | None) -> None:
+def _notes(found: ConvertedConfig, out: Path | None) -> None:
     total = len(found.mapped) + len(found.irrelevant) + len(found.unmapped)
     note(
         f"{found.trainer}: {plural(total, 'setting')}, {len(found.mapped)} mapped, "

@@ -10,7 +10,7 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.rules.judge import Report
+    from phalanx.rules.judge import CheckReport
 
 
 def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
@@ -23,22 +23,21 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
         raise RuleError(_refusal(report))
 
 
-def _tell(report: Report) -> None:
+def _tell(report: CheckReport) -> None:
     from phalanx.io.values import printable
-    from phalanx.rules.formats.plain import place_of, summary_of
-    from phalanx.rules.formats.text import MOST_TEXT, finding_lines
+    from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
 
     for one in report.problems:
         if one.severity == "error":
             for _, text in finding_lines(one, report):
                 note(printable(text, most=MOST_TEXT))
         elif one.severity == "warning":
-            text = f"{place_of(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
+            text = f"{shown_place(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
             note(f"check: {printable(text, most=MOST_TEXT)}")
     note(f"check: {summary_of(report)}")
 
 
-def _refusal(report: Report) -> Problem:
+def _refusal(report: CheckReport) -> Problem:
     return Problem(
         where=report.target,
         what=f"{plural(report.errors, 'error')} against the training specification {report.edition}: "

@@ -16,8 +16,8 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.elastic.client import HostSpec
     from phalanx.elastic.launchers import RankPlace
+    from phalanx.elastic.local_launch import HostSpec
     from phalanx.job.load import ResolvedJob
     from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
@@ -186,7 +186,7 @@ def _fresh_plan(args: argparse.Namespace) -> tuple[Plan, ResolvedJob]:
     _check_files(prepare.with_absolute_files(asked).job, asked, args)
     if args.no_probe or find_rank(os.environ) is not None:
         return prepare.make(asked), asked
-    from phalanx.plan.timed import plan_here
+    from phalanx.plan.make import plan_here
 
     target = str(asked.job.cluster.target)
     return plan_here(lambda: prepare.make(asked), target, environ=os.environ, tell=note), asked
@@ -225,11 +225,11 @@ def _dry_run(plan: Plan, *, as_json: bool) -> int:
 def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: float) -> Run:
     """The run folder: a new one, or the old one with what changed written over it."""
     from phalanx.io.toml import to_toml
-    from phalanx.job.dump import to_dict
+    from phalanx.job.load import job_to_dict
     from phalanx.record.provenance import provenance
     from phalanx.record.run import create_run
 
-    job, plan_json = to_dict(plan.job), plan.to_json()
+    job, plan_json = job_to_dict(plan.job), plan.to_json()
     made, earlier = old, old.launches() if old is not None else []
     if made is None:
         name = args.name if args.name is not None else plan.job.name
@@ -252,7 +252,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
-    from phalanx.elastic.client import launch, local_hosts, rank_environ
+    from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
     from phalanx.metrics.prometheus import serve_metrics
 
     hosts = (
@@ -305,7 +305,7 @@ def _first_of(made: Run, args: argparse.Namespace) -> tuple[HostSpec, ...]:
     """This host as the first of several; tells what to start on the others."""
     import platform
 
-    from phalanx.elastic.client import HostSpec, address_of, share_of
+    from phalanx.elastic.local_launch import HostSpec, address_of, share_of
 
     made.set_launch(**{**made.launch(), "join": args.join})
     note(f"  on the other {plural(args.join - 1, 'host')}: phalanx agent {made.path.resolve()} --address THEIR_ADDRESS")

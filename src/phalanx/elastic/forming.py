@@ -6,14 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from phalanx.elastic.choose import Choice, choices
 from phalanx.elastic.ending import end_unfit, kill_all
-from phalanx.elastic.fence import begin_epoch, current_epoch
-from phalanx.elastic.formation import Formation, Seat
-from phalanx.elastic.held import Held
+from phalanx.elastic.fence import begin_generation, current_generation
 from phalanx.elastic.incident import write_replacement
-from phalanx.elastic.membership import next_formation
+from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.elastic.memory import Message
+from phalanx.elastic.restore_point import ReplicaInfo, RestorePoint, find_restore_points
 from phalanx.elastic.room import Room
 from phalanx.record.account.incidents import find_culprit, read_flights, recorded_epochs
 
@@ -29,8 +27,8 @@ def form(room: Room, reason: str, *, first: bool = True) -> bool:
     """
     before = room.memory.formation
     policy = room.job.fault.recovery if before is not None or not first else "replace"
-    formation = next_formation(
-        epoch=max(room.memory.epoch, current_epoch(room.run)) + 1,
+    formation = next_membership(
+        epoch=max(room.memory.epoch, current_generation(room.run)) + 1,
         planned=room.layout_at(room.memory.step),
         sequences=room.job.batch.global_sequences,
         reproducible=room.job.numerics.reproducible,
@@ -50,7 +48,7 @@ def form(room: Room, reason: str, *, first: bool = True) -> bool:
         host.ready, host.progress = None, {}
     room.save(memory)
     room.asked_at, room.unfit_s = (time.time(), room.clock()), None
-    begin_epoch(room.run, formation.epoch)
+    begin_generation(room.run, formation.epoch)
     room.events.write(
         "epoch",
         epoch=formation.epoch,
@@ -67,7 +65,7 @@ def form(room: Room, reason: str, *, first: bool = True) -> bool:
     return True
 
 
-def _fallen(room: Room, before: Formation) -> list[Seat]:
+def _fallen(room: Room, before: Membership) -> list[HostSlot]:
     """Seats whose process ended: one that only left, or only spoke for all, is as good as before."""
     seats = [(before.seats[rank], room.memory.pids[rank]) for rank in room.failures]
     return [seat for seat, pid in seats if room.pid(seat) != pid]
@@ -89,7 +87,7 @@ def gather(room: Room) -> None:
         _go(room, formation, ready)
 
 
-def _replace(room: Room, formation: Formation) -> None:
+def _replace(room: Room, formation: Membership) -> None:
     """Put new processes into the places of members that were lost while they left the formation before.
 
     The epoch stays: nobody was told to go yet, and one fault is one epoch. Where no process comes, or lost ranks are
@@ -122,7 +120,7 @@ def _form_without(room: Room, unfit: Sequence[str]) -> None:
         end_unfit(room)
 
 
-def may_return(room: Room, formation: Formation, waited_s: float) -> bool:
+def may_return(room: Room, formation: Membership, waited_s: float) -> bool:
     """Whether to wait for lost places: nothing can go on without them, and nobody is disturbed by waiting."""
     if room.wishes:
         kill_all(room, "stopped as asked, while not enough ranks were there to go on")
@@ -133,7 +131,7 @@ def may_return(room: Room, formation: Formation, waited_s: float) -> bool:
     return any(seat not in alive and (seat.host not in room.hosts or room.is_usable(seat)) for seat in formation.seats)
 
 
-def _go(room: Room, formation: Formation, ready: Mapping[str, Message]) -> None:
+def _go(room: Room, formation: Membership, ready: Mapping[str, Message]) -> None:
     """Tell the members where everybody is and which state to take up."""
     choice = _choice(room, ready)
     vaults = {
@@ -171,7 +169,7 @@ def _go(room: Room, formation: Formation, ready: Mapping[str, Message]) -> None:
         room.run.set_status("running", world=formation.world, started=round(time.time(), 3))
 
 
-def _tell_evidence(room: Room, formation: Formation) -> None:
+def _tell_evidence(room: Room, formation: Membership) -> None:
     """The survivors have left what fell, and could say where they were.
 
     The last formation that trained need not be the one before this: some may have failed before they began.
@@ -186,10 +184,10 @@ def _tell_evidence(room: Room, formation: Formation) -> None:
         room.words = {}
 
 
-def _choice(room: Room, ready: Mapping[str, Message]) -> Choice | None:
+def _choice(room: Room, ready: Mapping[str, Message]) -> RestorePoint | None:
     """The newest step that the members' hosts hold in full; what others hold cannot be reached."""
-    held = {name: [Held.from_json(one) for one in message.get("held", ())] for name, message in ready.items()}
-    found = choices(held, lineage=room.memory.lineage, at_most=room.memory.at_most)
+    held = {name: [ReplicaInfo.from_json(one) for one in message.get("held", ())] for name, message in ready.items()}
+    found = find_restore_points(held, lineage=room.memory.lineage, at_most=room.memory.at_most)
     return found[0] if found else None
 
 
@@ -200,7 +198,7 @@ def grow(room: Room) -> None:
     wanted = room.layout_at(room.memory.step)
     if room.told_reform or room.job.fault.recovery != "auto" or formation.world >= wanted.devices or room.wishes:
         return
-    better = next_formation(
+    better = next_membership(
         epoch=room.memory.epoch + 1,
         planned=wanted,
         sequences=room.job.batch.global_sequences,

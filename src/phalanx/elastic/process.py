@@ -12,9 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from phalanx.elastic.board import Board
 from phalanx.elastic.failure import write_error
-from phalanx.elastic.link import Link
+from phalanx.elastic.heartbeat_board import HeartbeatBoard
+from phalanx.elastic.rank_link import RankLink
 from phalanx.errors import PhalanxError
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
@@ -24,7 +24,7 @@ STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
 FAILED = 3
 
 
-Work = Callable[[Link], None]  # what a rank does; returns when the run is over, raises when it failed
+Work = Callable[[RankLink], None]  # what a rank does; returns when the run is over, raises when it failed
 
 
 def die_with(parent: int) -> None:
@@ -36,7 +36,7 @@ def die_with(parent: int) -> None:
 
 
 def fork_rank(
-    work: Work, *, run: Run, slot: int, board: Board, forget: Callable[[], None]
+    work: Work, *, run: Run, slot: int, board: HeartbeatBoard, forget: Callable[[], None]
 ) -> tuple[int, socket.socket]:
     """Start the process of a slot; its id, and our end of the line to it.
 
@@ -56,7 +56,7 @@ def fork_rank(
         ours.close()
         forget()
         _become_rank(parent)
-        code = _run(work, run, Link(theirs, board, slot))
+        code = _run(work, run, RankLink(theirs, board, slot))
     finally:
         os._exit(code)  # the supervisor's own clean-up is not the rank's business
 
@@ -90,7 +90,7 @@ def _redirect(log: os.PathLike[str]) -> None:
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(work: Work, run: Run, link: Link) -> int:
+def _run(work: Work, run: Run, link: RankLink) -> int:
     try:
         work(link)
     except BaseException as error:

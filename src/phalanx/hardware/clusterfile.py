@@ -28,11 +28,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError
-from phalanx.hardware.catalog import find
-from phalanx.hardware.fields import ACCELERATOR_FIELDS, CLUSTER_FIELDS, MAX_DEVICES, read_numbers, unknown_keys
-from phalanx.hardware.shape import assemble
+from phalanx.hardware.catalog import (
+    ACCELERATOR_FIELDS,
+    CLUSTER_FIELDS,
+    MAX_DEVICES,
+    build_accelerator,
+    find_accelerator,
+    read_numbers,
+    unknown_keys,
+)
+from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.types import Accelerator, Cluster
-from phalanx.hardware.userfile import build
 from phalanx.io.toml import TomlFile, read_toml
 
 VERSION = 1
@@ -54,7 +60,7 @@ def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str
     name = str(data.get("name") or path.stem)
     numbers.setdefault("domain_devices", accelerator.domain_devices)
     _check_size(file, numbers)
-    cluster = assemble(name=name, accelerator=accelerator, source=str(path), **numbers)  # type: ignore[arg-type]
+    cluster = assemble_cluster(name=name, accelerator=accelerator, source=str(path), **numbers)  # type: ignore[arg-type]
     return dataclasses.replace(cluster, price_usd_per_device_hour=price) if price else cluster
 
 
@@ -127,12 +133,12 @@ def _accelerator(
 ) -> Accelerator | None:
     raw = file.table.get("accelerator")
     if isinstance(raw, dict):
-        accelerator, complaints = build(raw, lambda key: file.where("accelerator", key))
+        accelerator, complaints = build_accelerator(raw, lambda key: file.where("accelerator", key))
         problems += complaints
         return accelerator
     if isinstance(raw, str):
         try:
-            return find(raw, files=files, environ=environ, where=file.where("accelerator"))
+            return find_accelerator(raw, files=files, environ=environ, where=file.where("accelerator"))
         except UserError as error:
             problems += error.problems
             return None

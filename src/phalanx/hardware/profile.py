@@ -19,7 +19,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+class MachineProfile:
     """Measured rates of one device (a core or a GPU) while all devices of the machine work; 0 is "not measured"."""
 
     hostname: str
@@ -48,7 +48,7 @@ def usual_path(hostname: str, environ: Mapping[str, str]) -> Path:
     return Path(home) / "phalanx" / "profiles" / f"{safe[:100]}.json"
 
 
-def save(profile: Profile, path: Path, *, folders: bool = False) -> None:
+def save_profile(profile: MachineProfile, path: Path, *, folders: bool = False) -> None:
     """Write the whole file or nothing; `folders` makes those that lead to it, for a place Phalanx chose itself."""
     text = json.dumps({"version": VERSION, **dataclasses.asdict(profile)}, indent=1, allow_nan=False) + "\n"
     try:
@@ -62,7 +62,7 @@ def save(profile: Profile, path: Path, *, folders: bool = False) -> None:
         ) from None
 
 
-def load(path: Path) -> Profile:
+def load_profile(path: Path) -> MachineProfile:
     """The profile in a file; UserError when it is missing, damaged or from another version."""
     again = "run phalanx probe again"
     try:
@@ -73,14 +73,14 @@ def load(path: Path) -> Profile:
         found = data.get("version") if isinstance(data, dict) else None
         raise mistake(str(path), f"has profile version {str(found)[:20]}, not {VERSION}", fix=again)
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(Profile):
+    for field in dataclasses.fields(MachineProfile):
         value = data.get(field.name)
         if not _fits(str(field.type), value):
             raise mistake(
                 str(path), f"{field.name} = {str(value)[:40]} is wrong", why="the profile is damaged", fix=again
             )
         values[field.name] = _pairs(value) if isinstance(value, list) else value
-    return Profile(**values)
+    return MachineProfile(**values)
 
 
 def _fits(kind: str, value: object) -> bool:

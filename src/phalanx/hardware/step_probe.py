@@ -27,8 +27,8 @@ from typing import Any
 
 from phalanx.hardware.cpu_steps import CpuRates, CpuStep, fit_rates
 from phalanx.hardware.discover import discover
-from phalanx.hardware.machine import Machine
-from phalanx.hardware.profile import usual_path
+from phalanx.hardware.probe import usual_path
+from phalanx.hardware.types import Machine
 from phalanx.io.files import read_bounded, replace_text
 from phalanx.units import plural
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.hardware.fields import ACCELERATOR_FIELDS, ACCELERATOR_TEXTS, read_numbers, unknown_keys
+from phalanx.hardware.catalog import ACCELERATOR_FIELDS, ACCELERATOR_TEXTS, read_numbers, unknown_keys
 from phalanx.hardware.types import Accelerator
 from phalanx.io.files import read_text
 from phalanx.io.toml import TomlFile, read_toml
@@ -35,7 +35,7 @@ def parse_table(text: str, path: Path) -> tuple[Accelerator, ...]:
     return _build_all(list(_csv_records(text, path)))
 
 
-def build(record: Mapping[str, object], where: Where) -> tuple[Accelerator | None, list[Problem]]:
+def build_accelerator(record: Mapping[str, object], where: Where) -> tuple[Accelerator | None, list[Problem]]:
     """One accelerator from one record in file units, or what is wrong with it."""
     problems = unknown_keys(record, COLUMNS, where)
     numbers, complaints = read_numbers(record, ACCELERATOR_FIELDS, where)
@@ -57,7 +57,7 @@ def build(record: Mapping[str, object], where: Where) -> tuple[Accelerator | Non
 def _build_all(records: list[tuple[Mapping[str, object], Where]]) -> tuple[Accelerator, ...]:
     built, problems = [], []
     for record, where in records:
-        accelerator, complaints = build(record, where)
+        accelerator, complaints = build_accelerator(record, where)
         problems += complaints
         if accelerator is not None:
             built.append(accelerator)

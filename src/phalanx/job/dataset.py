@@ -169,7 +169,7 @@ def _damaged(path: Path, what: str) -> UserError:
     return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_dataset_files(folder: Path, manifest: Manifest) -> None:
     """Every file is there with its size; raises UserError naming all that are not. Reads no contents."""
     width = 2 if manifest.dtype == "uint16" else 4
     problems: list[Problem] = []
@@ -193,10 +193,10 @@ def _size_problem(path: Path, size: int) -> Iterator[Problem]:
         yield Problem(where=str(path), what=what, why="every sample behind it would be another", fix=REBUILD)
 
 
-def verify(folder: Path) -> Manifest:
+def verify_dataset(folder: Path) -> Manifest:
     """Every byte is as it was written; raises UserError naming all files that are not."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    check_dataset_files(folder, manifest)
     wanted = [(TOKENIZER, manifest.tokenizer_sha256)]
     for shard in manifest.shards:
         wanted += [(shard.file, shard.sha256), (shard.index_file, shard.index_sha256)]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from phalanx.errors import Problem, nearest
 from phalanx.io.toml import KeyPath
-from phalanx.job.rules import Rule, WrongValue, shown
+from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +82,14 @@ class Draft:
         """Note a setting that is legal but does nothing."""
         self.warnings.append(Problem(where=self.origins[key].where, what=what, fix=fix))
 
-    def read(self, key: str, value: object, rule: Rule, *, origin: Origin | None = None) -> object | None:
+    def read(self, key: str, value: object, rule: KeyRule, *, origin: Origin | None = None) -> object | None:
         """The value as its rule reads it, or None after a complaint."""
         self.origins[key] = origin or self.written(key)
         try:
             return rule.read(value)
         except WrongValue as wrong:
             fix = wrong.fix or f"use {rule.expects}"
-            self.complain(key, f"{key} = {shown(value)} {wrong}", why=rule.note, fix=fix)
+            self.complain(key, f"{key} = {shown_value(value)} {wrong}", why=rule.note, fix=fix)
             return None
 
     def refuse_unknown(self, prefix: KeyPath, given: Iterable[str], known: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ class Draft:
             fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
             place = f"section [{dotted(prefix)}]" if prefix else "a job file"
             where = self._set_by((*prefix, name)) or self.place((*prefix, name))
-            self.problems.append(Problem(where=where, what=f"{place} has no key {shown(name)}", fix=fix))
+            self.problems.append(Problem(where=where, what=f"{place} has no key {shown_value(name)}", fix=fix))
 
 
 def dotted(path: KeyPath) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 
 from phalanx.errors import Problem, UserError
 from phalanx.io.toml import read_toml
-from phalanx.job import overrides as override_values
-from phalanx.job.check import check, use_multiples
+from phalanx.job import draft as override_values
+from phalanx.job.cross_checks import check_keys, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
-from phalanx.job.presets import Preset
-from phalanx.job.rules import kind, rule_of, shown
+from phalanx.job.key_rules import rule_of, shown_value, value_kind
+from phalanx.job.model import Preset
+from phalanx.job.model_section import resolve_preset, resolve_shape
 from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage, Waiver
-from phalanx.job.shape import resolve_preset, resolve_shape
 
 DEFAULT_CLUSTER = "local"
 
@@ -53,7 +53,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
     """
     source = read_toml(Path(path), noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
-    override_values.apply(draft, overrides)
+    override_values.apply_overrides(draft, overrides)
     return _resolved(draft)
 
 
@@ -70,7 +70,9 @@ def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
     source = read_toml(path, noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     for name in (name for name in source.table if name != "waiver"):
-        draft.complain(name, f"a file of waivers has no key {shown(name)}", fix="only [[waiver]] tables belong in it")
+        draft.complain(
+            name, f"a file of waivers has no key {shown_value(name)}", fix="only [[waiver]] tables belong in it"
+        )
     top: dict[str, Any] = {"waiver": source.table.get("waiver", [])}
     _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
     if draft.problems:
@@ -80,7 +82,7 @@ def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
 
 def _resolved(draft: Draft) -> ResolvedJob:
     job = _build(draft)
-    check(draft, job)
+    check_keys(draft, job)
     if draft.problems:
         raise UserError(_in_order(draft.problems))
     return ResolvedJob(job=job, path=draft.path, origins=draft.origins, warnings=tuple(draft.warnings))
@@ -111,7 +113,7 @@ def _refuse_non_tables(draft: Draft) -> None:
     for name in (*SECTIONS, "model"):
         value = draft.table.setdefault(name, {})
         if not isinstance(value, dict):
-            what = f"{name} = {shown(value)} is {kind(value)}, not a section"
+            what = f"{name} = {shown_value(value)} is {value_kind(value)}, not a section"
             draft.complain(name, what, fix=f"write [{name}] and its keys below")
             draft.table[name] = {}
 
@@ -228,7 +230,7 @@ def _sequences_from_tokens(draft: Draft, batch: dict[str, Any], sequence: int) -
         sequences = rounded
         batch["global_tokens"] = sequences * sequence
         origin = Origin(
-            kind="derived", where=f"{shown(written)} in whole sequences, within 5 %, rich in factors of two"
+            kind="derived", where=f"{shown_value(written)} in whole sequences, within 5 %, rich in factors of two"
         )
     elif rest:
         draft.complain(
@@ -275,7 +277,7 @@ def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any]
         return
     table[name] = None
     if not isinstance(written, list) or not all(isinstance(item, dict) for item in written):
-        what = f"{key} = {shown(written)} is {kind(written)}, not a list of tables"
+        what = f"{key} = {shown_value(written)} is {value_kind(written)}, not a list of tables"
         draft.complain(key, what, fix=f"use {example}")
         return
     path = tuple(key.split("."))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from phalanx.errors import Problem
 from phalanx.io.toml import MOST_DEPTH, TooDeep, key_lines, split_key
 from phalanx.job.draft import Draft, dotted
-from phalanx.job.rules import shown
+from phalanx.job.key_rules import shown_value
 
 # Pairs of which a job gives one: setting the first on the command line drops the second from the file.
 EXCLUSIVE = (
@@ -18,7 +18,7 @@ EXCLUSIVE = (
 )
 
 
-def apply(draft: Draft, overrides: Sequence[str]) -> None:
+def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
     """Write each override into the draft's table, the last one winning."""
     for override in overrides:
         parsed = _parse(draft, override)
@@ -33,7 +33,7 @@ def _parse(draft: Draft, override: str) -> tuple[tuple[str, ...], object] | None
     path = split_key(left)
     if not equals or path is None or len(path) > 2:
         fix = "write --set section.key=value, as --set parallel.tensor=8"
-        draft.problems.append(Problem(where=f"--set {shown(override)}", what="is not an override", fix=fix))
+        draft.problems.append(Problem(where=f"--set {shown_value(override)}", what="is not an override", fix=fix))
         return None
     return path, _value(right.strip())
 

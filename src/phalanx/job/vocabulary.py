@@ -47,7 +47,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     return None
 
 
-def compare(data: Vocabulary, weights: Vocabulary) -> Comparison:
+def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
     """What the numbers of the data would mean to the weights."""
     if data.sha256 == weights.sha256:
         return Comparison()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.io.tables import text_table
-from phalanx.network.collective_answer import Answer, Reign
-from phalanx.network.fit import AlphaBeta
+from phalanx.network.collective_answer import CollectiveAnswer, PickRange
+from phalanx.network.collective_fit import AlphaBeta
 from phalanx.network.sizes import format_size
 from phalanx.units import format_seconds
 
@@ -17,7 +17,7 @@ The range holds 80 % of systems: without a measurement nobody knows a network's 
 yours: --fit FILE, with the output of nccl-tests or two sizes of your own"""
 
 
-def show_pairs(one: Answer) -> str:
+def show_pairs(one: CollectiveAnswer) -> str:
     """Every pair at one size, the pick first."""
     rows = [("", "algorithm", "protocol", "start-up", "transfer", "NCCL reckons", "")]
     best = one.pairs[0].seconds if one.pairs else 0.0
@@ -36,7 +36,7 @@ def show_pairs(one: Answer) -> str:
     return "\n".join(text_table(rows, right=(3, 4, 5, 6)))
 
 
-def show_expected(one: Answer) -> str:
+def show_expected(one: CollectiveAnswer) -> str:
     """What the pick takes at one size."""
     by_links, by_fit = "by links and NICs", "by the fit"
     found = (
@@ -52,7 +52,7 @@ def show_expected(one: Answer) -> str:
     return "\n".join(lines or [f"{format_size(one.nbytes)}: fits speak from 16 MiB on"])
 
 
-def show_sizes(found: Sequence[Answer]) -> str:
+def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
     """A line per size; columns that nobody filled are left out."""
     modelled, fitted = any(one.pairs for one in found), any(one.fitted_s for one in found)
     head = ["size"]
@@ -69,7 +69,7 @@ def show_sizes(found: Sequence[Answer]) -> str:
     return "\n".join(text_table(rows, right=[place for place in range(len(head)) if place not in left]))
 
 
-def _picked(one: Answer) -> list[str]:
+def _picked(one: CollectiveAnswer) -> list[str]:
     if not one.pairs:
         return [NONE] * 5
     first, *others = one.pairs
@@ -85,7 +85,7 @@ def _picked(one: Answer) -> list[str]:
     ]
 
 
-def show_reigns(found: Sequence[Reign]) -> str:
+def show_pick_ranges(found: Sequence[PickRange]) -> str:
     """Where the pick changes."""
     last = f"{found[-1].algorithm} {found[-1].protocol}"
     if len(found) == 1:

@@ -19,7 +19,7 @@ NOUN = "calibration file"
 CURE = "write it again with phalanx calibrate"
 
 
-def read(path: Path) -> CalibrationNote:
+def read_calibration(path: Path) -> CalibrationNote:
     """The scalars in a file. Raises UserError with every mistake in it."""
     where = str(path)
     try:

@@ -13,7 +13,7 @@ from phalanx.units import format_bytes, format_count, format_money, format_secon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class PlanDifference:
     """One line of a comparison; `ratios` are against the first plan, empty for words."""
 
     name: str
@@ -47,38 +47,38 @@ INTERVALS: dict[str, Callable[[Plan], str]] = {
 }
 
 
-def compare(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[Difference, ...]:
+def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[PlanDifference, ...]:
     """Names (of the files, if given), layouts and the settings that differ, then every number."""
     rows = [
-        *([Difference(name="file", shown=tuple(names))] if names else []),
-        Difference(name="job", shown=tuple(plan.job.name for plan in plans)),
-        Difference(name="model", shown=tuple(plan.job.model.name for plan in plans)),
-        Difference(name="cluster", shown=tuple(plan.cluster.name for plan in plans)),
-        Difference(name="layout", shown=tuple(plan.layout.short for plan in plans)),
+        *([PlanDifference(name="file", shown=tuple(names))] if names else []),
+        PlanDifference(name="job", shown=tuple(plan.job.name for plan in plans)),
+        PlanDifference(name="model", shown=tuple(plan.job.model.name for plan in plans)),
+        PlanDifference(name="cluster", shown=tuple(plan.cluster.name for plan in plans)),
+        PlanDifference(name="layout", shown=tuple(plan.layout.short for plan in plans)),
     ]
     for item in fields(Layout):
         shown = tuple(str(getattr(plan.layout, item.name)) for plan in plans)
         if len(set(shown)) > 1:
-            rows.append(Difference(name=f"layout {item.name}", shown=shown))
+            rows.append(PlanDifference(name=f"layout {item.name}", shown=shown))
     for name in NUMBERS:
         rows.append(_number(name, plans))
         if name in INTERVALS:
             shown = tuple(INTERVALS[name](plan) for plan in plans)
-            rows.append(Difference(name=f"{name}, 80%", shown=shown))
+            rows.append(PlanDifference(name=f"{name}, 80%", shown=shown))
     return tuple(rows)
 
 
-def _number(name: str, plans: Sequence[Plan]) -> Difference:
+def _number(name: str, plans: Sequence[Plan]) -> PlanDifference:
     read, written = NUMBERS[name]
     values = [read(plan) for plan in plans]
     first = values[0]
     shown = tuple("unknown" if value is None else written(value) for value in values)
     if not first or any(value is None for value in values):
-        return Difference(name=name, shown=shown)
-    return Difference(name=name, shown=shown, ratios=tuple((value or 0.0) / first for value in values))
+        return PlanDifference(name=name, shown=shown)
+    return PlanDifference(name=name, shown=shown, ratios=tuple((value or 0.0) / first for value in values))
 
 
-def render(differences: Sequence[Difference]) -> str:
+def comparison_text(differences: Sequence[PlanDifference]) -> str:
     """A table; beside each number after the first, how it compares."""
     rows = []
     for one in differences:

@@ -30,12 +30,12 @@ MOST_BYTES = 8 * 2**20  # the largest plans have 0.1 MB
 PARTS = ("job", "hardware", "arch", "network", "plan")  # of the package: what a plan depends on
 
 
-def kept_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, str]) -> Plan:
+def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, str]) -> Plan:
     """The plan of a job on a cluster, from an earlier search where there was one. Raises what `plan` raises.
 
     But a run that would never finish is planned too: what is wrong with it can then be told.
     """
-    folder = usual_folder(environ)
+    folder = plan_cache_folder(environ)
     if folder is None:
         return make_plan(resolved, cluster, hopeless=True)
     path = folder / f"{_digest(resolved, cluster)}.json"
@@ -52,7 +52,7 @@ def kept_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str, 
     return found
 
 
-def usual_folder(environ: Mapping[str, str]) -> Path | None:
+def plan_cache_folder(environ: Mapping[str, str]) -> Path | None:
     """Where plans are kept; None for a user without a home: the current folder may be a stranger's."""
     home = environ.get("HOME", "")
     cache = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")

@@ -27,20 +27,20 @@ MOST_ROWS = 2_000_000
 _COUNTS = ("tp", "pp", "vpp", "cp", "ep", "dp", "heads", "kv_heads", "ffn", "vocab", "nodes_gpu")
 _AMOUNTS = ("experts", "topk", "moe_ffn", "params_b", "inter_link_gbps_per_gpu", "zero_stage")
 
-Row = Mapping[str, str]
+PublishedRun = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class PublishedTable:
     """The rows of a file as text, with the line each stands on."""
 
     path: Path
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedRun, ...]
     lines: tuple[int, ...]
     columns: tuple[str, ...]
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> PublishedTable:
     """The rows of a CSV file, or a UserError that says what is wrong with it."""
     text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
     reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -59,7 +59,7 @@ def read_table(path: Path) -> Table:
     if not rows:
         raise mistake(str(path), "has a header but no rows", fix="add at least one run")
     _check_ids(path, rows, lines)
-    return Table(path=path, rows=tuple(rows), lines=tuple(lines), columns=columns)
+    return PublishedTable(path=path, rows=tuple(rows), lines=tuple(lines), columns=columns)
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     raise UserError(problems)
 
 
-def _check_ids(path: Path, rows: Sequence[Row], lines: Sequence[int]) -> None:
+def _check_ids(path: Path, rows: Sequence[PublishedRun], lines: Sequence[int]) -> None:
     seen: dict[str, int] = {}
     problems = []
     for row, line in zip(rows, lines, strict=True):
@@ -93,7 +93,7 @@ def _check_ids(path: Path, rows: Sequence[Row], lines: Sequence[int]) -> None:
         raise UserError(problems[:20])
 
 
-def number(row: Row, name: str) -> float | None:
+def number(row: PublishedRun, name: str) -> float | None:
     """A finite number, or None where the cell is empty or garbage."""
     text = row.get(name, "")
     try:
@@ -103,7 +103,7 @@ def number(row: Row, name: str) -> float | None:
     return value if abs(value) < 1e18 else None  # NaN and infinities compare false
 
 
-def complaint(row: Row) -> str:
+def why_not_priced(row: PublishedRun) -> str:
     """Why a row cannot be priced at all, or an empty string."""
     for name in ("layers", "hidden", "seq", "gpus", "global_batch"):
         value = number(row, name)
@@ -137,7 +137,7 @@ def complaint(row: Row) -> str:
     return _contradiction(row, split[0], gpus / (split[0] * split[1] * split[2]))
 
 
-def _contradiction(row: Row, tp: float, dp: float) -> str:
+def _contradiction(row: PublishedRun, tp: float, dp: float) -> str:
     """Stated sizes that cannot hold together."""
     heads, experts, ep = number(row, "heads"), number(row, "experts"), number(row, "ep") or 1.0
     if heads and heads % tp:

@@ -22,7 +22,7 @@ SECONDS = {"years": 365.25 * DAY_S, "days": DAY_S, "h": HOUR_S, "min": MINUTE_S,
 SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
 
 
-def render(plan: Plan, *, top: int = 6) -> str:
+def comparison_text(plan: Plan, *, top: int = 6) -> str:
     """The page; `top` limits runners-up and Pareto points."""
     sections = [
         ("WHERE THE STEP GOES", _step(plan)),

@@ -17,13 +17,13 @@ from tomlkit.exceptions import TOMLKitError
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import read_text
 from phalanx.io.toml import key_lines
-from phalanx.job.overrides import EXCLUSIVE
+from phalanx.job.draft import EXCLUSIVE
 from phalanx.rules.outcome import Edit
 
 BOM = "\ufeff"
 
 
-def edited(text: str, edits: Sequence[Edit], *, where: str) -> str:
+def edited_text(text: str, edits: Sequence[Edit], *, where: str) -> str:
     """The text with every edit in it; raises UserError when anything else would change with it."""
     mark, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     result = body
@@ -150,7 +150,7 @@ def _refusal(where: str, what: str) -> UserError:
     return mistake(where, f"is not edited: {what}", fix="change it by hand: phalanx check names the values")
 
 
-def difference(before: str, after: str, *, name: str) -> str:
+def unified_difference(before: str, after: str, *, name: str) -> str:
     """A unified diff, as `patch` reads it; empty when nothing differs."""
     rows = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from phalanx.io.values import printable
 from phalanx.rules.api import check_evidence
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.plain import cost_of, place_of
-from phalanx.rules.formats.text import cures
+from phalanx.rules.formats.text import fix_lines, shown_cost, shown_place
 from phalanx.rules.judge import Finding, limits_of
-from phalanx.rules.page import shown
 from phalanx.rules.rule import Limits, Rule
+from phalanx.rules.rule_page import shown_limit
 from phalanx.units import plural
 
 MOST_TEXT = 400
@@ -45,7 +44,7 @@ def here(found: Answer) -> str:
     lines += [f"Limits for {size}:", ""]
     for name, value in found.limits.values.items():
         limit = found.rule.limits[name]
-        lines.append(f"- `{name}` = {shown(value, limit.unit)}: {limit.note}")
+        lines.append(f"- `{name}` = {shown_limit(value, limit.unit)}: {limit.note}")
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines) + "\n"
 
 
@@ -53,9 +52,9 @@ def _finding(finding: Finding, usd: float | None) -> Iterator[str]:
     outcome = finding.outcome
     word = finding.verdict if outcome.applies else "does not apply"
     level = f" ({finding.severity})" if finding.verdict == "fail" else f" ({finding.reason})" * bool(finding.reason)
-    place = f", {place_of(finding)}" if finding.verdict == "fail" else ""
+    place = f", {shown_place(finding)}" if finding.verdict == "fail" else ""
     yield f"**{word}**{level}{place}: {outcome.what}"
     yield from (f"    {line}" for line in outcome.formula)
-    if cost := cost_of(outcome.impact, usd):
+    if cost := shown_cost(outcome.impact, usd):
         yield f"- {cost}"
-    yield from (f"- {line}" for line in cures(outcome))
+    yield from (f"- {line}" for line in fix_lines(outcome))

@@ -11,33 +11,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.elastic.board import Phase
+from phalanx.elastic.heartbeat_board import Phase
 from phalanx.errors import SystemFailure
-from phalanx.plan.digests import digest_every
+from phalanx.plan.auto_settings import digest_every
 from phalanx.plan.plan import Plan
-from phalanx.plan.shrink import Dealing
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
+from phalanx.train.collective_timeouts import CollectiveTimeouts
 from phalanx.train.data.batches import Batches, BatchPlan
 from phalanx.train.data.dataset import TokenDataset
-from phalanx.train.engine import Engine, StepResult, Wish
-from phalanx.train.evaluate import Heldout
-from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, event_fields, is_due, refusal
-from phalanx.train.guard.digest import digest_pieces
-from phalanx.train.guard.divergence import Guard
-from phalanx.train.guard.verdict import Divergence, settle
+from phalanx.train.engine import Engine, StepRequest, StepResult
+from phalanx.train.evaluate import HeldoutScorer, sample_texts
+from phalanx.train.guard.compiled import (
+    Comparison,
+    code_key,
+    compare_compiled,
+    compiled_refusal,
+    event_fields,
+    is_comparison_due,
+)
+from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
+from phalanx.train.guard.verdict import Divergence, settle_divergence
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
-from phalanx.train.orders import Astray, Orders
 from phalanx.train.parallel.expert import imbalance
-from phalanx.train.patience import Patience
-from phalanx.train.sample import sample_texts
-from phalanx.train.state.background import AsyncSaver
-from phalanx.train.state.interval import Interval
-from phalanx.train.telemetry.compiling import compiled_s
+from phalanx.train.rank_control import RankControl, UntrustedState
+from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
+from phalanx.train.telemetry.clock import compiled_s
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
-from phalanx.train.training_state import meta_of, pieces_of, rank_meta_of
 from phalanx.units import plural
 
 # What is said of a buffer of the user's own network.
@@ -49,7 +54,7 @@ UNSAVED = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class StepReport:
     """A step that was taken, and where its time went."""
 
     result: StepResult
@@ -62,7 +67,7 @@ class Taken:
     samples: Sequence[Sample]  # one when the step was looked into
 
 
-class Loop:
+class TrainingLoop:
     """Everything a run needs between its first and its last step."""
 
     def __init__(
@@ -72,13 +77,13 @@ class Loop:
         engine: Engine,
         events: EventWriter,
         memory: MemoryMeter,
-        orders: Orders,
+        orders: RankControl,
     ) -> None:
         self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
         self.orders, self.hooks = orders, orders.hooks
         self.dataset = TokenDataset.open([folder.path / path for path in self.job.data.paths], "train")
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
-        dealing = Dealing.of(engine.settings.layout, reproducible=engine.settings.reproducible)
+        dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
         self.batches = Batches(
             self.dataset,
             self.dataset.sampler(self.job.data.sequence, self.job.data.seed),
@@ -90,7 +95,7 @@ class Loop:
             rounds=dealing.rounds,
             powers=dealing.powers,
         )
-        self.heldout = Heldout(self.dataset.folders, engine, sequences=self.job.train.evaluate_sequences)
+        self.heldout = HeldoutScorer(self.dataset.folders, engine, sequences=self.job.train.evaluate_sequences)
         self.saver = AsyncSaver(
             folder.checkpoints,
             attempt=_attempt(engine.device),
@@ -102,10 +107,10 @@ class Loop:
             epoch=orders.epoch,
             copies=orders.copies,
         )
-        self.memory, self.patience = memory, Patience.of(plan)
+        self.memory, self.patience = memory, CollectiveTimeouts.of(plan)
         self._saved_step = self._taken_step = -1
         self._taken_for = ""  # why the save that is being written was made
-        self.interval = Interval.of(
+        self.interval = CheckpointInterval.of(
             plan.reliability, self.job.checkpoint, now_s=time.monotonic() - _since_last_commit(folder, orders.went_s)
         )
         self._skipped, self._is_last = 0, False
@@ -113,7 +118,7 @@ class Loop:
         self._put = self._held = -1  # steps of which a copy was made in memory, and is safe there on every rank
         wall_s = plan.duration.wall_s
         every = digest_every(self.job.fault, plan.reliability, plan.prediction, wall_s=wall_s)
-        self.guard = Guard(engine.state, every=every)
+        self.guard = ReplicaGuard(engine.state, every=every)
         self._sound = 0  # newest step whose state nothing speaks against
         self._guard_s = 0.0
         self.timeline = TimelineSampler(
@@ -155,7 +160,7 @@ class Loop:
             self._tell_saved()
             if self._is_due(step):
                 self._evaluate(step)
-            if result.wishes[Wish.SAVE]:
+            if result.wishes[StepRequest.SAVE]:
                 self._save(step, "interval")
             leaving = self._leaving(step, result)
             self.orders.progress(step, Phase.TRAINING)
@@ -169,7 +174,7 @@ class Loop:
     def _compare_compiled(self, step: int) -> None:
         """Hold compiled code against eager code before anything is learnt from it; raises on every rank alike."""
         orders = self.orders
-        if not (self.job.train.compile_check and is_due(self.engine, orders.compared)):
+        if not (self.job.train.compile_check and is_comparison_due(self.engine, orders.compared)):
             return
         began_s, compiled = time.perf_counter(), compiled_s()
         tokens, targets = (torch.from_numpy(rows) for rows in self.batches.get(step))
@@ -181,14 +186,14 @@ class Loop:
             "compile_check", step=step, epoch=orders.epoch, seconds=took_s, compile_s=compiled_s() - compiled, **told
         )
         if isinstance(found, Comparison) and not found.passes:
-            raise refusal(found, compute=self.engine.settings.compute, where="train.compile")
+            raise compiled_refusal(found, compute=self.engine.settings.compute, where="train.compile")
         orders.compared.add(code_key(self.engine))
         orders.progress(step, Phase.BUILDING)
 
     def _leaving(self, step: int, result: StepResult) -> str:
-        if result.wishes[Wish.STOP]:
+        if result.wishes[StepRequest.STOP]:
             return "stopped"
-        return "reform" if result.wishes[Wish.REFORM] or step in self.orders.leaves_at else ""
+        return "reform" if result.wishes[StepRequest.REFORM] or step in self.orders.leaves_at else ""
 
     def close(self) -> None:
         """Give up what runs beside the steps; the formation is over."""
@@ -211,17 +216,17 @@ class Loop:
             raise self._diverged(found)
         case = self.orders.case
         if case is not None and step == case.step and case.boxes in self.guard.last:
-            wrong = settle(case.digests, self.guard.last[case.boxes])
+            wrong = settle_divergence(case.digests, self.guard.last[case.boxes])
             if wrong is not None:
                 what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
-                raise Astray("settled", step=step, sound=step, what=what, suspects=(wrong,))
+                raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))
         if self.guard.is_due(step):
             self._sound = step
 
-    def _diverged(self, found: Divergence) -> Astray:
+    def _diverged(self, found: Divergence) -> UntrustedState:
         text = found.problem().render().splitlines()[0]
         certain = found.suspects if found.certain else ()
-        return Astray(
+        return UntrustedState(
             "diverged", step=found.step, sound=self._sound, what=text, suspects=certain, evidence=found.to_json()
         )
 
@@ -233,7 +238,11 @@ class Loop:
         skipped = self.orders.keeper.skipped
         began_s = time.perf_counter()
         self.orders.keeper.put(
-            step, pieces_of(self.engine), self._meta(step), held=self._held, rank_meta=rank_meta_of(self.engine)
+            step,
+            checkpoint_shards(self.engine),
+            self._meta(step),
+            held=self._held,
+            rank_meta=checkpoint_rank_meta(self.engine),
         )
         self._hold_s = time.perf_counter() - began_s
         if self.orders.keeper.skipped == skipped:
@@ -262,7 +271,7 @@ class Loop:
         unheld = keeper is None or self._put < 0 or keeper.safe_step < self._put
         return self.orders.stop(), self._wants_save(), self.orders.reform(), unheld
 
-    def _step(self, step: int) -> Taken:
+    def _step(self, step: int) -> StepReport:
         began_s, compiled = time.perf_counter(), compiled_s()
         self.hooks.step_begins(step)  # within the step: what a drill slows down is slow
         asked_s = time.perf_counter()
@@ -278,9 +287,9 @@ class Loop:
             ended_s = time.perf_counter()
         self.orders.check()
         opening_s = self.timeline.opening_s  # telemetry's own: no part of the step
-        if not result.wishes[Wish.UNHELD]:
+        if not result.wishes[StepRequest.UNHELD]:
             self._held = before
-        return Taken(
+        return StepReport(
             result=result,
             lr=lr,
             duration_s=ended_s - began_s - opening_s,
@@ -291,7 +300,7 @@ class Loop:
             samples=samples,
         )
 
-    def _record(self, step: int, taken: Taken) -> None:
+    def _record(self, step: int, taken: StepReport) -> None:
         result, noise = taken.result, taken.result.noise
         inside = self.timeline.inside(taken.samples, result.phases, data_s=taken.data_s, before_s=taken.before_s)
         proof, guard_s = self._proof(step)
@@ -337,12 +346,12 @@ class Loop:
     def _proof(self, step: int) -> tuple[dict[str, object], float | None]:
         """What an exact proof needs (digests where they are made, in drills the samples), and what it all took."""
         proof: dict[str, object] = {}
-        began_s, is_due = time.perf_counter(), self.guard.is_due(step + 1)
-        if is_due:
+        began_s, is_comparison_due = time.perf_counter(), self.guard.is_due(step + 1)
+        if is_comparison_due:
             proof["digest"] = digest_pieces(self.engine.weights())
         if self.hooks.records_samples:
             proof["samples"] = self.batches.indices(step).tolist()
-        return proof, self._guard_s + time.perf_counter() - began_s if is_due else None
+        return proof, self._guard_s + time.perf_counter() - began_s if is_comparison_due else None
 
     def _expert_imbalance(self) -> float | None:
         """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
@@ -354,7 +363,7 @@ class Loop:
     def _count_skipped(self, result: StepResult, step: int) -> None:
         self._skipped = self._skipped + 1 if result.skipped else 0
         if self._skipped >= self.job.train.skipped_steps:
-            raise Astray(
+            raise UntrustedState(
                 "not-finite",
                 step=step,
                 sound=step - self._skipped,
@@ -390,10 +399,10 @@ class Loop:
         began_s, self._saved_step = time.monotonic(), step
         self._rest(step)
         self._tell_saved()
-        meta, rank_meta = self._meta(step), rank_meta_of(self.engine)
+        meta, rank_meta = self._meta(step), checkpoint_rank_meta(self.engine)
         self._warn_once(self.engine.changed_unsaved(), UNSAVED)
         try:
-            self.saver.save(step=step, pieces=pieces_of(self.engine), meta=meta, rank_meta=rank_meta)
+            self.saver.save(step=step, pieces=checkpoint_shards(self.engine), meta=meta, rank_meta=rank_meta)
         except SystemFailure as error:  # of the save before; this one has begun
             self._tell_unsaved(self._taken_step, error)
         self._taken_step, self._taken_for = step, reason
@@ -422,7 +431,7 @@ class Loop:
 
     def _meta(self, step: int) -> dict[str, Any]:
         tokens = self.batch_plan.tokens_before(step)
-        return meta_of(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
+        return checkpoint_meta(self.engine, step=step, tokens=tokens, data=self.dataset.digest)
 
     def _tell_saved(self, *, wait: bool = False) -> None:
         """Record a checkpoint once it is on the disk, or that it will never be."""

@@ -25,10 +25,9 @@ from phalanx.elastic.preflight import MOST_RANKS_PER_CORE
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
 from phalanx.io.files import read_text
-from phalanx.job.dump import to_dict
-from phalanx.job.load import ResolvedJob, load
+from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
@@ -218,7 +217,7 @@ def check_code(job: Job, *, allowed: bool) -> None:
 
 def baselines(job: Job) -> dict[str, float]:
     """Bits per byte that counting single tokens and pairs reaches on the held-out text; a few seconds."""
-    from phalanx.train.data.baselines import baselines as count
+    from phalanx.train.data.baselines import count_baselines as count
     from phalanx.train.data.dataset import TokenDataset
 
     found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train"))
@@ -396,7 +395,7 @@ def differences(old: Job, new: Job) -> list[str]:
 def flat(job: Job) -> dict[str, Any]:
     """Every setting by its dotted key."""
     result: dict[str, Any] = {}
-    for section, value in to_dict(job).items():
+    for section, value in job_to_dict(job).items():
         if isinstance(value, dict):
             result |= {f"{section}.{key}": item for key, item in value.items()}
         else:

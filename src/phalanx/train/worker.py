@@ -23,48 +23,52 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from phalanx.elastic.board import NO_STEP, Phase
-from phalanx.elastic.choose import Choice
-from phalanx.elastic.fence import fence
-from phalanx.elastic.formation import Formation, Seat
+from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import agree_on_gpus, take_shared_gpu
-from phalanx.elastic.link import Interrupted, Link
-from phalanx.elastic.process import take_rank
+from phalanx.elastic.heartbeat_board import NO_STEP, Phase
+from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_process import take_rank
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import RestorePoint
 from phalanx.elastic.transports import facts_here, transport_notes
-from phalanx.elastic.vault import Vault
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.hardware.sharing import allowed_ranks
+from phalanx.hardware.local import allowed_ranks
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run, open_run
-from phalanx.train import last_words
+from phalanx.train import flight as last_words
+from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
 from phalanx.train.engine import Engine
 from phalanx.train.flight import BUFFER_NAMES, RECORDED, FlightRecord
-from phalanx.train.guard.spikes import Spikes
+from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.guard.verdict import Divergence
-from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
-from phalanx.train.loop import Loop
+from phalanx.train.loop import TrainingLoop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
-from phalanx.train.orders import Astray, Orders
+from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
 from phalanx.train.state import sweep
-from phalanx.train.state.copies import Copies
-from phalanx.train.state.memory_buddy import buddy_of
-from phalanx.train.state.memory_keeper import Keeper
-from phalanx.train.state.memory_replica import BuddyAddress
-from phalanx.train.state.memory_server import VaultServer
-from phalanx.train.state.memory_source import MemorySource
-from phalanx.train.state.prune import drop_after
-from phalanx.train.state.random_state import seed_random
+from phalanx.train.state.async_saver import HostCopies
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.replica_server import ReplicaServer
+from phalanx.train.state.retention import delete_commits_after
+from phalanx.train.state.training_state import (
+    RestoredRun,
+    checkpoint_shards,
+    load_hf_weights,
+    restore_from_replicas,
+    restore_newest_checkpoint,
+)
 from phalanx.train.telemetry.communicators import tell_communicators
+from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, meet_peers, monitored_rank
 from phalanx.train.telemetry.sensors import sensors_of
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid, host_name, is_loopback
-from phalanx.train.telemetry.watch import KeptSensors, Meeting, meet, watched
-from phalanx.train.training_state import Restored, pieces_of, restore_copies, restore_newest, take_weights
 from phalanx.units import plural
 
 
@@ -75,8 +79,8 @@ class Rank:
         self,
         *,
         run: Path,
-        link: Link,
-        vault: Vault,
+        link: RankLink,
+        vault: ReplicaStore,
         host: str,
         address: str,
         secret: bytes,
@@ -86,20 +90,20 @@ class Rank:
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         text = self.run.plan_json.read_text(encoding="utf-8")
         self.plan = Plan.from_json(text, where=str(self.run.plan_json))
-        self._server: VaultServer | None = None
-        self._host_copies = Copies()
+        self._server: ReplicaServer | None = None
+        self._host_copies = HostCopies()
         self._compared: set[str] = set()
-        self._sensors = KeptSensors()
+        self._sensors = SensorCache()
 
     def serve(self) -> None:
         """Take part in formations until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
-            formation = Formation.from_json(form)
-            rank = formation.rank(Seat(self.host, self.link.slot))
+            formation = Membership.from_json(form)
+            rank = formation.rank(HostSlot(self.host, self.link.slot))
             if rank is not None:
                 self._take_part(formation, rank)
 
-    def _take_part(self, formation: Formation, rank: int) -> None:
+    def _take_part(self, formation: Membership, rank: int) -> None:
         epoch = formation.epoch
         local = formation.of_host(self.host)
         take_rank(self.run, rank, world=formation.world, slot=self.link.slot, local_world=len(local))
@@ -113,7 +117,7 @@ class Rank:
             left |= {"state": state, "step": step}
         except Interrupted:
             pass
-        except Astray as error:
+        except UntrustedState as error:
             left |= {
                 "step": error.step,
                 "why": str(error),
@@ -124,7 +128,7 @@ class Rank:
             }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
-            if not (self.link.is_over(epoch) or last_words.is_consequence(error)):
+            if not (self.link.is_over(epoch) or last_words.is_lost_peer(error)):
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
@@ -142,8 +146,8 @@ class Rank:
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, formation: Formation, rank: int) -> tuple[str, int]:
-        hooks = hooks_of(self.run, rank, self.link.slot)
+    def _train(self, formation: Membership, rank: int) -> tuple[str, int]:
+        hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(formation.epoch, rank)
         # By slots, not by ranks: the number of threads changes bits, and ranks come and go. Before anybody is waited
@@ -164,7 +168,7 @@ class Rank:
             keeper = self._keeper(formation, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
-            orders = Orders(
+            orders = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 epoch=formation.epoch,
@@ -176,7 +180,7 @@ class Rank:
                 copies=self._host_copies,
                 compared=self._compared,
                 hooks=hooks,
-                fence=lambda: fence(self.run, formation.epoch),
+                fence=lambda: commit_fence(self.run, formation.epoch),
                 over=lambda: self.link.is_over(formation.epoch),
             )
             copies = self._copies(go) if go.get("restore") else None
@@ -202,13 +206,13 @@ class Rank:
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, formation: Formation, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, formation: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
-        return watched(
+        return monitored_rank(
             events,
             lambda: self._sensors.of(device, power_w),
-            Meeting(store=store, secret=self._secret, address=self.address),
+            PeerRendezvous(store=store, secret=self._secret, address=self.address),
             telemetry=self.plan.job.telemetry,
             layout=formation.layout,
             rank=rank,
@@ -220,23 +224,25 @@ class Rank:
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
-            self._server = VaultServer(self.vault, secret=self._secret, address=self.address, host=self.host)
+            self._server = ReplicaServer(self.vault, secret=self._secret, address=self.address, host=self.host)
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(self, formation: Formation, rank: int, go: Mapping[str, Any], events: EventWriter) -> Keeper | None:
+    def _keeper(
+        self, formation: Membership, rank: int, go: Mapping[str, Any], events: EventWriter
+    ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
         hosts = {number: seat.host for number, seat in enumerate(formation.seats)}
         cluster = self.plan.cluster
         # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
-        buddy = buddy_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
+        buddy = replica_peer_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
         where = None
         if buddy is not None:
             host, port = go["vaults"][str(buddy.rank)]
-            where = BuddyAddress(host=host, port=int(port), slot=buddy.slot)
+            where = ReplicaAddress(host=host, port=int(port), slot=buddy.slot)
         restore = go.get("restore")
-        return Keeper(
+        return InMemoryCheckpointer(
             self.vault,
             slot=self.link.slot,
             rank=rank,
@@ -254,10 +260,10 @@ class Rank:
         if self.link.is_over(epoch):
             raise Interrupted
 
-    def _copies(self, go: Mapping[str, Any]) -> MemorySource:
+    def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
         peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
-        return MemorySource(
-            Choice.from_json(go["restore"]),
+        return ReplicaSource(
+            RestorePoint.from_json(go["restore"]),
             vault=self.vault,
             local_host=self.host,
             peers=peers,
@@ -285,10 +291,10 @@ def run_rank(
     shared = store is not None and _sharing(plan, device, store, rank=rank, world=world)
     joined_s = _join(plan, device, rank=rank, world=world, store=store, shared=shared)
     events = EventWriter(folder.events(rank), rank=rank)
-    orders = Orders(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=Hooks())
+    orders = RankControl(stop=stop, progress=lambda step, phase: heartbeat(step), hooks=DrillHooks())
     none_met = None, Sharers(host=local_world)
-    meeting, sharers = meet(store, os.environ, device, events) if store is not None else none_met
-    watch = watched(
+    meeting, sharers = meet_peers(store, os.environ, device, events) if store is not None else none_met
+    watch = monitored_rank(
         events,
         lambda: sensors_of(device, power_w=plan.cluster.accelerator.tdp_w),
         meeting,
@@ -303,7 +309,7 @@ def run_rank(
             facts = facts_here(plan, slots=local_world) if rank == 0 else None
             notes = transport_notes(facts) if facts is not None else ()
             train(folder, plan, device, events, orders, store=store, joined_s=joined_s, notes=notes)
-    except Astray as error:
+    except UntrustedState as error:
         raise SystemFailure(
             Problem(
                 where=f"step {error.step:,}",
@@ -325,9 +331,9 @@ def train(
     plan: Plan,
     device: torch.device,
     events: EventWriter,
-    orders: Orders,
+    orders: RankControl,
     *,
-    copies: MemorySource | None = None,
+    copies: ReplicaSource | None = None,
     at_most: int | None = None,
     store: Store | None = None,
     joined_s: float = 0.0,
@@ -347,7 +353,7 @@ def train(
         device=device,
         state_dtype=job.precision.optimizer_state,
     )
-    engine.spikes = Spikes(job.train.spike_factor)
+    engine.spikes = SpikeDetector(job.train.spike_factor)
     tell_communicators(
         events,
         store,
@@ -361,11 +367,11 @@ def train(
     if dist.get_rank() == 0:
         sweep(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
-            drop_after(folder.checkpoints, at_most)
+            delete_commits_after(folder.checkpoints, at_most)
     restored, source = _restore(engine, folder, copies, at_most)
     if job.train.weights and not restored.step:
-        take_weights(engine, Path(job.train.weights))
-    loop = Loop(folder, plan, engine, events, memory, orders)
+        load_hf_weights(engine, Path(job.train.weights))
+    loop = TrainingLoop(folder, plan, engine, events, memory, orders)
     try:
         if restored.data and restored.data != loop.dataset.digest:
             raise mistake(
@@ -384,27 +390,27 @@ def train(
             warnings=warnings,
         )
         if orders.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            orders.keeper.reserve(pieces_of(engine))
-            loop.saver.reserve(pieces_of(engine))
+            orders.keeper.reserve(checkpoint_shards(engine))
+            loop.saver.reserve(checkpoint_shards(engine))
         orders.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return loop.run(restored.step), loop.step
     finally:
         loop.close()
 
 
-def _restore(engine: Engine, folder: Run, copies: MemorySource | None, at_most: int | None) -> tuple[Restored, str]:
+def _restore(engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None) -> tuple[RestoredRun, str]:
     """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
     warnings: tuple[str, ...] = ()
     engine.initialise_unsaved()
     if copies is not None:
-        found = restore_copies(engine, copies)
+        found = restore_from_replicas(engine, copies)
         if not found.warnings:
             return found, "memory"
         warnings = found.warnings
-    found = restore_newest(engine, folder.checkpoints, at_most=at_most)
+    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most)
     if not found.step:
         engine.initialise()
-        seed_random(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
+        seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
     return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
 
 

@@ -16,7 +16,7 @@ from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, open_run
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     recipe = Recipe(
         origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
     text = JOB.read_text(encoding="utf-8")
     corpus = next(line for line in text.splitlines() if line.startswith("corpus ="))
     (folder / "job.toml").write_text(text.replace(corpus, 'path = "data"'))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from phalanx.validate.calibration_report import _newest_layout
 
 from phalanx.errors import UserError
 from phalanx.io.values import at
 from phalanx.metrics.readings import Readings
-from phalanx.plan.fieldwork import _newest_layout
 from phalanx.plan.layout import Layout
 from phalanx.record.account.cost import run_cost
 from phalanx.record.account.memberships import launches, layout_name, layout_spans, plan_at_step

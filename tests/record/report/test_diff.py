@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from phalanx.job.key_rules import rule_of
 from synthetic import make_plan, write_run
 
-from phalanx.job.rules import rule_of
 from phalanx.job.schema import SECTIONS, Job
 from phalanx.record.report.diff import (
     SPELLING,

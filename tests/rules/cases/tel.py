@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from phalanx.rules.facts.drills import DrillFacts
+from phalanx.rules.facts.trainers import Practice
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_cpu_log, good_log, good_monitor, good_steps, incident, ledger
 
@@ -14,11 +16,9 @@ from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.stragglers import Straggler
 from phalanx.record.account.time_accounts import Accounts
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill import DrillFacts
 from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
-from phalanx.rules.facts.practice import Practice
 from phalanx.rules.outcome import Spot
-from phalanx.rules.scaling import scaling_of
+from phalanx.rules.profiles import scaling_of
 
 Found = Callable[[], Evidence]
 SPOT = Spot(file="runs/good/events-00003.jsonl", line=812)

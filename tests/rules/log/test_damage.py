@@ -16,7 +16,9 @@ from synthetic import write_run
 from phalanx.record import event_batches
 from phalanx.record.event_batches import EventParser
 from phalanx.record.run import Run
-from phalanx.rules.log import agree, noise, sums
+from phalanx.rules.log import agreement as agree
+from phalanx.rules.log import steps as noise
+from phalanx.rules.log import sums
 from phalanx.rules.log.stream import LogStream, read_log
 
 

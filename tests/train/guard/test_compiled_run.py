@@ -16,7 +16,7 @@ from phalanx.record.account.ledger import read_ledger
 from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 
@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
     (folder / "job.toml").write_text(JOB)
     (folder / "sitecustomize.py").write_text(COMPILER)
     return folder

@@ -13,9 +13,9 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.io.files import read_text
 from phalanx.io.visible import one_line
-from phalanx.network.fabric.catalogue import switch_of
+from phalanx.network.fabric.fabric_types import KINDS, Switch
 from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_NAME, MOST_NIC_GBPS, MOST_RADIX, MOST_USD, MOST_WATTS
-from phalanx.network.fabric.types import KINDS, Switch
+from phalanx.network.fabric.switch_catalogue import switch_of
 
 NEEDED = ("box", "port_gbps", "radix")
 COLUMNS = (*NEEDED, "kind", "lanes", "watts", "usd_low", "usd_high", "evidence", "also", "source")

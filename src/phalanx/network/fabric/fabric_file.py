@@ -9,8 +9,8 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.io.visible import one_line
-from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, Shape
-from phalanx.network.fabric.types import KINDS
+from phalanx.network.fabric.fabric_types import KINDS
+from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, ClosShape
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
@@ -25,7 +25,7 @@ class FabricFile:
     name: str
     hosts: int
     nic_gbps: float
-    shape: Shape
+    shape: ClosShape
     switch: str  # a name of the catalogue, or a number of ports
     box: str  # this and the rest only where `switch` is a number: "", 0 and None are not given
     watts: float
@@ -41,7 +41,7 @@ def read_fabric_file(path: Path) -> FabricFile:
         name=reading.text("name", "my fabric") or one_line(path.stem)[:MOST_NAME],
         hosts=int(reading.number("hosts", whole=True)),
         nic_gbps=reading.number("nic_gbps"),
-        shape=Shape(
+        shape=ClosShape(
             planes=int(reading.number("planes", default=1, whole=True)),
             tiers=int(reading.number("tiers", whole=True)),
             oversubscription=reading.number("oversubscription", default=1),

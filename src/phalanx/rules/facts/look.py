@@ -10,11 +10,10 @@ from pathlib import Path
 
 from phalanx.errors import UserError
 from phalanx.hardware.discover import discover
-from phalanx.hardware.machine import Machine
-from phalanx.hardware.profile import Profile, load, usual_path
+from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
+from phalanx.hardware.types import Machine
 from phalanx.record.provenance import redact
-from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.nics import nic_paths
+from phalanx.rules.facts.host import HostFacts, nic_paths
 
 # What computes, and what could load somebody else's file.
 PACKAGES = ("torch", "safetensors", "numpy", "transformers", "accelerate", "deepspeed", "nvidia-nccl-cu12")
@@ -58,10 +57,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: redact(value, environ)[:MOST_VALUE] for name, value in sorted(mine.items())}
 
 
-def _measured(machine: Machine, environ: Mapping[str, str]) -> Profile | None:
+def _measured(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | None:
     named = environ.get("PHALANX_PROFILE", "")
     try:
-        profile = load(Path(named) if named else usual_path(machine.hostname, environ))
+        profile = load_profile(Path(named) if named else usual_path(machine.hostname, environ))
     except UserError:  # never probed, or damaged: `phalanx plan` says so, and here it is only missing
         return None
     return profile if profile.device == ("cuda" if machine.gpus else "cpu") else None

@@ -33,7 +33,7 @@ from phalanx.record.drill import (
     store_path,
 )
 from phalanx.record.provenance import our_code
-from phalanx.rules.facts.drill import DrillFacts
+from phalanx.rules.facts.drills import DrillFacts
 
 MOST_RECORDS = 24  # the newest ones; each takes some milliseconds, with its evidence
 MOST_READ = 256  # whose signature is looked at, to know which are the newest

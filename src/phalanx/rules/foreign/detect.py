@@ -67,7 +67,7 @@ FLAGS = ("--tensor-model-parallel-size", "--num-layers", "--micro-batch-size", "
 MOST_LOOKED = 1 << 20
 
 
-def kind_of(path: Path) -> str:
+def trainer_of_file(path: Path) -> str:
     """The trainer's name, or an empty text for what may be a job file.
 
     Raises UserError for a file that is neither: what ends in .json, .yaml or .yml is never a job file.
@@ -88,7 +88,7 @@ def _toml_words(path: Path) -> set[str]:
 
 
 def _tree_words(path: Path) -> set[str]:
-    from phalanx.rules.foreign.trees import read_tree
+    from phalanx.rules.foreign.files import read_tree
 
     return {key.partition(".")[0] for key in read_tree(path)}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.errors import mistake
 from phalanx.io.files import read_text
-from phalanx.rules.foreign.leaf import MOST_LEAVES, Leaf
+from phalanx.rules.foreign.conversion import MOST_LEAVES, Leaf
 
 MOST_NESTED = 3
 MOST_TEXT = 1 << 18
@@ -188,14 +188,14 @@ def _arguments(words: list[Word]) -> Iterator[tuple[str, object, Word]]:
         begins = _FLAG.match(word.text)
         if begins or word.text == END or word.text.endswith(".py"):  # the program: what follows are its own flags
             if flag is not None:
-                yield key, _value(values), flag
+                yield key, _argument_value(values), flag
             key, equals, first = word.text.partition("=")
             flag, values = (word, [first] if equals else []) if begins else (None, [])
         elif flag is not None:
             values.append(word.text)
 
 
-def _value(values: list[str]) -> object:
+def _argument_value(values: list[str]) -> object:
     if not values:
         return True
     return values[0] if len(values) == 1 else list(values)

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_text
 from phalanx.io.toml import read_toml
-from phalanx.rules.foreign.book import told
-from phalanx.rules.foreign.leaf import MOST_DEPTH, Leaf, leaves_of
+from phalanx.rules.foreign.conversion import MOST_DEPTH, Leaf, leaves_of, told_value
 from phalanx.units import KIB
 
 NOUN = "configuration"
@@ -164,11 +163,11 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
         if top is not None and isinstance(top.inner, dict) and top.key is None:
             top.key = _name(event, f"{path}:{line}")
             if top.key in top.inner:
-                raise mistake(f"{path}:{line}", f"key {told(top.key)} is given twice", fix="keep one of the two")
+                raise mistake(f"{path}:{line}", f"key {told_value(top.key)} is given twice", fix="keep one of the two")
             continue
         steps = top.next_steps() if top is not None else ()
         lines.setdefault(steps, line)
-        value = _value(event, kind, anchors, frames, f"{path}:{line}")
+        value = _argument_value(event, kind, anchors, frames, f"{path}:{line}")
         top.take(value) if top is not None else roots.append(value)
         if isinstance(value, dict | list) and kind != "AliasEvent":
             frames.append(_Frame(inner=value, steps=steps))
@@ -185,7 +184,7 @@ def _name(event: Any, where: str) -> str:
     return str(event.value)
 
 
-def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
+def _argument_value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
     if kind == "AliasEvent":
         if event.anchor not in anchors or any(frame.inner is anchors[event.anchor] for frame in frames):
             raise mistake(where, f"alias *{str(event.anchor)[:60]} names nothing that is finished")

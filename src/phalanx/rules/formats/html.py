@@ -7,9 +7,8 @@ from html import escape
 
 from phalanx.io.style import REPORT_CSS
 from phalanx.io.values import printable
-from phalanx.rules.formats.plain import at_stake, cost_of, counts_of, place_of, summary_of
-from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
 from phalanx.units import format_money, plural
 
@@ -24,7 +23,7 @@ MORE_CSS = """
 MOST_TEXT = 1000
 
 
-def render(reports: Sequence[Report]) -> str:
+def render_html(reports: Sequence[CheckReport]) -> str:
     """The whole file."""
     body = "\n".join(_report(one) for one in reports)
     title = _safe(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
@@ -35,7 +34,7 @@ def render(reports: Sequence[Report]) -> str:
     )
 
 
-def _report(report: Report) -> str:
+def _report(report: CheckReport) -> str:
     problems = "\n".join(_finding(one, report) for one in report.problems)
     return "\n".join(
         (
@@ -50,8 +49,8 @@ def _report(report: Report) -> str:
     )
 
 
-def _tiles(report: Report) -> str:
-    counts, stake = counts_of(report), at_stake(report)
+def _tiles(report: CheckReport) -> str:
+    counts, stake = counts_of(report), total_at_stake(report)
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     tiles = {
         "rules met": str(counts["pass"]),
@@ -72,20 +71,20 @@ def _devices(count: int) -> str:
     return plural(count, "device") if count else "devices not known"
 
 
-def _finding(finding: Finding, report: Report) -> str:
+def _finding(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
-    place = f'<span class="quiet">{finding.severity}, {_safe(place_of(finding))}</span>'
+    place = f'<span class="quiet">{finding.severity}, {_safe(shown_place(finding))}</span>'
     parts = [
         f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}</p>",
         f"<p>{_safe(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
-        *(f"<p>{_safe(text)}</p>" for text in (cost_of(outcome.impact, report.usd), *cures(outcome)) if text),
+        *(f"<p>{_safe(text)}</p>" for text in (shown_cost(outcome.impact, report.usd), *fix_lines(outcome)) if text),
     ]
     return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
 
 
-def _table(report: Report) -> str:
+def _table(report: CheckReport) -> str:
     rows = "".join(_row(one) for one in report.findings)
     head = "<tr><th>rule</th><th>verdict</th><th>what</th><th>where</th></tr>"
     return f'<div class="scroll"><table>{head}{rows}</table></div>'
@@ -97,11 +96,11 @@ def _row(finding: Finding) -> str:
     return (
         f"<tr><td>{finding.rule.id} {_safe(finding.rule.slug)}</td>"
         f'<td class="verdict-{finding.verdict}">{verdict}</td>'
-        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(place_of(finding))}</td></tr>'
+        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(shown_place(finding))}</td></tr>'
     )
 
 
-def _unmapped(report: Report) -> str:
+def _unmapped(report: CheckReport) -> str:
     if not report.unmapped:
         return ""
     rows = "".join(

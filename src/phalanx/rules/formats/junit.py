@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as Tree
 
 from phalanx.io.values import printable
-from phalanx.rules.formats.plain import cost_of, place_of
-from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.formats.text import fix_lines, shown_cost, shown_place
+from phalanx.rules.judge import CheckReport, Finding
 
-MOST_TEXT = 1000
+MOST_GITHUB_TEXT = 1000
 
 
-def render(reports: Sequence[Report]) -> str:
+def render_github(reports: Sequence[CheckReport]) -> str:
     """The document, with a last line break."""
     root = Tree.Element("testsuites", name="phalanx check")
     for report in reports:
@@ -22,7 +21,7 @@ def render(reports: Sequence[Report]) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(report: Report) -> Tree.Element:
+def _suite(report: CheckReport) -> Tree.Element:
     by_rule: dict[str, list[Finding]] = {}
     for one in report.findings:
         by_rule.setdefault(one.rule.id, []).append(one)
@@ -40,14 +39,14 @@ def _suite(report: Report) -> Tree.Element:
     return suite
 
 
-def _case(found: Sequence[Finding], report: Report) -> Tree.Element:
+def _case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
     """One rule. What is only told for information stands in the case's output and fails nothing."""
     rule = found[0].rule
     case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
     bad = [one for one in report.problems if one.rule.id == rule.id and one.severity != "info"]
     skipped = [one for one in found if one.verdict in ("unknown", "waived")]
     if bad:
-        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
+        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_GITHUB_TEXT)
         Tree.SubElement(case, "failure", type=kind, message=message).text = _story(bad, report)
     elif skipped:
         Tree.SubElement(case, "skipped", message="; ".join(_reason(one) for one in skipped))
@@ -60,12 +59,12 @@ def _reason(finding: Finding) -> str:
     if finding.verdict == "waived":
         return printable(f"waived: {finding.reason}")
     fix = f" ({finding.outcome.fix})" if finding.outcome.fix else ""
-    return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_TEXT)
+    return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_GITHUB_TEXT)
 
 
-def _story(found: Sequence[Finding], report: Report) -> str:
+def _story(found: Sequence[Finding], report: CheckReport) -> str:
     lines: list[str] = []
     for one in found:
-        cost = cost_of(one.outcome.impact, report.usd)
-        lines += [f"{place_of(one)}: {one.outcome.what}", *one.outcome.formula, cost, *cures(one.outcome)]
-    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
+        cost = shown_cost(one.outcome.impact, report.usd)
+        lines += [f"{shown_place(one)}: {one.outcome.what}", *one.outcome.formula, cost, *fix_lines(one.outcome)]
+    return "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)

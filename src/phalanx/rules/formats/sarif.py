@@ -13,26 +13,25 @@ from typing import Any
 
 from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
-from phalanx.rules.formats.paths import as_uri, relative
-from phalanx.rules.formats.plain import cost_of, finite
-from phalanx.rules.formats.text import cures
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.formats.machine import as_uri, relative
+from phalanx.rules.formats.text import finite, fix_lines, shown_cost
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot
-from phalanx.rules.page import page
 from phalanx.rules.rule import LETTERS, Rule
+from phalanx.rules.rule_page import rule_page
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-LEVEL = {"error": "error", "warning": "warning", "info": "note"}
-MOST_TEXT = 1000
+GITHUB_LEVEL = {"error": "error", "warning": "warning", "info": "note"}
+MOST_GITHUB_TEXT = 1000
 
 
-def render(reports: Sequence[Report], *, root: str, version: str) -> str:
+def render_github(reports: Sequence[CheckReport], *, root: str, version: str) -> str:
     """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(reports, root, version)]}
     return visible_json(json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
-def _run(reports: Sequence[Report], root: str, version: str) -> dict[str, Any]:
+def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
     rules = {one.rule.id: one.rule for report in reports for one in report.findings}
     index = {rule_id: number for number, rule_id in enumerate(rules)}
     seen: Counter[str] = Counter()
@@ -63,8 +62,8 @@ def _rule(rule: Rule) -> dict[str, Any]:
         "name": "".join(word.capitalize() for word in rule.slug.split("-")),
         "shortDescription": {"text": rule.requirement},
         "fullDescription": {"text": " ".join(rule.why.split())},
-        "help": {"text": f"{rule.requirement}\n\n{rule.fix}", "markdown": page(rule)},
-        "defaultConfiguration": {"level": LEVEL[rule.severity]},
+        "help": {"text": f"{rule.requirement}\n\n{rule.fix}", "markdown": rule_page(rule)},
+        "defaultConfiguration": {"level": GITHUB_LEVEL[rule.severity]},
         "properties": {
             "tags": [rule.group, rule.slug],
             "evidence": [LETTERS[letter] for letter in rule.requires],
@@ -73,9 +72,9 @@ def _rule(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _result(finding: Finding, report: Report, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
+def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
     is_open = finding.verdict == "unknown"
-    kind, level = ("open", "none") if is_open else ("fail", LEVEL[finding.severity])
+    kind, level = ("open", "none") if is_open else ("fail", GITHUB_LEVEL[finding.severity])
     result = {
         "ruleId": finding.rule.id,
         "ruleIndex": index,
@@ -92,10 +91,10 @@ def _result(finding: Finding, report: Report, root: str, index: int, seen: Count
     return result
 
 
-def _message(finding: Finding, report: Report) -> str:
+def _message(finding: Finding, report: CheckReport) -> str:
     outcome = finding.outcome
-    lines = [outcome.what, *outcome.formula, cost_of(outcome.impact, report.usd), *cures(outcome)]
-    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
+    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
+    return "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
 
 
 def _location(finding: Finding, root: str) -> dict[str, Any]:

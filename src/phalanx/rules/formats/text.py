@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from phalanx.io.values import printable
-from phalanx.rules.formats.plain import at_stake, cost_of, place_of, setting, summary_of
-from phalanx.rules.judge import Finding, Report
+from phalanx.rules.formats.text import shown_cost, shown_place, shown_setting, summary_of, total_at_stake
+from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Outcome
 from phalanx.rules.rule import LETTERS
 from phalanx.units import plural
@@ -21,12 +21,12 @@ MOST_SHOWN = 12  # settings of another trainer that are named one by one
 MOST_TEXT = 400  # letters of one line of somebody else's text
 
 
-def render(reports: Sequence[Report], *, verbose: bool = False) -> str:
+def render_text(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:
     """The page as text."""
-    return "".join(f"{text}\n" for _, text in lines(reports, verbose=verbose))
+    return "".join(f"{text}\n" for _, text in report_lines(reports, verbose=verbose))
 
 
-def lines(reports: Sequence[Report], *, verbose: bool = False) -> Iterator[Line]:
+def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> Iterator[Line]:
     """The page, line by line; nothing in it moves a cursor."""
     for number, report in enumerate(reports):
         if number:
@@ -35,7 +35,7 @@ def lines(reports: Sequence[Report], *, verbose: bool = False) -> Iterator[Line]
             yield style, printable(text, most=MOST_TEXT)
 
 
-def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
+def _page(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
     for one in report.problems:
         yield from finding_lines(one, report)
         yield "", ""
@@ -53,29 +53,29 @@ def _page(report: Report, *, verbose: bool) -> Iterator[Line]:
         yield "quiet", hint
 
 
-def finding_lines(finding: Finding, report: Report) -> Iterator[Line]:
+def finding_lines(finding: Finding, report: CheckReport) -> Iterator[Line]:
     """One finding in full."""
     rule, outcome = finding.rule, finding.outcome
     mark = LETTER[finding.severity] if finding.verdict == "fail" else "?"
-    yield finding.severity, f"{place_of(finding)}: {mark} {rule.id} {rule.slug}  {outcome.what}"
+    yield finding.severity, f"{shown_place(finding)}: {mark} {rule.id} {rule.slug}  {outcome.what}"
     for line in outcome.formula:
         yield "", f"  {line}"
-    if cost := cost_of(outcome.impact, report.usd):
+    if cost := shown_cost(outcome.impact, report.usd):
         yield "", f"  {cost}"
-    yield from (("", f"  {line}") for line in cures(outcome))
+    yield from (("", f"  {line}") for line in fix_lines(outcome))
     yield "quiet", f"  explain: phalanx explain {rule.id} {report.target}; source: {rule.references[0].text}"
 
 
-def cures(outcome: Outcome) -> Iterator[str]:
+def fix_lines(outcome: Outcome) -> Iterator[str]:
     """What to do: each edit with what it touches, then the rule's own words."""
     for edit in outcome.edits:
         kind = "safe" if edit.safe else "changes the training"
-        yield f"fix ({kind}): {setting(edit)}{f' ({edit.note})' if edit.note else ''}"
+        yield f"fix ({kind}): {shown_setting(edit)}{f' ({edit.note})' if edit.note else ''}"
     if outcome.fix:
         yield f"fix: {outcome.fix}"
 
 
-def _unknown(report: Report) -> Iterator[Line]:
+def _unknown(report: CheckReport) -> Iterator[Line]:
     """Missing evidence, by what is missing: one line for many rules."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in report.findings:
@@ -90,7 +90,7 @@ def _unknown(report: Report) -> Iterator[Line]:
         yield "", ""
 
 
-def _waived(report: Report) -> Iterator[Line]:
+def _waived(report: CheckReport) -> Iterator[Line]:
     found = [one for one in report.findings if one.verdict == "waived"]
     for one in found:
         yield "quiet", f"waived {one.rule.id}  {one.outcome.what}  ({one.reason})"
@@ -98,7 +98,7 @@ def _waived(report: Report) -> Iterator[Line]:
         yield "", ""
 
 
-def _unmapped(report: Report) -> Iterator[Line]:
+def _unmapped(report: CheckReport) -> Iterator[Line]:
     if not report.unmapped:
         return
     count = len(report.unmapped)
@@ -111,7 +111,7 @@ def _unmapped(report: Report) -> Iterator[Line]:
     yield "", ""
 
 
-def _passed(report: Report) -> Iterator[Line]:
+def _passed(report: CheckReport) -> Iterator[Line]:
     for one in report.findings:
         if one.verdict != "pass":
             continue
@@ -128,7 +128,7 @@ def _bound(outcome: Outcome) -> str:
     return f"  [{value:.4g} against {limit:.4g}{f' {outcome.unit}' if outcome.unit else ''}]"
 
 
-def _by_option(report: Report) -> str:
+def _by_option(report: CheckReport) -> str:
     """How many findings an option mends; runs and plans are past mending, other trainers' files are not ours to."""
     if report.foreign or not report.target.endswith(".toml") or "L" in report.evidence:
         return ""
@@ -139,16 +139,16 @@ def _by_option(report: Report) -> str:
     return f"  can be mended: {', '.join(told)}; --diff shows the edits" if told else ""
 
 
-def _devices(report: Report) -> str:
+def _devices(report: CheckReport) -> str:
     if not report.devices:
         return f"number of devices not known (taken as {report.scaling})"
     return f"{plural(report.devices, 'device')} ({report.scaling})"
 
 
-def _basis(report: Report) -> str:
+def _basis(report: CheckReport) -> str:
     """What the verdicts rest on, and the money in question."""
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     basis = f"  edition {report.edition}, {report.profile}, {_devices(report)}"
-    stake = at_stake(report)
-    told = f"; at stake: {cost_of(stake, report.usd)}" if stake.points or stake.usd else ""
+    stake = total_at_stake(report)
+    told = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
     return f"{basis}; looked at: {seen}{told}"

@@ -33,7 +33,7 @@ class Account:
     cost: Cost | None = None
 
 
-def account(run: Run, history: RunHistory, passed: LedgerStream | None = None) -> Account:
+def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = None) -> Account:
     """Read what the stream has not kept; a damaged file costs what it would have told, nothing else.
 
     `passed` is no use when the run has grown since it began.

@@ -15,7 +15,7 @@ from phalanx.rules.log.sums import Histogram, Sample
 
 # The trainer's own (train/telemetry/noise.py): decay of the running means, of the size that a step is weighed by, and
 # how many times it a spike is.
-DECAY, SIZE_DECAY, SPIKE = 0.99, 0.9, 16.0
+NOISE_DECAY, SIZE_DECAY, SPIKE = 0.99, 0.9, 16.0
 EVERY = (1, 4)  # steps of one estimate: one of four where micro-batches are compared
 MOST_CHECKED = 5_000  # steps that are computed again: what a formula does in as many it does in all
 KEPT = 512  # steps that a restart may go back by and still be followed
@@ -33,7 +33,7 @@ class Noise:
         self._last_step: float | None = None
         self._last: float | None = None
         self._parts = self._checked = 0
-        self._means = [Means(decay=DECAY**every) for every in EVERY]
+        self._means = [Means(decay=NOISE_DECAY**every) for every in EVERY]
 
     def begin(self) -> None:
         """A formation begins; the running means go on where its first step was."""

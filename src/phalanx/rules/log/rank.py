@@ -10,10 +10,10 @@ from phalanx.record.account.ledger import LedgerStream
 from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, LineBlock
 from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
-from phalanx.rules.log.agree import LATE_S, Clocks, Digests, Formations, Key
+from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Formations, Key
 from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
-from phalanx.rules.log.grammar import BACK_S, Grammar
 from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
+from phalanx.rules.log.schema import BACK_S, Grammar
 from phalanx.rules.log.secrets import Secrets
 from phalanx.rules.log.steps import Steps
 

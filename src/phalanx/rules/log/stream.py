@@ -24,10 +24,9 @@ from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
-from phalanx.rules.log.agree import Formations, skew, skips_differ
-from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
-from phalanx.rules.log.rank import Counted, RankLog
-from phalanx.rules.log.told import Supervisor
+from phalanx.rules.log.agreement import Formations, skew, skips_differ
+from phalanx.rules.log.files import has_provenance, is_job_changed, launch_of, listens
+from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
 MOST_MISSING = 4096
@@ -214,7 +213,7 @@ class LogStream:
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
         if before < 0 or (read != before and not little):
-            self._account = accounts.account(self.run, self._history, self._passing)
+            self._account = accounts.account_of_run(self.run, self._history, self._passing)
             self._account_bytes = read
             self._pass(None)
         return self._account

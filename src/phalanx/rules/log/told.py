@@ -11,9 +11,9 @@ from phalanx.io.values import at, integer, number, printable
 from phalanx.record.event_batches import EventParser, LineBlock
 from phalanx.record.event_schema import known_kinds
 from phalanx.record.events import Event
-from phalanx.rules.log.agree import Formations
-from phalanx.rules.log.grammar import Grammar
+from phalanx.rules.log.agreement import Formations
 from phalanx.rules.log.saves import Restore, restore_of
+from phalanx.rules.log.schema import Grammar
 from phalanx.rules.log.secrets import Secrets
 
 MOST_TOLD = 4096  # restores and failures that are remembered; the newest

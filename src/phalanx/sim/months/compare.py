@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.forecast import Forecast, forecast
-from phalanx.sim.months.ledger import Outcome
-from phalanx.sim.months.network import ALL_NETWORK
-from phalanx.sim.months.policy import Policy
-from phalanx.sim.months.sites import SiteRange
-from phalanx.sim.months.spread import Spread
+from phalanx.sim.months.causes import ALL_NETWORK
+from phalanx.sim.months.forecast import Forecast, SiteRange, Spread, forecast_months
+from phalanx.sim.months.policy import MonthsPolicy
+from phalanx.sim.months.simulate_run import RunOutcome
 from phalanx.units import DAY_S, HOUR_S, format_money, plural
 
 # From a failure to the next step: a slow restart of tens of thousands of devices (ten minutes: the frontier's
@@ -21,7 +19,7 @@ RECOVERIES_S = (600.0, 90.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class RecoveryTableRow:
     """One policy. `network_lost` is the share of the time lost to links and switches."""
 
     recovery_s: float
@@ -39,24 +37,26 @@ def recoveries(own_s: float) -> tuple[float, ...]:
     return tuple(sorted({*RECOVERIES_S, own_s}, reverse=True))
 
 
-def recovering(policy: Policy, seconds: float) -> Policy:
+def recovering(policy: MonthsPolicy, seconds: float) -> MonthsPolicy:
     """The same job back after so many seconds; noticing takes what it took, and the restart the rest."""
     detect_s = min(policy.detect_s, seconds)
     return replace(policy, detect_s=detect_s, restart_s=seconds - detect_s)
 
 
-def cases(conventional: Policy, edge: Policy) -> Iterator[Policy]:
+def recovery_cases(conventional: MonthsPolicy, edge: MonthsPolicy) -> Iterator[MonthsPolicy]:
     """Every recovery on both networks."""
     for seconds in recoveries(conventional.detect_s + conventional.restart_s):
         for one in (conventional, edge):
             yield recovering(one, seconds)
 
 
-def row(plan: Plan, policy: Policy, outcomes: Sequence[Outcome], sites: SiteRange | None = None) -> Row:
+def recovery_row(
+    plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], sites: SiteRange | None = None
+) -> RecoveryTableRow:
     """What the runs of one policy say."""
-    made = forecast(plan, policy, outcomes, seed=0)
+    made = forecast_months(plan, policy, outcomes, seed=0)
     rented = plan.layout.devices + policy.spares * plan.cluster.host_devices
-    return Row(
+    return RecoveryTableRow(
         recovery_s=policy.detect_s + policy.restart_s,
         edge=policy.network.edge,
         effective=made.effective,
@@ -72,7 +72,9 @@ def _usd_per_day(made: Forecast) -> float | None:
     return made.lost_usd[1] / made.days if made.lost_usd else None
 
 
-def render(plan: Plan, rows: Sequence[Row], *, days: float, runs: int, seed: int, network: str) -> str:
+def recovery_table_text(
+    plan: Plan, rows: Sequence[RecoveryTableRow], *, days: float, runs: int, seed: int, network: str
+) -> str:
     """The table."""
     head = f"{plan.job.name}: {plural(days, 'day')} on {plan.cluster.name} ({plural(plan.layout.devices, 'device')})"
     heads = (
@@ -95,7 +97,7 @@ def render(plan: Plan, rows: Sequence[Row], *, days: float, runs: int, seed: int
     return "\n".join([head, *(f"  {line}" for line in (*body, *notes))])
 
 
-def _cells(one: Row) -> tuple[str, ...]:
+def _cells(one: RecoveryTableRow) -> tuple[str, ...]:
     e, usd = one.effective, one.lost_usd_per_day
     return (
         f"{one.recovery_s:g} s",

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 
 from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.forecast import Forecast, PhaseShare
-from phalanx.sim.months.ledger import PHASES
-from phalanx.sim.months.network import ALL_NETWORK
-from phalanx.sim.months.policy import Policy
-from phalanx.sim.months.spread import Spread
+from phalanx.sim.months.causes import ALL_NETWORK
+from phalanx.sim.months.forecast import Forecast, PhaseShare, Spread
+from phalanx.sim.months.policy import MonthsPolicy
+from phalanx.sim.months.simulate_run import PHASES
 from phalanx.units import DAY_S, format_money, format_seconds, plural
 
 WIDTH = 100
@@ -32,7 +31,7 @@ NAMES = {
 }
 
 
-def render(plan: Plan, policy: Policy, made: Forecast) -> str:
+def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
     """The page."""
     sections = [
         ("WHERE THE TIME GOES", _ledger(made)),
@@ -124,7 +123,7 @@ def _share(value: float) -> str:
     return f"{value:.2%}" if value >= SMALLEST else "-"
 
 
-def _formula(policy: Policy, made: Forecast) -> list[str]:
+def _formula(policy: MonthsPolicy, made: Forecast) -> list[str]:
     rows = [("", "formula", "simulated", "difference", "")]
     for one in made.phases:
         if max(one.formula, one.simulated) >= SMALLEST:
@@ -137,7 +136,7 @@ def _formula(policy: Policy, made: Forecast) -> list[str]:
     return text_table(rows, right=(1, 2, 3))
 
 
-def _why(one: PhaseShare, policy: Policy, made: Forecast) -> str:
+def _why(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
     """What the formula does not see."""
     if abs(one.simulated - one.formula) < 5e-4:
         return ""
@@ -153,7 +152,7 @@ def _why(one: PhaseShare, policy: Policy, made: Forecast) -> str:
     return reasons.get(one.phase) or _why_recovery(made, less=one.simulated < one.formula)
 
 
-def _why_redone(policy: Policy, *, less: bool) -> str:
+def _why_redone(policy: MonthsPolicy, *, less: bool) -> str:
     if not less:
         return "corruption goes back to a checkpoint from before it"
     if math.isfinite(policy.saving.copy_every_s):
@@ -190,7 +189,7 @@ def _sources(made: Forecast) -> list[str]:
     return lines + [f"{', '.join(one.cause for one in made.rates if one.source == text)}: {text}" for text in others]
 
 
-def _spares(plan: Plan, policy: Policy, made: Forecast) -> list[str]:
+def _spares(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
     lines = ["no spare hosts", _gap(made)]
     if made.spares:
         lines[0] = (

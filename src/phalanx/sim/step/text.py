@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from phalanx.io.tables import text_table
 from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
-from phalanx.sim.step.picture import COLUMNS, picture
 from phalanx.sim.step.report import Line, StepReport
+from phalanx.sim.step.step_text import COLUMNS, picture
 from phalanx.units import format_seconds, plural
 
 NOTHING = 5e-4  # of the step: smaller differences are not explained
 
 
-def render(report: StepReport) -> str:
+def step_text(report: StepReport) -> str:
     """The step, where its time goes beside the plan, and why the two differ."""
     apart = report.step_s / report.plan_step_s - 1.0
     parts = [
@@ -96,7 +96,7 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
 
 
-def render_break(kind: str, found: Sequence[Aftermath]) -> str:
+def break_text(kind: str, found: Sequence[Aftermath]) -> str:
     """A failure under both ways of recovering, side by side."""
     rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
     rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))

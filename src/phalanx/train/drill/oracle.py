@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phalanx.record.run import Run
-from phalanx.train.drill.history import Epoch, Execution, History
+from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
 from phalanx.units import plural
 
 # Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.
@@ -15,7 +15,7 @@ SKEW_S = 0.05
 ASTRAY = "Astray"  # kind of an incident in which every process lives and the numbers are wrong
 MOST_NAMED = 3  # examples in a verdict's evidence
 
-Expected = Callable[[int], Sequence[int]]
+ExpectedSamples = Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,21 +36,23 @@ class Verdict:
         return "ok" if self.ok else ("WRONG" if self.judged else "not judged")
 
 
-def judge(history: History, *, expected: Expected | None = None, replay: History | None = None) -> list[Verdict]:
+def judge_history(
+    history: DrillHistory, *, expected: ExpectedSamples | None = None, replay: DrillHistory | None = None
+) -> list[Verdict]:
     """Everything that can be said from one history, and from its replay where there is one.
 
     `expected` gives the samples of a step, as the sampler orders them.
     """
-    verdicts = [check(history) for check in (one_digest, monotone, restores, fenced)]
-    verdicts.insert(3, samples(history, expected))
+    verdicts = [check(history) for check in (judge_digests, judge_step_order, judge_restores, judge_fencing)]
+    verdicts.insert(3, judge_samples(history, expected))
     if replay is not None:
-        verdicts.insert(1, same_as_replay(history, replay))
+        verdicts.insert(1, judge_replay(history, replay))
     return verdicts
 
 
-def one_digest(history: History) -> Verdict:
+def judge_digests(history: DrillHistory) -> Verdict:
     """(a) Executions of the same step from the same state in the same layout gave the same bits on every rank."""
-    by_lineage: dict[str, list[Execution]] = defaultdict(list)
+    by_lineage: dict[str, list[StepExecution]] = defaultdict(list)
     for one in history.executions:
         by_lineage[one.lineage].append(one)
     wrong = []
@@ -63,10 +65,10 @@ def one_digest(history: History) -> Verdict:
     ok = not wrong and (known > 0 or not history.chain)
     text = f"{known:,} of {len(history.chain):,} committed steps have a digest, "
     text += f"{plural(twice, 'step')} done more than once"
-    return Verdict(name="one digest per step", ok=ok, evidence=because(text, wrong))
+    return Verdict(name="one digest per step", ok=ok, evidence=evidence_text(text, wrong))
 
 
-def same_as_replay(history: History, replay: History) -> Verdict:
+def judge_replay(history: DrillHistory, replay: DrillHistory) -> Verdict:
     """(b) A run without faults and with the same member sequence gave the same bits."""
     wrong = []
     done = history.end is not None and history.end.get("state") == "done"  # of one cut short a replay goes on a little
@@ -83,10 +85,10 @@ def same_as_replay(history: History, replay: History) -> Verdict:
         wrong.append("there is no digest to compare")
     last = f", loss {history.chain[-1].loss} at the end" if history.chain else ""
     text = f"{plural(len(history.chain), 'step')}, {plural(compared, 'digest')} compared{last}"
-    return Verdict(name="equal to a fault-free replay", ok=not wrong, evidence=because(text, wrong))
+    return Verdict(name="equal to a fault-free replay", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def monotone(history: History) -> Verdict:
+def judge_step_order(history: DrillHistory) -> Verdict:
     """(c) In every epoch each rank took its steps one by one, from the step that was restored."""
     wrong = []
     for epoch in history.epochs:
@@ -103,10 +105,10 @@ def monotone(history: History) -> Verdict:
                 wrong.append(f"epoch {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
     epochs, done = plural(len(history.epochs), "epoch"), plural(len(history.executions), "step")
     text = f"{epochs}, {done} done, {len(history.undone):,} undone"
-    return Verdict(name="steps in order", ok=not wrong, evidence=because(text, wrong))
+    return Verdict(name="steps in order", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def restores(history: History) -> Verdict:
+def judge_restores(history: DrillHistory) -> Verdict:
     """(d) What was restored was there before; from memory, it was the newest state that was held."""
     wrong = []
     counts: Counter[str] = Counter()
@@ -128,10 +130,10 @@ def restores(history: History) -> Verdict:
                 wrong.append(f"epoch {epoch.number} restored step {step} from memory, which held {held}")
         held = min(held, step)
     text = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items())) or "no restore"
-    return Verdict(name="every restore was committed", ok=not wrong, evidence=because(text, wrong))
+    return Verdict(name="every restore was committed", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def _unsaid(history: History, before: Epoch | None, epoch: Epoch, *, done: int) -> bool:
+def _unsaid(history: DrillHistory, before: EpochHistory | None, epoch: EpochHistory, *, done: int) -> bool:
     """Whether rank 0 died between a commit and its line: newer than all it told of, and of a step that was done."""
     if before is None or not max(epoch.kept, default=0) < epoch.restore_step <= done:
         return False
@@ -139,7 +141,7 @@ def _unsaid(history: History, before: Epoch | None, epoch: Epoch, *, done: int) 
     return any(0 in (int(event.get("rank", -1)), *(event.get("others") or ())) for event in last)
 
 
-def samples(history: History, expected: Expected | None = None) -> Verdict:
+def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None) -> Verdict:
     """(e) The ranks of every committed step learnt from its samples, each once, and from nothing else."""
     wrong = []
     total = unknown = 0
@@ -160,7 +162,7 @@ def samples(history: History, expected: Expected | None = None) -> Verdict:
     text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}"
     if unknown:
         text += f"; of {plural(unknown, 'step')} a killed rank left no list (the replay stands in for it)"
-    return Verdict(name="every sample in one step", ok=not wrong, evidence=because(text, wrong))
+    return Verdict(name="every sample in one step", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
 def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] | None, partial: bool) -> str:
@@ -174,13 +176,13 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
     return ""
 
 
-def _holders(epoch: Epoch | None) -> int:
+def _holders(epoch: EpochHistory | None) -> int:
     """Ranks that learn from the same sequences, as those of a tensor or pipeline group do."""
     data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
     return max(1, epoch.world // max(1, data)) if epoch is not None else 1
 
 
-def fenced(history: History) -> Verdict:
+def judge_fencing(history: DrillHistory) -> Verdict:
     """(f) Once a newer epoch had begun on a host, no rank of an older one there did or committed anything."""
     wrong = []
     ends = {epoch.number: _ends(history, epoch.number) for epoch in history.epochs}
@@ -198,10 +200,10 @@ def fenced(history: History) -> Verdict:
             wrong.append(f"rank {rank} of epoch {number} {what} {float(event['t']) - end_s:.2f} s after its end")
     epochs, commits = plural(len(history.epochs), "epoch"), plural(len(history.checkpoints), "commit")
     text = f"{epochs}, {commits}, {plural(late, 'word')} from the past"
-    return Verdict(name="old epochs are fenced", ok=not wrong, evidence=because(text, wrong))
+    return Verdict(name="old epochs are fenced", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def ledger_closes(run: Run) -> Verdict:
+def judge_ledger(run: Run) -> Verdict:
     """(g) Every second of the run is in one account."""
     from phalanx.record.account.ledger import read_ledger
 
@@ -209,17 +211,17 @@ def ledger_closes(run: Run) -> Verdict:
     return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))
 
 
-def ended(history: History, *, state: str, wanted: Sequence[str]) -> Verdict:
+def judge_ending(history: DrillHistory, *, state: str, wanted: Sequence[str]) -> Verdict:
     """The run came to the end it should come to, and its record and its launcher agree on that."""
     told = str(history.end.get("state")) if history.end is not None else "no end"
     text = f"the run is {state} after {plural(len(history.chain), 'step')}"
     wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
     if told != state:
         wrong.append(f"its record says {told}")
-    return Verdict(name="the run ended well", ok=not wrong, evidence=because(text, wrong))
+    return Verdict(name="the run ended well", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def _difference(same: Sequence[Execution]) -> str:
+def _difference(same: Sequence[StepExecution]) -> str:
     """What differs between executions that should be alike; empty when nothing does."""
     by_rank: dict[int, dict[str, int]] = defaultdict(dict)
     for one in same:
@@ -233,13 +235,13 @@ def _difference(same: Sequence[Execution]) -> str:
     return f"step {same[0].step}: losses {_few(sorted(losses))}" if len(losses) > 1 else ""
 
 
-def _rolled_back(history: History, number: int) -> bool:
+def _rolled_back(history: DrillHistory, number: int) -> bool:
     """Whether the epoch began because numbers were wrong: then the newest state is not to be trusted."""
     causes = [event for event in history.incidents if int(event.get("epoch", -1)) == number - 1]
     return any((event.get("cause") or {}).get("kind") == ASTRAY for event in causes)
 
 
-def _fell(history: History, one: Execution, silent: Sequence[int]) -> bool:
+def _fell(history: DrillHistory, one: StepExecution, silent: Sequence[int]) -> bool:
     """Whether the silent ranks died in this epoch, at this step: their last lines went with them."""
     epoch = history.epoch(one.epoch)
     last = max(epoch.steps) if epoch is not None else one.step
@@ -247,7 +249,7 @@ def _fell(history: History, one: Execution, silent: Sequence[int]) -> bool:
     return one.step >= last - 1 and all(rank in fallen for rank in silent)
 
 
-def _again(history: History) -> str:
+def _again(history: DrillHistory) -> str:
     """A sample in two committed steps, where nobody knows the order: right only within one pass over the data."""
     seen: dict[int, int] = {}
     for one in history.chain:
@@ -258,7 +260,7 @@ def _again(history: History) -> str:
     return ""
 
 
-def _ends(history: History, number: int) -> dict[str, float]:
+def _ends(history: DrillHistory, number: int) -> dict[str, float]:
     """When the next epoch began, by host: its members had answered then, so they had left this one."""
     found: dict[str, float] = {}
     for epoch in history.epochs:
@@ -268,7 +270,7 @@ def _ends(history: History, number: int) -> dict[str, float]:
     return found
 
 
-def because(text: str, wrong: Sequence[str]) -> str:
+def evidence_text(text: str, wrong: Sequence[str]) -> str:
     """Evidence: the numbers, and the first few things that are wrong."""
     if not wrong:
         return text

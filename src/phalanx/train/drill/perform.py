@@ -13,21 +13,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.elastic.client import HostSpec, launch, local_hosts
+from phalanx.elastic.local_launch import HostSpec, launch, local_hosts
 from phalanx.errors import PhalanxError
 from phalanx.io.toml import to_toml
-from phalanx.job.dump import to_dict
+from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import provenance
 from phalanx.record.run import Run, create_run
-from phalanx.train.drill import fired, oracle
-from phalanx.train.drill.driver import Driver, Stuck
-from phalanx.train.drill.fault import EVERY_TIME, Fault, parse
-from phalanx.train.drill.history import History, formations, read_history
-from phalanx.train.drill.network import Net
-from phalanx.train.drill.oracle import Expected, Verdict
-from phalanx.train.drill.refused import refused
-from phalanx.train.drill.timing import Outcome, noticed, outcomes
+from phalanx.train.drill import firings as fired
+from phalanx.train.drill import judge as oracle
+from phalanx.train.drill.driver import DrillStuck, FaultDriver
+from phalanx.train.drill.faults import EVERY_TIME, Fault, parse_fault
+from phalanx.train.drill.history import DrillHistory, layout_sequence, read_history
+from phalanx.train.drill.judge import ExpectedSamples, Verdict
+from phalanx.train.drill.network import DrillNetwork
+from phalanx.train.drill.outcomes import FaultOutcome, fault_outcomes, judge_noticed, judge_refused
 from phalanx.units import plural
 
 BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents
@@ -36,7 +36,7 @@ LINKS = ("partition", "slow-link", "lossy-link")  # need hosts with a network of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scene:
+class DrillSettings:
     """What a drill runs on, the same for every attempt."""
 
     plan: Plan
@@ -52,7 +52,7 @@ class Scene:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numbers:
+class DrillNumbers:
     """What was measured, and what the plan counted with."""
 
     wall_s: float
@@ -66,16 +66,16 @@ class Numbers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class DrillResult:
     """A drill that was done and judged."""
 
     run: Run
     state: str
     message: str
-    outcomes: tuple[Outcome, ...]
+    fault_outcomes: tuple[FaultOutcome, ...]
     not_fired: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-    numbers: Numbers
+    numbers: DrillNumbers
 
     @property
     def ok(self) -> bool:
@@ -88,26 +88,26 @@ class Result:
         return any(verdict.judged and not verdict.ok for verdict in self.verdicts)
 
 
-def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
+def perform_drill(scene: DrillSettings, faults: Sequence[Fault]) -> DrillResult:
     """Run with the faults, replay without, judge."""
     run = _make(scene, scene.runs, faults, {})
     scene.tell(f"  run: {run.path}")
     ended = _run(scene, run, faults)
     history = read_history(run)
     replayed = _replay(scene, run, history) if scene.replay and history.chain else None
-    verdicts = oracle.judge(history, expected=expected_samples(scene.plan), replay=replayed)
-    shots = fired.read_fired(run)
+    verdicts = oracle.judge_history(history, expected=expected_samples(scene.plan), replay=replayed)
+    shots = fired.read_firings(run)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
-    found = outcomes(history, faults, shots, patience_s=patience_s)
-    verdicts.append(noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
-    verdicts += refused(history, found, drawn=scene.drawn)
+    found = fault_outcomes(history, faults, shots, patience_s=patience_s)
+    verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
+    verdicts += judge_refused(history, found, drawn=scene.drawn)
     verdicts.append(_ledger(run))
     verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
     counts = Counter(one.id for one in shots)
     missing = [fault.text for fault in faults if not counts[fault.id]]
     if not scene.drawn:  # of what chaos draws some come too late; what was asked for by name must have happened
-        verdicts.append(injected(faults, counts))
-    return Result(
+        verdicts.append(judge_injected(faults, counts))
+    return DrillResult(
         run=run,
         state=ended[0],
         message=ended[1],
@@ -118,7 +118,7 @@ def perform(scene: Scene, faults: Sequence[Fault]) -> Result:
     )
 
 
-def injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdict:
+def judge_injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdict:
     """Whatever was asked for by name happened, and as often as it was asked for; `counts` is by the fault's id."""
     wrong = [
         f"{fault.text} fired {counts.get(fault.id, 0):,} of {plural(fault.times, 'time')}"
@@ -131,9 +131,9 @@ def injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdict:
     return Verdict(name="every fault was injected", ok=not wrong, evidence=text)
 
 
-def _make(scene: Scene, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:
+def _make(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:
     plan = scene.plan
-    job = to_dict(plan.job)
+    job = job_to_dict(plan.job)
     run = create_run(root, plan.job.name, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
     run.set_launch(
         v=1,
@@ -150,14 +150,14 @@ def _make(scene: Scene, root: Path, faults: Sequence[Fault], more: Mapping[str, 
     return run
 
 
-def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | None = None) -> tuple[str, str]:
+def _run(scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step: int | None = None) -> tuple[str, str]:
     """(state, message) at the end."""
     with ExitStack() as stack:
-        net = stack.enter_context(Net(scene.hosts)) if any(fault.kind in LINKS for fault in faults) else None
+        net = stack.enter_context(DrillNetwork(scene.hosts)) if any(fault.kind in LINKS for fault in faults) else None
         hosts = _hosts(scene, net)
         minutes = scene.minutes if until_step is None else 0.0
         fault = scene.plan.job.fault
-        driver = Driver(
+        driver = FaultDriver(
             run,
             faults,
             hosts=[host.name for host in hosts],
@@ -172,14 +172,14 @@ def _run(scene: Scene, run: Run, faults: Sequence[Fault], *, until_step: int | N
         asked: list[int] = []
         try:
             ended = launch(run, hosts=hosts, environ=scene.environ, tick=driver.tick, asked=asked.append)
-        except Stuck as error:
+        except DrillStuck as error:
             return "stuck", str(error)
         if len(asked) > sum(fault.kind == "sigterm" for fault in faults):
             raise KeyboardInterrupt  # a person wants the drill to end, not only this run
     return ended.state, ended.message
 
 
-def _hosts(scene: Scene, net: Net | None) -> tuple[HostSpec, ...]:
+def _hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSpec, ...]:
     hosts = local_hosts(scene.plan.layout.devices, hosts=scene.hosts, spares=scene.spares)
     if net is None:
         return hosts
@@ -189,11 +189,11 @@ def _hosts(scene: Scene, net: Net | None) -> tuple[HostSpec, ...]:
     )
 
 
-def _replay(scene: Scene, run: Run, history: History) -> History:
+def _replay(scene: DrillSettings, run: Run, history: DrillHistory) -> DrillHistory:
     """The same job with the same member sequence and no fault but those that all ranks agreed to skip."""
     poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
-    faults = [parse(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
-    again = _make(scene, run.path / "replay", faults, {"formations": formations(history)})
+    faults = [parse_fault(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
+    again = _make(scene, run.path / "replay", faults, {"formations": layout_sequence(history)})
     scene.tell(f"  replay of {plural(len(history.chain), 'step')} without faults")
     until = len(history.chain) if history.end is None or history.end.get("state") != "done" else None
     _run(dataclasses.replace(scene, minutes=0.0), again, (), until_step=until)
@@ -204,7 +204,7 @@ def _not_finite(events: Any) -> bool:
     return any(event.get("grad_norm") is None for event in events)
 
 
-def expected_samples(plan: Plan) -> Expected:
+def expected_samples(plan: Plan) -> ExpectedSamples:
     """The samples of a step, as the sampler orders them."""
     from phalanx.train.data.batches import BatchPlan
     from phalanx.train.data.dataset import TokenDataset
@@ -218,12 +218,12 @@ def expected_samples(plan: Plan) -> Expected:
 
 def _ledger(run: Run) -> Verdict:
     try:
-        return oracle.ledger_closes(run)
+        return oracle.judge_ledger(run)
     except (PhalanxError, ImportError, KeyError, ValueError) as error:
         return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
 
 
-def _ending(state: str, history: History, faults: Sequence[Fault], *, minutes: float) -> Verdict:
+def _ending(state: str, history: DrillHistory, faults: Sequence[Fault], *, minutes: float) -> Verdict:
     kinds = {fault.kind for fault in faults}
     wanted: tuple[str, ...]
     if "crash-loop" in kinds:
@@ -232,14 +232,14 @@ def _ending(state: str, history: History, faults: Sequence[Fault], *, minutes: f
         wanted = ("stopped",)
     else:
         wanted = ("done", "stopped") if minutes else ("done",)
-    return oracle.ended(history, state=state, wanted=wanted)
+    return oracle.judge_ending(history, state=state, wanted=wanted)
 
 
-def _numbers(plan: Plan, run: Run, history: History, found: Sequence[Outcome]) -> Numbers:
+def _numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
     times = [one.recovered_s for one in found if one.recovered_s is not None]
     effective, trained_s = _effective(run)
     failures = len({one.epoch for one in found if one.recovered_s is not None})
-    return Numbers(
+    return DrillNumbers(
         wall_s=_wall_s(history),
         steps=len(history.chain),
         faults=len(found),
@@ -259,7 +259,7 @@ def _planned(plan: Plan, *, mtbf_s: float) -> float:
     return max(0.0, 1 - lost_s / mtbf_s) / (1 + figures.blocking_s / figures.interval_s)
 
 
-def _wall_s(history: History) -> float:
+def _wall_s(history: DrillHistory) -> float:
     moments = [float(event["t"]) for event in history.ranks]
     ends = [float(history.end["t"])] if history.end is not None else []
     begins = [epoch.began_s for epoch in history.epochs[:1]]

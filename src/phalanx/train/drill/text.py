@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import median
 
 from phalanx.io.tables import text_table
-from phalanx.train.drill.perform import Numbers, Result
-from phalanx.train.drill.timing import Outcome
+from phalanx.train.drill.outcomes import FaultOutcome
+from phalanx.train.drill.perform import DrillNumbers, DrillResult
 from phalanx.units import format_seconds, plural
 
 MOST_ROWS = 40  # of single faults; more are told by kind
 
 
-def render(result: Result) -> str:
+def render_drill(result: DrillResult) -> str:
     """Faults, verdicts, and what the plan thought of it."""
     numbers = result.numbers
     length = f"{plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
@@ -23,7 +23,7 @@ def render(result: Result) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _table(found: Sequence[Outcome]) -> str:
+def _table(found: Sequence[FaultOutcome]) -> str:
     if not found:
         return ""
     if len(found) > MOST_ROWS:
@@ -44,13 +44,13 @@ def _table(found: Sequence[Outcome]) -> str:
     return _columns(("fault", "hit", "detected", "recovered", "lost", "redone", "from", "ranks"), rows)
 
 
-def _place(one: Outcome) -> str:
+def _place(one: FaultOutcome) -> str:
     whom = f"rank {one.rank}, " if one.rank >= 0 else ""
     step = f", step {one.step}" if one.step >= 0 else ""
     return f"{whom}epoch {one.epoch}{step}"
 
 
-def _by_kind(found: Sequence[Outcome]) -> str:
+def _by_kind(found: Sequence[FaultOutcome]) -> str:
     rows = []
     for kind in dict.fromkeys(one.kind for one in found):
         mine = [one for one in found if one.kind == kind]
@@ -86,7 +86,7 @@ def _not_fired(texts: Sequence[str]) -> str:
     return f"  not fired, the run was over: {some}"
 
 
-def _verdicts(result: Result) -> str:
+def _verdicts(result: DrillResult) -> str:
     rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
     wide = max((len(word) for word, _, _ in rows), default=0)
     return "\n".join(
@@ -94,7 +94,7 @@ def _verdicts(result: Result) -> str:
     )
 
 
-def _beside(numbers: Numbers) -> str:
+def _beside(numbers: DrillNumbers) -> str:
     """Prediction beside measurement."""
     measured = f"{_seconds(numbers.recovery_s)}, at worst {_seconds(numbers.recovery_worst_s)}"
     lines = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import FileTooLargeError, read_bounded, write_text
-from phalanx.job.hf_write import to_config
+from phalanx.job.hf_config import to_config
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.hf_names import Match, matches

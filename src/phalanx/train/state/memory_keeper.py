@@ -8,19 +8,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.elastic.generations import Needs, next_free, next_sequence
-from phalanx.elastic.vault import GENERATIONS, Vault
-from phalanx.elastic.vault_segment import Segment
+from phalanx.elastic.replica_store import (
+    GENERATIONS,
+    MemorySegment,
+    NeededReplicas,
+    ReplicaStore,
+    next_free_buffer,
+    next_sequence_number,
+)
 from phalanx.record.provenance import redact
-from phalanx.train.parallel.pieces import Piece
-from phalanx.train.state.memory_replica import BuddyAddress, Replica
-from phalanx.train.state.memory_snapshot import Draft, seal, take
-from phalanx.train.state.memory_worker import Worker
+from phalanx.train.parallel.tensor_shard import TensorShard
+from phalanx.train.state.in_memory import JobThread, ReplicaAddress, ReplicaSender
+from phalanx.train.state.snapshot import SnapshotDraft, seal_snapshot, take_snapshot
 
 CLOSE_S = 3.0  # the longest wait for a copy on its way to a host that may be dead
 
 
-class Keeper:
+class InMemoryCheckpointer:
     """One rank in one epoch. All ranks put the same steps, in the same order, with the same `held`.
 
     `restored` is the (epoch, step) in memory that this epoch began from; it is kept until all ranks hold a newer step.
@@ -30,14 +34,14 @@ class Keeper:
 
     def __init__(
         self,
-        vault: Vault,
+        vault: ReplicaStore,
         *,
         slot: int,
         rank: int,
         world: int,
         epoch: int,
         secret: bytes,
-        buddy: BuddyAddress | None,
+        buddy: ReplicaAddress | None,
         restored: tuple[int, int] | None = None,
         address: str = "",
         tell: Callable[..., object] = lambda **fields: None,
@@ -45,14 +49,14 @@ class Keeper:
     ) -> None:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
         self._segments = vault.generations("own", slot)
-        self._sequence = next_sequence(self._segments)
+        self._sequence = next_sequence_number(self._segments)
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
         self._safe = -1
-        self._sealer = Worker("vault-seal")
+        self._sealer = JobThread("vault-seal")
         hello = {"role": "vault", "rank": rank, "epoch": epoch}
-        self._replica = Replica(buddy, secret=secret, hello=hello, bind=address) if buddy is not None else None
-        self._sender = Worker("vault-send")
+        self._replica = ReplicaSender(buddy, secret=secret, hello=hello, bind=address) if buddy is not None else None
+        self._sender = JobThread("vault-send")
         self.skipped = 0
         self._tell, self._told, self._check = tell, ("", False), check
 
@@ -66,7 +70,7 @@ class Keeper:
         """Why the buddy does not have the newest snapshot; empty when all is well."""
         return self._replica.trouble if self._replica is not None else ""
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[TensorShard]) -> None:
         """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
         while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
@@ -76,7 +80,7 @@ class Keeper:
     def put(
         self,
         step: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         meta: Mapping[str, Any],
         *,
         held: int,
@@ -113,23 +117,23 @@ class Keeper:
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free(self, held: int, *, busy: Collection[int]) -> int | None:
-        needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
-        return next_free(self._segments, needs, busy=busy)
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take(
-        self, generation: int, pieces: Sequence[Piece], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
-    ) -> Draft:
-        return take(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
+        self, generation: int, pieces: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+    ) -> SnapshotDraft:
+        return take_snapshot(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
 
-    def _seal(self, draft: Draft, step: int, sequence: int, held: int) -> None:
-        seal(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
+    def _seal(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
+        seal_snapshot(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
         if self._replica is None:
             self._done(step)
         else:
             self._sender.do(partial(self._send, self._replica, draft.segment, step, held))
 
-    def _send(self, replica: Replica, segment: Segment, step: int, held: int) -> None:
-        needs = Needs(epoch=self._epoch, restored=self._restored, held=held)
+    def _send(self, replica: ReplicaSender, segment: MemorySegment, step: int, held: int) -> None:
+        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
         if replica.send(segment, needs):
             self._done(step)
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.telemetry.clock import Phase
-from phalanx.train.telemetry.kernels import Kernel, kernels_of, timed_by
-from phalanx.train.telemetry.wiretap import Call, Wiretap
+from phalanx.train.telemetry.collective_tap import CollectiveTap, Kernel, TappedCollective, kernels_of, timed_by
 from phalanx.train.tracing.recorder import axis_names, axis_of
 
 MOST_SPANS = 2_000
@@ -34,7 +33,9 @@ Span = tuple[str, str, float, float, int | None, str | None]  # kind, name, star
 class Sample:
     """What one sampled step gave."""
 
-    def __init__(self, calls: Sequence[Call], began_s: float, axes: Callable[[Call], str | None]) -> None:
+    def __init__(
+        self, calls: Sequence[TappedCollective], began_s: float, axes: Callable[[TappedCollective], str | None]
+    ) -> None:
         self._calls, self._began_s, self._axes = calls, began_s, axes
 
     @property
@@ -138,7 +139,7 @@ class TimelineSampler:
             yield found
             return
         entered_s = time.perf_counter()
-        tap = Wiretap(functional=not self._compiled)
+        tap = CollectiveTap(functional=not self._compiled)
         with ExitStack() as stack:
             kernels: list[Kernel] = []
             try:
@@ -201,7 +202,7 @@ class TimelineSampler:
         lines = redact(str(error), os.environ).splitlines()
         self._tell(f"no more timelines: {type(error).__name__}: {lines[0] if lines else 'no message'}")
 
-    def _axis(self, call: Call) -> str | None:
+    def _axis(self, call: TappedCollective) -> str | None:
         if not call.group:
             return None
         whole = str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else ""

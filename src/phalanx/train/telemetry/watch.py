@@ -22,11 +22,19 @@ from phalanx.train.parallel.dims import ParallelDims
 from phalanx.train.telemetry.monitor import Monitor
 from phalanx.train.telemetry.peers import Peers
 from phalanx.train.telemetry.sensors import Sensors, sensors_of
-from phalanx.train.telemetry.sharing import SECRET_BYTES, Card, Sharers, card_of, count_sharers, exchange, is_loopback
+from phalanx.train.telemetry.sharing import (
+    SECRET_BYTES,
+    DeviceCard,
+    Sharers,
+    card_of,
+    count_sharers,
+    exchange_cards,
+    is_loopback,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class PeerRendezvous:
     """How the ranks of a formation ping each other: where they tell their addresses, and what they prove."""
 
     store: Store
@@ -34,7 +42,7 @@ class Meeting:
     address: str  # this rank's own
 
 
-class KeptSensors:
+class SensorCache:
     """The sensors of a process, made when first asked for: in the monitor's thread, where a driver may be slow."""
 
     def __init__(self) -> None:
@@ -50,10 +58,10 @@ class KeptSensors:
 
 
 @contextmanager
-def watched(
+def monitored_rank(
     events: EventWriter,
     sensors: Callable[[], Sensors],
-    meeting: Meeting | None,
+    meeting: PeerRendezvous | None,
     *,
     telemetry: Telemetry,
     layout: Layout,
@@ -68,7 +76,7 @@ def watched(
             stack.callback(monitor.close)
             monitor.start()
         except Exception as error:
-            remark(events, "the device is not watched", error)
+            write_remark(events, "the device is not watched", error)
         if meeting is not None and telemetry.peers_every_s and layout.devices > 1:
             try:
                 peers = Peers(
@@ -84,19 +92,19 @@ def watched(
                 stack.callback(peers.close)
                 peers.start()
             except Exception as error:
-                remark(events, "the latency to other ranks is not measured", error)
+                write_remark(events, "the latency to other ranks is not measured", error)
         yield
 
 
-def remark(events: EventWriter, what: str, error: Exception) -> None:
+def write_remark(events: EventWriter, what: str, error: Exception) -> None:
     """Write down what this formation goes without, and why."""
     why = (redact(str(error), os.environ).splitlines() or ["no message"])[0]
     events.write("remark", step=None, text=f"{what} ({type(error).__name__}: {why}); training goes on")
 
 
-def meet(
+def meet_peers(
     store: Store, environ: Mapping[str, str], device: torch.device, events: EventWriter
-) -> tuple[Meeting | None, Sharers]:
+) -> tuple[PeerRendezvous | None, Sharers]:
     """Without an agent: ranks tell each other where they are, and rank 0 a secret, as unprotected as every collective.
 
     Every rank calls this, and listens on the address that leads to MASTER_ADDR.
@@ -104,9 +112,9 @@ def meet(
     master = environ.get("MASTER_ADDR", "127.0.0.1")
     card = card_of(device, address=_address_towards(master), secret=secrets.token_bytes(SECRET_BYTES))
     try:
-        cards = exchange(card)
+        cards = exchange_cards(card)
     except Exception as error:  # the group is broken: training will say so itself
-        remark(events, "who shares this host is not known", error)
+        write_remark(events, "who shares this host is not known", error)
         return None, Sharers()
     secret = cards[0].secret
     # A launcher that starts its ranks again may keep the store, and in it the addresses of the ranks before.
@@ -115,10 +123,10 @@ def meet(
     if is_loopback(address) and any(one.host != card.host for one in cards):
         text = f"{master} leads to {address} here, which no other host reaches: pings from there will be lost"
         events.write("remark", step=None, text=text)
-    return Meeting(store=PrefixStore(attempt, store), secret=secret, address=address), count_sharers(card, cards)
+    return PeerRendezvous(store=PrefixStore(attempt, store), secret=secret, address=address), count_sharers(card, cards)
 
 
-def _reachable(card: Card, cards: Sequence[Card]) -> str:
+def _reachable(card: DeviceCard, cards: Sequence[DeviceCard]) -> str:
     """This rank's address for the others.
 
     The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is then the one that leads

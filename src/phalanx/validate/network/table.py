@@ -17,7 +17,7 @@ MOST_ROWS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Claim:
     """One claim. `conditions` that say "same" are those of the row above, with what follows."""
 
     line: int
@@ -40,14 +40,14 @@ def is_network_table(path: Path) -> bool:
     return "quantity" in names and len(names & set(COLUMNS)) > 1
 
 
-def read_rows(path: Path) -> tuple[Row, ...]:
+def read_claims(path: Path) -> tuple[Claim, ...]:
     """The rows of a file, or a UserError that says what is wrong with it."""
     reader = csv.DictReader(io.StringIO(read_text(path, noun="CSV file", most_bytes=LARGEST_BYTES), newline=""))
     try:
         names = [name.strip().lower() for name in reader.fieldnames or ()]
         _check_columns(path, names)
         reader.fieldnames = names
-        rows: list[Row] = []
+        rows: list[Claim] = []
         for raw in reader:
             rows.append(_row(raw, reader.line_num, rows[-1] if rows else None))
             if len(rows) > MOST_ROWS:
@@ -75,17 +75,17 @@ def _lacks(path: Path, missing: list[str], names: list[str]) -> UserError:
     return mistake(str(path), f"lacks the {plural} {', '.join(missing)}", fix=fix)
 
 
-def _row(raw: dict[str, str], line: int, before: Row | None) -> Row:
+def _row(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
     cells = {name: (raw.get(name) or "").strip() for name in COLUMNS}
     conditions = cells["conditions"]
     first, _, rest = conditions.partition(",")
     if first.strip().lower() == "same" and before is not None:
         conditions = ", ".join(part for part in (before.conditions, rest.strip()) if part)
-    return Row(
+    return Claim(
         line=line,
         source=cells["source"],
         quantity=cells["quantity"],
-        value=_number(cells["value"]),
+        value=_cell_number(cells["value"]),
         unit=cells["unit"],
         conditions=conditions,
         rounding=_rounding(cells["value"]),
@@ -101,7 +101,7 @@ def _rounding(text: str) -> float:
     return 0.5 * 10.0 ** -len(part)
 
 
-def _number(text: str) -> float | None:
+def _cell_number(text: str) -> float | None:
     try:
         value = float(text.replace(",", "").replace("_", ""))
     except ValueError:

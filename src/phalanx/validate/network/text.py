@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from phalanx.io.tables import text_table
 from phalanx.io.visible import one_line
-from phalanx.validate.network.outcome import Outcome
-from phalanx.validate.network.run import NetworkCard, SourceScore
+from phalanx.validate.network_claims import ClaimOutcome
+from phalanx.validate.network_score import ClaimCounts, NetworkCard
 
 WIDTH = 58  # of a quantity with its conditions
 
 
-def text(card: NetworkCard) -> str:
+def network_card_text(card: NetworkCard) -> str:
     """Rows by source, then the summary."""
     lines: list[str] = []
     for score in card.sources:
@@ -18,14 +18,14 @@ def text(card: NetworkCard) -> str:
         mine = [one for one in card.outcomes if one.row.source == score.source]
         lines += ["  " + line for line in text_table([_cells(one) for one in mine], right=(1, 2, 3))]
         lines += [""]
-    return "\n".join(lines + summary(card))
+    return "\n".join(lines + network_card_summary(card))
 
 
-def summary(card: NetworkCard) -> list[str]:
+def network_card_summary(card: NetworkCard) -> list[str]:
     """Counts and errors by source."""
     counts = ("rows", "reproduced", "within", "by range", "covered", "calibrated", "not attempted")
     head = ("source", *counts, "median error", "worst")
-    rows = [head, *(_score(one) for one in (*card.sources, card.total))]
+    rows = [head, *(_count_cells(one) for one in (*card.sources, card.total))]
     return [*text_table(rows, right=range(1, len(head))), "", *_words(card)]
 
 
@@ -39,7 +39,7 @@ def _words(card: NetworkCard) -> list[str]:
     ]
 
 
-def _cells(one: Outcome) -> tuple[str, ...]:
+def _cells(one: ClaimOutcome) -> tuple[str, ...]:
     row = one.row
     named = _cut(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
     theirs = f"{_number(row.value)} {row.unit}".strip()
@@ -48,7 +48,7 @@ def _cells(one: Outcome) -> tuple[str, ...]:
     return named, theirs, _number(one.ours), _error(one), f"{_verdict(one)}: {one.note}"
 
 
-def _verdict(one: Outcome) -> str:
+def _verdict(one: ClaimOutcome) -> str:
     if one.status == "range":
         return "range covers it" if one.within else "range misses it"
     where = "within" if one.within else "outside"
@@ -60,7 +60,7 @@ def _verdict(one: Outcome) -> str:
     return f"{one.status}, {where} ±{held}"
 
 
-def _off(one: Outcome) -> float:
+def _off(one: ClaimOutcome) -> float:
     return abs(one.error or 0.0)
 
 
@@ -74,13 +74,13 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e12 else f"{value:.4g}"
 
 
-def _error(one: Outcome) -> str:
+def _error(one: ClaimOutcome) -> str:
     if one.error is None:
         return ""
     return f"{100 * one.error:+.1f} %" if one.row.value else f"{one.error:+.3g}"
 
 
-def _score(one: SourceScore) -> tuple[str, ...]:
+def _count_cells(one: ClaimCounts) -> tuple[str, ...]:
     errors = (f"{100 * value:.1f} %" if value is not None else "" for value in (one.median_error, one.worst_error))
     counts = (one.rows, one.reproduced, one.within, one.ranged, one.covered, one.calibrated, one.not_attempted)
     return (_cut(one.source), *(f"{number:,}" for number in counts), *errors)
