@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from synthetic import make_plan  # tests/synthetic.py
 
+from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
-from phalanx.record.toml import to_toml
 
 FLOOR = 100.0  # MB/s
 STEP_BYTES = 725  # of a rank, with its share of everything else

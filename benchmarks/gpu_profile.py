@@ -29,13 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from phalanx.train.rank_control import RankControl
 
+from phalanx.io.toml import to_toml
 from phalanx.job.dataset import MANIFEST, TOKENIZER, Manifest, Source
 from phalanx.job.load import load
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
-from phalanx.record.toml import to_toml
 from phalanx.train import worker
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.engine import Engine

@@ -69,17 +69,16 @@ class Dashboard:
 def dashboard(runs: Path, *, token: str | None = None) -> Iterator[Dashboard]:
     """Serve a folder of runs, or one run, until the block ends."""
     from phalanx.io.listen import Address, bound_address, open_socket
-    from phalanx.web.app import Door
-    from phalanx.web.bind import allowed_hosts
-    from phalanx.web.guard import Key
-    from phalanx.web.serve import serving
-    from phalanx.web.shelf import open_shelf
+    from phalanx.web.app import AccessPolicy
+    from phalanx.web.guard import AccessKey
+    from phalanx.web.run_store import open_shelf
+    from phalanx.web.serve import allowed_hosts, serving
 
     shelf = open_shelf(runs)
     listener = open_socket(Address(host="127.0.0.1", port=0), guarded=False)
     bound = bound_address(listener)
     page = Dashboard(port=bound.port, shelf=shelf)
-    door = Door(hosts=allowed_hosts(bound), key=Key(token, port=bound.port) if token else None)
+    door = AccessPolicy(hosts=allowed_hosts(bound), key=AccessKey(token, port=bound.port) if token else None)
     stop = threading.Event()
     work = serving(listener, shelf, door=door, complain=page.complaints.append, stop=stop)
     thread = threading.Thread(target=asyncio.run, args=(work,))

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.record.toml import to_toml
 
 BEGAN_S = 1_794_700_000.0
 TOKENS = 64 * 4096  # of a step

@@ -45,9 +45,11 @@ def plural(count: float, noun: str) -> str:
 def format_count(value: float) -> str:
     """Three significant digits with a suffix.
 
-    >>> format_count(8.03e9)
-    '8.03B'
+    >>> format_count(8.03e9), format_count(0)
+    ('8.03B', '0')
     """
+    if not value:
+        return "0"
     size = abs(value)
     for suffix, scale in reversed(_SI):
         if size >= scale and (scale > 1 or size >= 1):
@@ -65,6 +67,32 @@ def format_bytes(value: float) -> str:
         if abs(value) >= scale:
             return f"{_three(value / scale)} {suffix}"
     return f"{value:.0f} B"
+
+
+def format_energy(joules: float) -> str:
+    """Kilowatt hours as people pay for them, joules for what is less.
+
+    >>> format_energy(7.2e6), format_energy(5400.0), format_energy(3.6e10)
+    ('2.00 kWh', '5.40 kJ', '10.0 MWh')
+    """
+    if abs(joules) >= 3.6e9:
+        return f"{format_count(joules / 3.6e9)} MWh"
+    if abs(joules) >= 3.6e5:
+        return f"{format_count(joules / 3.6e6)} kWh"
+    return f"{joules / 1e3:.2f} kJ" if abs(joules) >= 1e3 else f"{joules:.0f} J"
+
+
+def format_carbon(kilograms: float) -> str:
+    """Grams, kilograms or tonnes of CO2 equivalent.
+
+    >>> format_carbon(0.0123), format_carbon(17.7), format_carbon(4200)
+    ('12.3 g CO2e', '17.7 kg CO2e', '4.20 t CO2e')
+    """
+    for unit, scale in (("t", 1000.0), ("kg", 1.0)):
+        if abs(kilograms) >= scale:
+            return f"{format_count(kilograms / scale)} {unit} CO2e"
+    grams = kilograms * 1000.0
+    return f"{format_count(grams)} g CO2e" if abs(grams) >= 1.0 else f"{grams:.2g} g CO2e"
 
 
 def format_flops(value: float) -> str:

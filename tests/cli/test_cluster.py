@@ -67,10 +67,10 @@ def test_list_shows_the_catalogue_and_added_files(tmp_path: Path, capsys: pytest
     [
         (["8xH100:0"], "cluster '8xH100:0': has 0 domains"),
         (["8xH10:1"], "unknown accelerator 'H10'"),
-        (["absent.toml"], "absent.toml: no such file"),
-        (["--profile", "absent.json"], "absent.json: no such file"),
+        (["absent.toml"], "absent.toml: there is no such file"),
+        (["--profile", "absent.json"], "absent.json: there is no such file"),
         (["--ranks", "-2"], "--ranks: -2 is out of range"),
-        (["--hardware", "absent.csv", "--list"], "absent.csv: no such file"),
+        (["--hardware", "absent.csv", "--list"], "absent.csv: there is no such file"),
     ],
 )
 def test_mistakes_are_exit_2_on_stderr(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

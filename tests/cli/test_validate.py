@@ -104,9 +104,9 @@ def test_drawing_every_row_leaves_an_empty_table(table, capsys):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "does not exist"),
+        (None, "there is no such CSV file"),
         (b"", "is not a table of training runs"),
-        (b"\x89PNG\x00\x00", "is a binary file, not CSV"),
+        (b"\x89PNG\x00\x00", "holds a NUL byte"),
         (
             b"id,layer,hidden,seq,gpu,gpus,global_batch\na,1,1,1,H100,1,1\n",
             'has no column "layers"\n  rename the column "layer"',

@@ -23,11 +23,10 @@ from synthetic import write_run
 from phalanx.cli import watch
 from phalanx.cli.main import main
 from phalanx.cli.watch_check import Checker, Known
-from phalanx.cli.watch_screen import frame, spark
+from phalanx.cli.watch_screen import frame, sparkline
 from phalanx.record.account.summary import Pair
-from phalanx.record.over import SILENT_S
-from phalanx.record.page.view import View, Watcher
-from phalanx.record.run import Run
+from phalanx.record.report.live import View, Watcher
+from phalanx.record.run import SILENT_S, Run
 from phalanx.rules.live import LiveCheck
 
 Output = pytest.CaptureFixture[str]
@@ -91,7 +90,7 @@ def test_many_ranks_are_cut_to_the_slowest(tmp_path: Path) -> None:
 def test_plain_lines_of_a_run_that_is_over(done: Run, capsys: Output) -> None:
     assert main(["watch", str(done.path)]) == 0  # stdout is no terminal here
     lines = capsys.readouterr().out.splitlines()
-    assert "step 30: fell: rank 3 on host-1: killed by signal 9" in lines
+    assert "step 30: failed: rank 3 on host-1: killed by signal 9" in lines
     assert any(line.startswith("step 60/60  loss ") for line in lines)
     assert any(line.startswith("straggler: rank 2 ") for line in lines)
     assert any(line.startswith("check: warning TEL004 stragglers-named: rank 2 ") for line in lines)
@@ -242,9 +241,9 @@ def test_a_damaged_run(tmp_path: Path, capsys: Output, content: bytes) -> None:
 
 
 def test_small_bars() -> None:
-    assert spark([], 5) == spark([None, None], 5) == spark([1.0], 0) == ""
-    assert spark([3.0], 5) == "▁"
-    assert len(spark([float(number) for number in range(500)], 30)) == 30
+    assert sparkline([], 5) == sparkline([None, None], 5) == sparkline([1.0], 0) == ""
+    assert sparkline([3.0], 5) == "▁"
+    assert len(sparkline([float(number) for number in range(500)], 30)) == 30
 
 
 def test_a_terminal_gets_a_screen(done: Run) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from phalanx.validate.calibration_report import calibrate_run
 
 from phalanx.record.archive.history import RunHistory
+from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
-from phalanx.record.schema import event_fields, load_schema
 from phalanx.rules.api import check
 from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading

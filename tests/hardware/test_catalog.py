@@ -145,9 +145,9 @@ def test_bad_user_csv_names_file_and_line(tmp_path: Path, content: str, message:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("m.toml", b"\x00\x01", "is a binary file"),
-        ("m.toml", b"\xff\xfe", "is not UTF-8 text"),
-        ("m.toml", b"x = = 1\n", "m.toml:1: not valid TOML"),
+        ("m.toml", b"\x00\x01", "m.toml:1: holds a NUL byte"),
+        ("m.toml", b"\xff\xfe", "byte 0xff is not UTF-8"),
+        ("m.toml", b"x = = 1\n", "m.toml:1: is not TOML"),
         ("m.toml", b"x = " + b"[" * 100000, "m.toml"),
         ("m.toml", b"#" * (1 << 21), "is larger than 1 MiB"),
         ("m.toml", b"y = 1\n", "m.toml:1: unknown key y"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.hardware import cluster_defaults
+from phalanx.hardware import cluster_defaults as defaults
 from phalanx.hardware.catalog import shipped_accelerators
 from phalanx.hardware.cluster import from_dict, render_cluster, resolve, to_dict
 
@@ -161,4 +162,4 @@ def test_a_written_cluster_file_reads_back_the_same(tmp_path: Path, spec: str) -
 def test_missing_cluster_file(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         resolve("none.toml", base=tmp_path, environ=NOWHERE)
-    assert str(caught.value) == f"{tmp_path / 'none.toml'}: no such file\n  check the path"
+    assert str(caught.value) == f"{tmp_path / 'none.toml'}: there is no such file"

@@ -19,9 +19,8 @@ import pytest
 from synthetic import write_run
 
 from phalanx.errors import SystemFailure, UserError
-from phalanx.metrics.need import need
 from phalanx.metrics.readings import Readings
-from phalanx.metrics.steps import Exporter, Row
+from phalanx.metrics.step_export import StepExporter, StepRow, require_library
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -40,7 +39,7 @@ class Memory:
 
     def __init__(self, where: Path) -> None:
         self.where = where
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, StepRow] = {}
         self.evaluated: list[int] = []
         self.went_back: list[int] = []
         self.writes = 0
@@ -49,7 +48,7 @@ class Memory:
         self.went_back.append(step)
         self.rows = {done: row for done, row in self.rows.items() if done <= step}
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[StepRow]) -> None:
         assert rows
         self.writes += 1
         for row in rows:
@@ -72,7 +71,7 @@ class Memory:
 
 def test_rows_are_the_steps_that_stayed(finished: Run, tmp_path: Path) -> None:
     sink = Memory(tmp_path)
-    Exporter(finished, sink).export()
+    StepExporter(finished, sink).export()
     assert [row.step for row in sink.rows.values()] == list(range(1, 121))
     for event in steps_of(finished):
         row = sink.rows[event["step"] + 1]
@@ -87,7 +86,7 @@ def test_an_export_goes_on_where_it_ended(tmp_path: Path) -> None:
     sink = Memory(tmp_path)
     for share in (3, 2, 1, 1):
         run.events(0).write_text("".join(whole[: len(whole) // share]))
-        exporter = Exporter(run, sink)  # a new one: what it knows is in the file
+        exporter = StepExporter(run, sink)  # a new one: what it knows is in the file
         exporter.export()
     assert len(sink.rows) == 90
     assert sorted(set(sink.evaluated)) == sorted(sink.evaluated) == [40, 80]
@@ -98,12 +97,12 @@ def test_an_export_goes_on_where_it_ended(tmp_path: Path) -> None:
 def test_undone_steps_are_taken_back(tmp_path: Path) -> None:
     run = write_run(tmp_path, ranks=1, hosts=1, steps=30, incidents=0, finished=False)
     sink = Memory(tmp_path)
-    Exporter(run, sink).export()
+    StepExporter(run, sink).export()
     last = steps_of(run)[-1]
     again = [{**last, "step": 20 + number, "t": last["t"] + 10 + number, "loss": 0.5} for number in range(15)]
     with run.events(0).open("a") as file:
         file.write("".join(json.dumps(one) + "\n" for one in again))
-    Exporter(run, sink).export()
+    StepExporter(run, sink).export()
     assert sink.went_back == [20]
     assert list(sink.rows) == list(range(1, 36))
     assert [row.values["train.loss"] for step, row in sink.rows.items() if step > 20] == [0.5] * 15
@@ -111,20 +110,20 @@ def test_undone_steps_are_taken_back(tmp_path: Path) -> None:
 
 def test_every_nth_step(finished: Run, tmp_path: Path) -> None:
     sink = Memory(tmp_path)
-    Exporter(finished, sink, every=50).export()
+    StepExporter(finished, sink, every=50).export()
     assert list(sink.rows) == [50, 100]
 
 
 def test_a_damaged_run_and_a_damaged_cursor(damaged: Run, tmp_path: Path) -> None:
     (tmp_path / f".phalanx-{damaged.name}.json").write_text('{"step": "many", "t": null}')
     sink = Memory(tmp_path)
-    Exporter(damaged, sink).export()
+    StepExporter(damaged, sink).export()
     assert list(sink.rows) == [*range(1, 22), 901]
 
 
 def test_a_missing_library_names_the_command() -> None:
     with pytest.raises(UserError) as caught:
-        need("no_such_library_of_ours", extra="otlp", what="--otlp")
+        require_library("no_such_library_of_ours", extra="otlp", what="--otlp")
     assert str(caught.value) == (
         '--otlp: needs the Python package "no_such_library_of_ours", which is not installed\n'
         "  pip install 'phalanx[otlp]'"
@@ -215,9 +214,9 @@ def collector(status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]
 def test_otlp(finished: Run) -> None:
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-    from phalanx.metrics.to_otlp import Pusher
+    from phalanx.metrics.otlp import OtlpPusher
 
-    with collector() as (url, came), Pusher(Readings(finished), url) as pusher:
+    with collector() as (url, came), OtlpPusher(Readings(finished), url) as pusher:
         pusher.push()
     ((path, body),) = came
     assert path == "/v1/metrics"
@@ -240,11 +239,11 @@ def test_otlp(finished: Run) -> None:
 
 @pytest.mark.skipif(find_spec("opentelemetry.exporter") is None, reason="opentelemetry is not installed")
 def test_a_collector_that_refuses(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.metrics.to_otlp import Pusher
+    from phalanx.metrics.otlp import OtlpPusher
 
     with (
         collector(status=400) as (url, _),
-        Pusher(Readings(finished), url) as pusher,
+        OtlpPusher(Readings(finished), url) as pusher,
         pytest.raises(SystemFailure) as caught,
     ):
         pusher.push()

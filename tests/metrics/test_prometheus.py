@@ -25,8 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.errors import SystemFailure, UserError
 from phalanx.io.listen import Address
-from phalanx.metrics.grafana import dashboard
-from phalanx.metrics.names import METRICS
+from phalanx.metrics.names import METRICS, grafana_dashboard
 from phalanx.metrics.prometheus import MOST_REQUESTS, MetricsServer, exposition
 from phalanx.metrics.readings import Readings
 from phalanx.record.run import Run
@@ -154,7 +153,7 @@ def test_a_damaged_run_is_served(damaged: Run) -> None:
 
 def queries() -> list[str]:
     """Every PromQL text of the dashboard, with Grafana's variables filled in."""
-    board = json.loads(dashboard())
+    board = json.loads(grafana_dashboard())
     found = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     found += [one["expr"] for one in board["annotations"]["list"]]
     found += [
@@ -204,7 +203,7 @@ def test_every_series_is_on_the_dashboard() -> None:
 
 def test_legends_name_labels_that_are_there() -> None:
     known = {one.prometheus: {"run", *one.labels} for one in METRICS}
-    for panel in json.loads(dashboard())["panels"]:
+    for panel in json.loads(grafana_dashboard())["panels"]:
         for target in panel.get("targets", ()):
             there = set().union(*(known[name] for name, _ in selectors(target["expr"])))
             assert set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))) <= there, target["expr"]
@@ -212,7 +211,7 @@ def test_legends_name_labels_that_are_there() -> None:
 
 def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in json.loads(dashboard())["panels"]:
+    for panel in json.loads(grafana_dashboard())["panels"]:
         at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
         assert not cells & taken, panel["title"]

@@ -9,13 +9,12 @@ import pytest
 from synthetic import TOKENS, write_run
 
 from phalanx.metrics import names
-from phalanx.metrics.point import Point
-from phalanx.metrics.readings import Readings
+from phalanx.metrics.readings import MetricPoint, Readings
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
 
-def values(points: list[Point], metric: names.Metric) -> dict[tuple[str, ...], float]:
+def values(points: list[MetricPoint], metric: names.Metric) -> dict[tuple[str, ...], float]:
     found = [one for one in points if one.metric is metric]
     assert len({one.labels for one in found}) == len(found), f"{metric.name}: a series twice"
     return {one.labels: one.value for one in found}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.record import events as module
-from phalanx.record.events import EventReader, EventWriter, parts, read_events
+from phalanx.record.events import EventReader, EventWriter, event_files_of, read_events
 
 
 class Clock:
@@ -149,12 +149,12 @@ def test_a_large_file_is_closed_and_the_next_begins_under_its_name(tmp_path: Pat
     for step in range(100):
         writer.write("sample", step=step, text="x" * 50)
     writer.close()
-    names = [found.name for found in parts(path)]
+    names = [found.name for found in event_files_of(path)]
     assert names[:2] == ["events-00000-0001.jsonl", "events-00000-0002.jsonl"]
     assert names[-1] == "events-00000.jsonl"
-    assert all(1900 < found.stat().st_size < 2300 for found in parts(path)[:-1])
+    assert all(1900 < found.stat().st_size < 2300 for found in event_files_of(path)[:-1])
     assert ([event["step"] for event in read_events(path)[0]], read_events(path)[1]) == (list(range(100)), 0)
-    assert all(found.with_suffix(".index").is_file() for found in parts(path)[:-1])
+    assert all(found.with_suffix(".index").is_file() for found in event_files_of(path)[:-1])
 
 
 def test_a_reader_follows_over_rotation_and_resume(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_reader_follows_over_rotation_and_resume(tmp_path: Path) -> None:
                 seen += [event["step"] for event in reader.read()]
         writer.close()
     seen += [event["step"] for event in reader.finish()]
-    assert (seen, reader.skipped, len(parts(path)) > 5) == (list(range(80)), 0, True)
+    assert (seen, reader.skipped, len(event_files_of(path)) > 5) == (list(range(80)), 0, True)
 
 
 def test_a_file_that_is_closed_while_it_is_opened_is_read_whole(
@@ -197,9 +197,9 @@ def test_an_outlived_writer_does_not_rotate_what_is_no_longer_its_file(tmp_path:
     old, new = (EventWriter(path, rank=0, rotate_bytes=300) for _ in range(2))
     for step in range(10):
         new.write("sample", step=step, text="x" * 100)
-    before = [found.name for found in parts(path)]
+    before = [found.name for found in event_files_of(path)]
     old.write("sample", step=-1, text="y" * 400)
-    assert [found.name for found in parts(path)] == before
+    assert [found.name for found in event_files_of(path)] == before
     steps = [event["step"] for event in read_events(path)[0]]
     assert [step for step in steps if step >= 0] == list(range(10))
 

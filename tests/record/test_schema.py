@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 from synthetic import write_run
 
 from phalanx.record.archive.series import KINDS, SERIES
+from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import Event, EventWriter, read_events
-from phalanx.record.schema import event_fields, load_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 COMMON = ("v", "event", "t", "rank")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phalanx.record.account.book import Accounts
 from phalanx.record.account.incidents import Incident
 from phalanx.record.account.ledger import Ledger
+from phalanx.record.account.time_accounts import Accounts
 from phalanx.rules.facts.log import (
     CheckpointFacts,
     DigestFacts,

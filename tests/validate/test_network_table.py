@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from phalanx.validate.network_claims import is_network_table, read_claims
 
 from phalanx.errors import UserError
 from phalanx.validate.network_claims import is_network_table, read_claims
@@ -53,7 +54,7 @@ def test_recognised_by_its_header(tmp_path: Path) -> None:
         ("source,quantity,value,unit,conditions,unit\n", "has the column unit twice"),
         (HEADER, "has a header but no rows"),
         ("", "lacks the columns source"),
-        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"\xff\xfe\x00", "holds a NUL byte"),
     ],
 )
 def test_what_is_no_such_table(tmp_path: Path, text: str | bytes, message: str) -> None:

@@ -6,6 +6,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from phalanx.validate.throughput_table import REQUIRED, number, read_table, why_not_priced
 
 from phalanx.errors import UserError
 from phalanx.validate.throughput_table import REQUIRED, number, read_table, why_not_priced
@@ -100,8 +101,8 @@ def test_a_thousand_mistakes_are_not_all_printed(write):
         (b"", "is not a table of training runs"),
         (b"\n\n", "is not a table of training runs"),
         (b"just prose, no header at all\n", 'has no column "id"'),
-        (b"\x00\x01\x02PK", "is a binary file, not CSV"),
-        ("id,layers\xe9".encode("latin-1"), "is not UTF-8 (byte 9)"),
+        (b"\x00\x01\x02PK", "holds a NUL byte"),
+        ("id,layers\xe9".encode("latin-1"), "byte 0xe9 is not UTF-8"),
         (HEADER.encode(), "has a header but no rows"),
         ((HEADER + "\n" + LINE + "," + "x" * 200_000).encode(), "is not CSV: field larger than field limit"),
     ],
@@ -114,10 +115,10 @@ def test_what_is_no_table(write, content, told):
 
 
 def test_a_missing_file_and_a_directory(tmp_path):
-    assert refusal(tmp_path / "no.csv") == "FILE: does not exist\n  name a CSV file of training runs"
-    assert refusal(tmp_path) == "FILE: is a directory\n  name a CSV file"
+    assert refusal(tmp_path / "no.csv") == "FILE: there is no such CSV file"
+    assert refusal(tmp_path) == "FILE: is a folder, not a CSV file"
     (tmp_path / "file").touch()
-    assert "cannot be read: Not a directory" in refusal(tmp_path / "file" / "x.csv")
+    assert " is a file, not a folder" in refusal(tmp_path / "file" / "x.csv")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -131,7 +132,7 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "huge.csv"
     with path.open("wb") as file:
         file.truncate(300 * 2**20)  # sparse: takes no disk
-    assert "is 314,572,800 bytes, more than 268,435,456" in refusal(path)
+    assert "is larger than 256 MiB" in refusal(path)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -197,7 +197,7 @@ def test_a_long_log_is_judged_piece_by_piece(tmp_path: Path, monkeypatch: pytest
 
 
 def test_verdicts_that_take_long_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.web.views_check.PATIENCE_S", 0.0)
+    monkeypatch.setattr("phalanx.web.check_views.PATIENCE_S", 0.0)
     write_run(tmp_path, name="slow", ranks=2, steps=20)
     with dashboard(tmp_path) as page:
         found = page.json("/api/runs/slow/verdicts")

@@ -14,9 +14,8 @@ from synthetic import write_run
 
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.web.shelf import open_shelf
-from phalanx.web.views import progress
-from phalanx.web.views_runs import _stand
+from phalanx.web.run_store import open_shelf
+from phalanx.web.run_views import _stand, progress
 
 pytest.importorskip("uvicorn")
 

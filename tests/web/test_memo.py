@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from phalanx.web.memo import MOST_WORKERS, Memo, NotYetError
+from phalanx.web.run_store import MOST_WORKERS, AnswerMemo, NotYetError
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 def test_an_answer_is_made_once_and_again_when_its_run_has_grown() -> None:
     clock, memo, made = Clock(), None, []
-    memo = Memo(clock=clock)
+    memo = AnswerMemo(clock=clock)
 
     def work() -> int:
         made.append(1)
@@ -34,7 +34,7 @@ def test_an_answer_is_made_once_and_again_when_its_run_has_grown() -> None:
 
 
 def test_of_a_run_that_is_over_the_last_word_is_waited_for() -> None:
-    memo, go = Memo(clock=Clock()), threading.Event()  # a clock that stands still: no answer is old
+    memo, go = AnswerMemo(clock=Clock()), threading.Event()  # a clock that stands still: no answer is old
     assert memo.get("a", 1, lambda: "going", wait_s=20) == "going"
     assert memo.get("a", 2, lambda: "over", wait_s=20) == "going"
     with pytest.raises(NotYetError):
@@ -44,7 +44,7 @@ def test_of_a_run_that_is_over_the_last_word_is_waited_for() -> None:
 
 
 def test_who_waits_too_long_is_told_and_finds_it_the_next_time() -> None:
-    memo, go = Memo(), threading.Event()
+    memo, go = AnswerMemo(), threading.Event()
     with pytest.raises(NotYetError):
         memo.get("a", 1, lambda: go.wait(20), wait_s=0.05)
     go.set()
@@ -52,7 +52,7 @@ def test_who_waits_too_long_is_told_and_finds_it_the_next_time() -> None:
 
 
 def test_many_orders_take_few_threads_and_the_newest_comes_first() -> None:
-    memo, go, order = Memo(), threading.Event(), []
+    memo, go, order = AnswerMemo(), threading.Event(), []
     for number in range(50):
         with pytest.raises(NotYetError):
             memo.get(number, 1, lambda number=number: go.wait(20) and order.append(number), wait_s=0)
@@ -63,7 +63,7 @@ def test_many_orders_take_few_threads_and_the_newest_comes_first() -> None:
 
 
 def test_an_error_is_kept_like_an_answer() -> None:
-    memo, made = Memo(), []
+    memo, made = AnswerMemo(), []
 
     def fail() -> None:
         made.append(1)
@@ -76,7 +76,7 @@ def test_an_error_is_kept_like_an_answer() -> None:
 
 
 def test_closing_lets_everybody_go() -> None:
-    memo, go, gone = Memo(), threading.Event(), []
+    memo, go, gone = AnswerMemo(), threading.Event(), []
 
     def ask() -> None:
         try:

@@ -254,7 +254,7 @@ def test_what_is_no_address(text: str) -> None:
 
 def test_a_name_counts_by_where_it_leads() -> None:
     from phalanx.io.listen import Address, bound_address, open_socket
-    from phalanx.web.bind import allowed_hosts
+    from phalanx.web.serve import allowed_hosts
 
     with open_socket(Address(host="localhost", port=0), guarded=False) as listener:
         assert "localhost" in allowed_hosts(bound_address(listener))

@@ -10,12 +10,12 @@ import pytest
 from synthetic import write_run
 
 from phalanx.errors import UserError
-from phalanx.web.shelf import MOST_OPEN, Shelf, open_shelf
+from phalanx.web.run_store import MOST_OPEN, RunStore, open_shelf
 
 
 def test_a_history_is_never_older_than_its_mark(tmp_path: Path) -> None:
     run = write_run(tmp_path, name="grows", ranks=1, steps=5, finished=False, incidents=0, hosts=1)
-    shelf = Shelf(tmp_path, clock=lambda: 0.0)  # no time passes: the files alone tell
+    shelf = RunStore(tmp_path, clock=lambda: 0.0)  # no time passes: the files alone tell
     for step in (5, 6, 7):
         with shelf.history("grows") as history:
             assert history.last_step == step - 1
@@ -25,7 +25,7 @@ def test_a_history_is_never_older_than_its_mark(tmp_path: Path) -> None:
 
 def test_a_run_made_again_is_another_one(tmp_path: Path) -> None:
     write_run(tmp_path, name="again", ranks=1, steps=5, incidents=0, hosts=1)
-    shelf = Shelf(tmp_path)
+    shelf = RunStore(tmp_path)
     with shelf.history("again") as history:
         assert history.last_step == 4
     (tmp_path / "again").rename(tmp_path / "old")
@@ -38,7 +38,7 @@ def test_old_histories_make_room(tmp_path: Path) -> None:
     first = write_run(tmp_path, name="run-0", ranks=1, steps=2, incidents=0, hosts=1)
     for number in range(1, MOST_OPEN + 5):
         shutil.copytree(first.path, tmp_path / f"run-{number}")
-    shelf = Shelf(tmp_path)
+    shelf = RunStore(tmp_path)
     for number in range(MOST_OPEN + 5):
         with shelf.history(f"run-{number}"):
             pass

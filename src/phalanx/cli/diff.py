@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.record.page.diff import Side
+    from phalanx.record.report.diff import Side
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the differences; exit 0 when there are none, 1 when there are."""
     if not 0.0 <= args.within < 1.0:
         raise mistake("phalanx diff", f"--within {args.within} is no share", fix="use a number from 0 to 1, as 0.05")
-    from phalanx.record.page.diff import compare, render
+    from phalanx.record.report.diff import compare_sides, render_difference
 
     a, b = _sides(args.a, args.b)
-    found = compare(a, b, within=args.within)
+    found = compare_sides(a, b, within=args.within)
     if args.json:
         kinds = {"a": {"name": a.name, "kind": a.kind}, "b": {"name": b.name, "kind": b.kind}}
         listed = [
@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
         ]
         print_json({**kinds, "same": not found, "differences": listed})
     else:
-        say(render(a, b, found))
+        say(render_difference(a, b, found))
     return 1 if found else 0
 
 
 def _sides(a: str, b: str) -> tuple[Side, Side]:
-    from phalanx.record.page.diff import of_runs
+    from phalanx.record.report.diff import of_runs
     from phalanx.record.run import open_run
 
     if Path(a).is_dir() and Path(b).is_dir():
@@ -55,7 +55,7 @@ def _sides(a: str, b: str) -> tuple[Side, Side]:
 
 
 def _side(name: str) -> Side:
-    from phalanx.record.page.diff import of_job, of_plan, of_run
+    from phalanx.record.report.diff import of_job, of_plan, of_run
     from phalanx.record.run import open_run
 
     path = Path(name)

@@ -11,6 +11,7 @@ from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import write_text
 from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config, find_trainer
 from phalanx.rules.foreign.detect import trainer_of_file
 from phalanx.units import plural
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recognised(path: Path) -> str:
-    from phalanx.job.textfile import read_text
+    from phalanx.io.files import read_text
 
     if not path.is_file():
         read_text(path, noun="configuration")  # says what is wrong with it

@@ -13,7 +13,7 @@ from phalanx.errors import SystemFailure, mistake
 
 if TYPE_CHECKING:
     from phalanx.metrics.readings import Readings
-    from phalanx.metrics.steps import Sink
+    from phalanx.metrics.step_export import TrackerSink
     from phalanx.record.run import Run
 
 TARGETS = ("listen", "otlp", "tensorboard", "mlflow", "wandb")
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.record.run import open_run
 
     if args.grafana:
-        from phalanx.metrics.grafana import dashboard
+        from phalanx.metrics.names import grafana_dashboard
 
-        print(dashboard(), end="")
+        print(grafana_dashboard(), end="")
         return 0
     target = _target(args)
     found = open_run(args.run)
@@ -91,7 +91,7 @@ def _print(readings: Readings, args: argparse.Namespace) -> int:
 def _serve(readings: Readings, args: argparse.Namespace) -> int:
     from phalanx.io.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
-    from phalanx.record.over import is_over
+    from phalanx.record.run import is_run_over
 
     token = None if args.token is None else read_token(args.token)
     with MetricsServer(readings, parse_address(args.listen), token=token) as server:
@@ -101,15 +101,15 @@ def _serve(readings: Readings, args: argparse.Namespace) -> int:
         else:
             say("\n".join(shown.values()), flush=True)
         note("Ctrl-C ends it")
-        while not (args.follow and is_over(readings.run)):
+        while not (args.follow and is_run_over(readings.run)):
             time.sleep(1.0)
     return 0
 
 
 def _push(readings: Readings, args: argparse.Namespace) -> int:
-    from phalanx.metrics.to_otlp import Pusher
+    from phalanx.metrics.otlp import OtlpPusher
 
-    with Pusher(readings, args.otlp) as pusher:
+    with OtlpPusher(readings, args.otlp) as pusher:
 
         def push() -> None:
             try:
@@ -124,28 +124,27 @@ def _push(readings: Readings, args: argparse.Namespace) -> int:
 
 
 def _write(found: Run, target: str, args: argparse.Namespace) -> int:
-    from phalanx.metrics.steps import Exporter
+    from phalanx.metrics.step_export import StepExporter
 
     with _sink(found, target, getattr(args, target)) as sink:
-        exporter = Exporter(found, sink, every=args.every)
+        exporter = StepExporter(found, sink, every=args.every)
         _repeat(exporter.export, found, args)
     return _said(args, steps=exporter.written, where=str(sink.where))
 
 
-def _sink(found: Run, target: str, folder: str) -> Sink:
-    from importlib import import_module
+def _sink(found: Run, target: str, folder: str) -> TrackerSink:
+    from phalanx.metrics.trackers import OPENERS
 
-    opened: Sink = import_module(f"phalanx.metrics.to_{target}").open_sink(found, folder)
-    return opened
+    return OPENERS[target](found, folder)
 
 
 def _repeat(act: Callable[[], object], found: Run, args: argparse.Namespace) -> int:
     """Once; with --follow, until the run is over and everything was seen."""
-    from phalanx.record.over import is_over
+    from phalanx.record.run import is_run_over
 
     count = 0
     while True:
-        over = not args.follow or is_over(found)  # asked before the last look, so that nothing falls between
+        over = not args.follow or is_run_over(found)  # asked before the last look, so that nothing falls between
         act()
         count += 1
         if over:

@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.record.page.story import Story
+    from phalanx.record.report.run_report import RunReport
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +27,11 @@ def run(args: argparse.Namespace) -> int:
     """Write what was asked for, and say where; without a wish, both files into the run folder."""
     if [args.html, args.markdown].count("-") + args.json > 1:
         raise mistake("phalanx report", "two results for one stdout", fix="give one of them a file")
-    from phalanx.record.page.story import tell_story
+    from phalanx.record.report.run_report import read_run_report
     from phalanx.record.run import open_run
 
     found = open_run(args.run)
-    story = tell_story(found)
+    story = read_run_report(found)
     if args.json:
         print_json(_as_json(story))
     files = {"html": args.html, "markdown": args.markdown}
@@ -43,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(story: Story) -> dict[str, object]:
+def _as_json(story: RunReport) -> dict[str, object]:
     s = story.summary
     book = s.ledger.to_json() if s.ledger is not None else None
     scores = {str(rank): score for rank, score in story.scores.score.items()}
     return {"summary": s, "ledger": book, "effective": story.effective, "scores": scores, "curves": story.curves}
 
 
-def _put(kind: str, name: str, story: Story, *, quiet: bool) -> None:
+def _put(kind: str, name: str, story: RunReport, *, quiet: bool) -> None:
     text = _made(kind, story)
     if name == "-":
         sys.stdout.write(text)
@@ -62,14 +62,14 @@ def _put(kind: str, name: str, story: Story, *, quiet: bool) -> None:
         say(name)
 
 
-def _made(kind: str, story: Story) -> str:
+def _made(kind: str, story: RunReport) -> str:
     if kind == "markdown":
-        from phalanx.record.page.markdown import page as markdown
+        from phalanx.record.report.render import render_markdown as markdown
 
         return markdown(story)
     import time
 
-    from phalanx.record.page.html import page as html
+    from phalanx.record.report.html import render_html as html
 
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return html(story, made=f"phalanx {own_version()}, report of {now}")

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
         return _report(open_run(args.report), as_json=args.json)
     from phalanx.elastic.launchers import find_rank
-    from phalanx.metrics.serving import check_served
+    from phalanx.metrics.prometheus import check_served
     from phalanx.train.prepare import need_torch
 
     need_torch()
@@ -227,7 +227,6 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
     from phalanx.job.load import job_to_dict
     from phalanx.record.provenance import provenance
     from phalanx.record.run import create_run
-    from phalanx.record.toml import to_toml
 
     job, plan_json = job_to_dict(plan.job), plan.to_json()
     made, earlier = old, old.launches() if old is not None else []
@@ -259,7 +258,7 @@ def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) 
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)
     )
     watching = Live(made, steps=plan.duration.steps, world=plan.layout.devices, since_s=started)
-    with serving(made, plan.job.telemetry, tell=note), watching as live:
+    with serve_metrics(made, plan.job.telemetry, tell=note), watching as live:
 
         def asked(count: int) -> None:
             live.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
@@ -328,7 +327,7 @@ def _add_baselines(made: Run, plan: Plan) -> None:
 
 def _report(made: Run, *, as_json: bool) -> int:
     from phalanx.record.account.summary import summarize
-    from phalanx.record.page.report import render
+    from phalanx.record.report.render import render_text
 
     summary = summarize(made)
     if summary.state in ("running", "launching") and not made.is_held:
@@ -338,7 +337,7 @@ def _report(made: Run, *, as_json: bool) -> int:
     if as_json:
         print_json(summary)
     else:
-        say(render(summary))
+        say(render_text(summary))
     return 0
 
 

@@ -14,7 +14,7 @@ from phalanx.io.visible import visible_json
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.cli.watch_check import Checker, Known
-    from phalanx.record.page.view import View, Watcher
+    from phalanx.record.report.live import View, Watcher
 
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Follow the run until it ends or Ctrl-C; both are a good end."""
     from phalanx.cli.watch_check import Checker
-    from phalanx.record.page.view import Watcher
+    from phalanx.record.report.live import Watcher
     from phalanx.record.run import open_run
 
     watcher = Watcher(open_run(args.run))
@@ -76,7 +76,7 @@ def _lines(watcher: Watcher, checker: Checker) -> None:
 
 def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
     """Rules that are newly broken, each once; at the end how many there are of each verdict."""
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
 
     # What is half read may look broken and not be.
     whole = last or (known.verdicts is not None and known.verdicts.is_settled)
@@ -89,8 +89,8 @@ def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
 
 
 def _last_words(view: View) -> None:
-    from phalanx.record.page.report import cost_rows
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
+    from phalanx.record.report.sections import cost_rows
 
     s = view.summary
     for one in view.scores.named:

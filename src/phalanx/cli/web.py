@@ -27,11 +27,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     _require()
     from phalanx.io.listen import bound_address, open_socket, parse_address
-    from phalanx.web.app import Door
-    from phalanx.web.bind import allowed_hosts, is_any
-    from phalanx.web.guard import Key
-    from phalanx.web.serve import serve
-    from phalanx.web.shelf import open_shelf
+    from phalanx.web.app import AccessPolicy
+    from phalanx.web.guard import AccessKey
+    from phalanx.web.run_store import open_shelf
+    from phalanx.web.serve import allowed_hosts, is_any, serve
 
     shelf, address, token = open_shelf(args.runs), parse_address(args.listen), _token(args.token)
     with open_socket(address, guarded=token is not None) as listener:
@@ -41,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
         _tell(args, url, visit, token, len(shelf.runs()))
         if args.open:
             _browse(visit)
-        key = Key(token, port=bound.port) if token else None
-        door = Door(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
+        key = AccessKey(token, port=bound.port) if token else None
+        door = AccessPolicy(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
         serve(listener, shelf, door=door, complain=note)
     return 0
 

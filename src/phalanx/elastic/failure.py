@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.errors import PhalanxError
 from phalanx.io.files import replace_text
 from phalanx.record.events import read_events
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_seconds
 

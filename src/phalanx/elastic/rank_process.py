@@ -21,7 +21,7 @@ from phalanx.elastic.failure import write_error
 from phalanx.elastic.heartbeat_board import HeartbeatBoard
 from phalanx.elastic.rank_link import RankLink
 from phalanx.errors import PhalanxError
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -30,6 +30,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import usual_path
 from phalanx.hardware.types import Machine
 from phalanx.io.files import replace_text
+from phalanx.io.files import read_bounded, replace_text
 from phalanx.units import plural
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
@@ -86,9 +87,7 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
     """The kept measurement; None where there is none, or it is damaged or of another machine or version."""
     path = steps_path(machine, environ)
     try:
-        if path.stat().st_size > MOST_BYTES:
-            return None
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_bounded(path, MOST_BYTES).decode())
         if data["format"] != FORMAT or data["identity"] != identity(machine):
             return None
         found = [_sample(one) for one in data["samples"]]

@@ -1,12 +1,17 @@
-"""Write a file whole or not at all: a reader, a crash or a full disk never leaves half of one."""
+"""Files: written whole or not at all; read only when they are regular, small enough and, where asked, text."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from phalanx.errors import Problem, SystemFailure
+from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.units import MIB
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
@@ -37,3 +42,100 @@ def replace_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+MOST_BYTES = MIB  # the largest published job configurations are a few kB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spot:
+    """A line of a file of the run, from 1; line 0 means the file as a whole."""
+
+    file: str
+    line: int = 0
+
+
+class FileTooLargeError(ValueError):
+    """A file has more bytes than any of its kind should."""
+
+
+def open_regular(path: Path, *, buffering: int = 0, follow_links: bool = False) -> BinaryIO:
+    """A regular file for reading; raises OSError for anything else.
+
+    A pipe would be waited for for ever, and a link in a run folder may lead to a file that is not of the run.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(file, "rb", buffering=buffering)
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """All of a regular file; raises OSError for anything else, FileTooLargeError for one of more bytes."""
+    with open_regular(path, buffering=-1, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read() if size <= most_bytes else b""
+    if max(size, len(data)) > most_bytes:
+        shown = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes:,} bytes"
+        raise FileTooLargeError(f"is larger than {shown}")
+    return data
+
+
+def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -> str:
+    """The text of a user's file. Raises UserError for anything that is not a small UTF-8 text file."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise mistake(str(path), f"is a folder, not a {noun}", fix=_inside(path))
+        if not stat.S_ISREG(mode):
+            raise mistake(str(path), f"is a device or pipe, not a {noun}", fix="name a regular file")
+        raw = read_bounded(path, most_bytes)
+    except FileNotFoundError as error:
+        raise _missing(path, noun) from error
+    except NotADirectoryError as error:
+        raise mistake(str(path), f"is not there: {path.parent} is a file, not a folder") from error
+    except FileTooLargeError as error:
+        why = f"a {noun} is a page of text" if most_bytes == MOST_BYTES else ""
+        raise mistake(str(path), str(error), why=why) from error
+    except ValueError as error:  # a NUL byte in the name itself
+        raise mistake(repr(str(path)), "is not a file name") from error
+    except OSError as error:
+        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+    return _decode(raw, path, noun)
+
+
+def _decode(raw: bytes, path: Path, noun: str) -> str:
+    if b"\0" in raw:
+        line = raw[: raw.index(b"\0")].count(b"\n") + 1
+        raise mistake(
+            f"{path}:{line}", "holds a NUL byte", why=f"a {noun} is UTF-8 text, this looks like a binary file"
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        raise mistake(f"{path}:{line}", what, why=f"a {noun} is UTF-8 text", fix="save the file as UTF-8") from error
+
+
+def _missing(path: Path, noun: str) -> UserError:
+    close = nearest(path.name, _names(path.parent))
+    fix = f"did you mean {path.parent / close}?" if close else ""
+    if not close and noun == "job file":
+        fix = f"phalanx init {path} writes one"
+    return mistake(str(path), f"there is no such {noun}", fix=fix)
+
+
+def _inside(folder: Path) -> str:
+    tomls = [name for name in _names(folder) if name.endswith((".toml", ".json"))]
+    return f"name a file in it, such as {folder / tomls[0]}" if tomls else ""
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())[:10_000]
+    except OSError:
+        return []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.files import FileTooLargeError, read_bounded
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -114,13 +115,13 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset folder; raises UserError when there is none that can be used."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MOST_MANIFEST_BYTES:
-            raise _damaged(path, f"is larger than {MOST_MANIFEST_BYTES >> 20} MiB")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bounded(path, MOST_MANIFEST_BYTES).decode())
     except FileNotFoundError:
         raise _no_dataset(folder) from None
     except OSError as error:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+    except FileTooLargeError as error:
+        raise _damaged(path, str(error)) from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"is not JSON: {error}") from error
     version = raw.get("format") if isinstance(raw, dict) else None

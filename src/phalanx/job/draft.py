@@ -12,6 +12,8 @@ from phalanx.errors import Problem, nearest
 from phalanx.job import scan
 from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
 from phalanx.job.scan import MOST_DEPTH, TooDeep, key_lines, split_key
+from phalanx.io.toml import KeyPath
+from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ class Draft:
 
     path: Path
     table: dict[str, object]
-    lines: Mapping[scan.Path, int]
+    lines: Mapping[KeyPath, int]
     settings: dict[str, str] = field(default_factory=dict)  # dotted key -> the --set that gave it
     given: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> origin, of a table that is no file
     origins: dict[str, Origin] = field(default_factory=dict)
@@ -56,16 +58,16 @@ class Draft:
                 return Origin(kind="set", where=origin_text)
         if key in self.given:
             return self.given[key]
-        path: scan.Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         return Origin(kind="file", where=self.place(path))
 
-    def place(self, path: scan.Path) -> str:
+    def place(self, path: KeyPath) -> str:
         """file:line of a key path, or of the nearest table around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.path}:{self.lines[path]}" if path else str(self.path)
 
-    def _set_by(self, path: scan.Path) -> str:
+    def _set_by(self, path: KeyPath) -> str:
         """The --set that gave a key, or the only thing below it; empty where the file did."""
         key = dotted(path)
         below = "" if path in self.lines else f"{key}."
@@ -94,7 +96,7 @@ class Draft:
             self.complain(key, f"{key} = {shown_value(value)} {wrong}", why=rule.note, fix=fix)
             return None
 
-    def refuse_unknown(self, prefix: scan.Path, given: Iterable[str], known: Iterable[str]) -> None:
+    def refuse_unknown(self, prefix: KeyPath, given: Iterable[str], known: Iterable[str]) -> None:
         """Complain about each key that nobody reads, with the nearest one that somebody does."""
         names = sorted(known)
         for name in (name for name in given if name not in names):
@@ -105,7 +107,7 @@ class Draft:
             self.problems.append(Problem(where=where, what=f"{place} has no key {shown_value(name)}", fix=fix))
 
 
-def dotted(path: scan.Path) -> str:
+def dotted(path: KeyPath) -> str:
     """A key path as a person writes it.
 
     >>> dotted(("batch", "ramp", 0))

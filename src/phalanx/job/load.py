@@ -11,6 +11,10 @@ from typing import Any
 from phalanx.errors import Problem, UserError
 from phalanx.job.cross_checks import check_keys, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted
+from phalanx.io.toml import read_toml
+from phalanx.job import draft as override_values
+from phalanx.job.cross_checks import check_keys, use_multiples
+from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
 from phalanx.job.key_rules import rule_of, shown_value, value_kind
 from phalanx.job.model import Preset
 from phalanx.job.model_section import resolve_preset, resolve_shape
@@ -50,7 +54,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
 
     `overrides` are `section.key=value` texts, as `--set` takes them.
     """
-    source = read_source(Path(path))
+    source = read_toml(Path(path), noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     apply_overrides(draft, overrides)
     return _resolved(draft)
@@ -66,7 +70,7 @@ def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origi
 
 def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
     """A file of `[[waiver]]` tables and nothing else, with the line of every key. Raises UserError as `load` does."""
-    source = read_source(path)
+    source = read_toml(path, noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     for name in (name for name in source.table if name != "waiver"):
         draft.complain(

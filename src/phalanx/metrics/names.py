@@ -7,6 +7,7 @@ The Prometheus name is derived by OpenTelemetry's own rules, so both ways into P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import resources
 from typing import Literal
 
 # UCUM -> the word Prometheus puts at the end of a name; a unit in braces is a remark and adds none.
@@ -185,9 +186,9 @@ TOKENS = Metric(
     field="tokens",
     kind="counter",
 )
-RANKS = Metric(name="train.ranks", unit="{rank}", help="ranks of the newest formation with a record", source="epoch")
+RANKS = Metric(name="train.ranks", unit="{rank}", help="ranks of the newest membership with a record", source="epoch")
 INCIDENTS = Metric(
-    name="train.incidents", unit="{incident}", help="ranks or hosts that fell", source="incident", kind="counter"
+    name="train.incidents", unit="{incident}", help="ranks or hosts that failed", source="incident", kind="counter"
 )
 UPDATED = Metric(
     name="train.updated.timestamp", unit="s", help="Unix time of the newest step", source="step", field="t"
@@ -255,3 +256,8 @@ METRICS: tuple[Metric, ...] = (
     *(GOODPUT, TIME, STRAGGLER, COST, CARBON, RUN_ENERGY),
     *PREDICTED,
 )
+
+
+def grafana_dashboard() -> str:
+    """Its JSON, as Grafana imports it (Dashboards, New, Import)."""
+    return resources.files("phalanx.metrics").joinpath("grafana.json").read_text(encoding="utf-8")

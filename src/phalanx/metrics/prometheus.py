@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from phalanx.io.listen import Address, bound_address, is_own_name, open_socket
+from phalanx.io.listen import Address, bound_address, is_loopback, is_own_name, kept_token, open_socket, parse_address
+from phalanx.io.values import printable
+from phalanx.job.schema import Telemetry
 from phalanx.metrics.names import METRICS
-from phalanx.metrics.need import need
-from phalanx.metrics.point import Point
-from phalanx.metrics.readings import Readings
-from phalanx.record.values import printable
+from phalanx.metrics.readings import MetricPoint, Readings
+from phalanx.metrics.step_export import require_library
+from phalanx.record.run import Run
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
 
 PATH = "/metrics"
 MOST_REQUESTS = 16  # at once; a Prometheus server sends one
@@ -47,11 +50,11 @@ class RunCollector:
         yield from families(points, run=printable(self._readings.run.name))
 
 
-def families(points: Iterable[Point], *, run: str) -> Iterator[Any]:
+def families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
     """Points as prometheus_client's metric families, in the order of the table."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    by_name: dict[str, list[Point]] = {}
+    by_name: dict[str, list[MetricPoint]] = {}
     for one in points:
         by_name.setdefault(one.metric.name, []).append(one)
     for metric in METRICS:
@@ -65,7 +68,7 @@ def families(points: Iterable[Point], *, run: str) -> Iterator[Any]:
 
 def registry(readings: Readings) -> CollectorRegistry:
     """A registry of our own: nothing of this process, nothing of other libraries."""
-    need("prometheus_client", extra="metrics", what=NEED)
+    require_library("prometheus_client", extra="metrics", what=NEED)
     from prometheus_client import CollectorRegistry
 
     made = CollectorRegistry(auto_describe=False)
@@ -203,3 +206,35 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Silent: a scrape every 15 s is no news."""
+
+
+# ---- while `phalanx train` runs: as the job's [telemetry] says -------------------------------------------------------
+
+
+TOKEN_FILE = "metrics-token"  # in a run folder
+WHERE = "telemetry.listen"
+
+
+def check_served(telemetry: Telemetry) -> None:
+    """Before a run folder is made: the library that `telemetry.prometheus` takes."""
+    if telemetry.prometheus:
+        require_library("prometheus_client", extra="metrics", what="telemetry.prometheus")
+
+
+@contextmanager
+def serve_metrics(run: Run, telemetry: Telemetry, *, tell: Callable[[str], None]) -> Iterator[None]:
+    """With `telemetry.prometheus`, serve /metrics of a run as long as the context is open; `tell` is told where.
+
+    Where others reach the address, a token is asked for: it is kept in the run folder, readable by its owner alone.
+    """
+    if not telemetry.prometheus:
+        yield
+        return
+    from phalanx.metrics.readings import Readings
+
+    address = parse_address(telemetry.listen, where=WHERE)
+    path = None if is_loopback(address, where=WHERE) else run.path / TOKEN_FILE
+    token = None if path is None else kept_token(path)
+    with MetricsServer(Readings(run), address, token=token, where=WHERE) as server:
+        tell(f"  metrics: {server.url}" + (f" (bearer token in {path})" if path else ""))
+        yield

@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, printable, text
 from phalanx.metrics import names
-from phalanx.metrics.point import MOST_RANKS, Point, RankValue, by_rank, point
-from phalanx.metrics.rare import peer_points, rare_points
-from phalanx.metrics.story import story_points
-from phalanx.record.account.places import Places, places
-from phalanx.record.account.segments import world_of
+from phalanx.metrics.names import Metric
+from phalanx.record.account.cost import run_cost
+from phalanx.record.account.ledger import Ledger, LedgerWalk, walk_ledger
+from phalanx.record.account.memberships import measured_mfu
+from phalanx.record.account.stragglers import Places, places, scores
+from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
 from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
 
 SELDOM_S = 15.0  # what costs more than a look at the newest events is worked out at most this often …
 SELDOM_SHARE = 0.05  # … and for at most this share of the time
 MOST_READ = 2048  # ranks looked at for the aggregates, evenly spread: a look takes 3 ms each
 TOKEN_POINTS = 2000  # buckets over which the tokens are added up
+
+
+MOST_RANKS = 64  # ranks with series of their own; of more, three aggregates take their place
+MOST_LABEL = 100  # characters: labels come from files that anybody may have written
+SPREAD: dict[str, Callable[[list[float]], float]] = {"min": min, "median": statistics.median, "max": max}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricPoint:
+    """A value of a metric; `labels` in the order of the metric's own."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+def metric_points(metric: Metric, value: float | None, **labels: object) -> Iterator[MetricPoint]:
+    """The point, or nothing where the value is not known or cannot be."""
+    if value is not None and math.isfinite(value):
+        texts = tuple(printable(labels.get(name, ""), most=MOST_LABEL) for name in metric.labels)
+        yield MetricPoint(metric=metric, labels=texts, value=float(value))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankValue:
+    """What one rank measured, and by which means."""
+
+    rank: int
+    value: float
+    source: str = ""
+
+
+def points_by_rank(
+    metric: Metric, values: Iterable[RankValue], *, hosts: Mapping[int, str], most_ranks: int = MOST_RANKS
+) -> Iterator[MetricPoint]:
+    """A point per rank; beyond `most_ranks` the label `rank` is `min`, `median` and `max` instead."""
+    known = list(values)
+    if len(known) <= most_ranks:
+        for one in known:
+            yield from metric_points(metric, one.value, rank=one.rank, host=hosts.get(one.rank, ""), source=one.source)
+        return
+    for name, of in SPREAD.items():
+        yield from metric_points(metric, of([one.value for one in known]), rank=name, source=known[0].source)
 
 
 class Readings:
@@ -35,7 +81,7 @@ class Readings:
         self._story, self._many = Seldom(clock), Seldom(clock)
         self._tokens, self._counted = 0.0, -1  # tokens of the steps up to that one
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[MetricPoint]:
         """Every series that has a value now."""
         self._history.refresh()
         plan = plan_of(self.run)
@@ -51,7 +97,7 @@ class Readings:
             lambda: list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
         )
 
-    def _by_rank(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> list[Point]:
+    def _by_rank(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> list[MetricPoint]:
         return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
 
     def _here(self) -> tuple[int, ...]:
@@ -60,19 +106,19 @@ class Readings:
         world = next((integer(one, "world") for one in reversed(told) if one["event"] == "epoch"), None)
         return tuple(rank for rank in self._history.ranks if world is None or rank < world)
 
-    def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[Point]:
+    def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
         told, last = self._history.supervisor(), self._history.last_step
         state = text(self.run.status(), "state") or "unknown"
-        yield from point(names.INFO, 1.0, **_described(plan), state=state)
-        yield from point(names.DONE, 0 if last is None else last + 1)
-        yield from point(names.PLANNED, integer(at(plan, "duration"), "steps"))
-        yield from point(names.TOKENS, self._learnt(last))
-        yield from point(names.RANKS, len(ranks))
-        yield from point(names.INCIDENTS, sum(one["event"] == "incident" for one in told))
-        yield from point(names.DAMAGE, sum(one.count for one in self._history.damage()))
+        yield from metric_points(names.INFO, 1.0, **_described(plan), state=state)
+        yield from metric_points(names.DONE, 0 if last is None else last + 1)
+        yield from metric_points(names.PLANNED, integer(at(plan, "duration"), "steps"))
+        yield from metric_points(names.TOKENS, self._learnt(last))
+        yield from metric_points(names.RANKS, len(ranks))
+        yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in told))
+        yield from metric_points(names.DAMAGE, sum(one.count for one in self._history.damage()))
         for metric in names.PREDICTED:
             table, _, key = metric.field.partition(".")
-            yield from point(metric, number(at(plan, table), key))
+            yield from metric_points(metric, number(at(plan, table), key))
 
     def _learnt(self, last: int | None) -> float:
         """Tokens of the steps that stayed. While a run makes up for undone steps the count stands still: a counter
@@ -88,14 +134,14 @@ class Readings:
             self._tokens = max(self._tokens, round(total) if math.isfinite(total) else 0)
         return self._tokens
 
-    def _newest(self, plan: Mapping[str, Any], world: int) -> Iterator[Point]:
+    def _newest(self, plan: Mapping[str, Any], world: int) -> Iterator[MetricPoint]:
         event = self._history.latest("step") or {}
-        yield from point(names.UPDATED, number(event, "t"))
+        yield from metric_points(names.UPDATED, number(event, "t"))
         for metric in names.STEP:
-            yield from point(metric, number(event, metric.field))
-        yield from point(names.MFU, mfu(event, plan, world=world))
+            yield from metric_points(metric, number(event, metric.field))
+        yield from metric_points(names.MFU, measured_mfu(plan, number(event, "tokens_per_s"), world=world))
 
-    def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[Point]:
+    def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[MetricPoint]:
         steps = {rank: self._history.latest("step", rank) or {} for rank in ranks}
         looks = {rank: self._history.latest("monitor", rank) or {} for rank in ranks}
         is_cpu = at(plan, "cluster", "accelerator").get("family") == "cpu"
@@ -104,7 +150,7 @@ class Readings:
         for metric in (*(names.CPU if is_cpu else names.GPU), *names.ANY_DEVICE, names.ENERGY):
             yield from self._of(metric, looks, there)
 
-    def _of(self, metric: names.Metric, events: Mapping[int, Event], there: Places) -> Iterator[Point]:
+    def _of(self, metric: names.Metric, events: Mapping[int, Event], there: Places) -> Iterator[MetricPoint]:
         """One field of every rank's newest event; `energy_j` has its source in `energy_source`, and so on."""
         stem = metric.field.removesuffix("_j")
         values = [
@@ -112,7 +158,7 @@ class Readings:
             for rank, event in events.items()
             if (value := number(event, metric.field)) is not None
         ]
-        return by_rank(metric, values, hosts=there.hosts, most_ranks=self._most_ranks)
+        return points_by_rank(metric, values, hosts=there.hosts, most_ranks=self._most_ranks)
 
 
 class Seldom:
@@ -120,10 +166,10 @@ class Seldom:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept: list[Point] = []
+        self._kept: list[MetricPoint] = []
         self._due: float | None = None
 
-    def points(self, make: Callable[[], list[Point]]) -> list[Point]:
+    def points(self, make: Callable[[], list[MetricPoint]]) -> list[MetricPoint]:
         """The kept ones, or new ones if it is time."""
         now = self._clock()
         if self._due is None or now >= self._due:
@@ -139,16 +185,6 @@ def _spread(ranks: Sequence[int]) -> Sequence[int]:
     ([0, 3, 6, 9], 2048)
     """
     return ranks[:: -(-len(ranks) // MOST_READ)]
-
-
-def mfu(event: Mapping[str, Any], plan: Mapping[str, Any], *, world: int | None = None) -> float | None:
-    """By the plan's own count of FLOPs, against the peak of the ranks there are: fewer than planned after a loss."""
-    prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
-    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    measured = number(event, "tokens_per_s")
-    if not planned or not rate or measured is None or measured < 0.0:
-        return None
-    return planned * measured / rate * (planned_world / world if planned_world and world else 1.0)
 
 
 def plan_of(run: Run) -> Mapping[str, Any]:
@@ -168,3 +204,124 @@ def _described(plan: Mapping[str, Any]) -> dict[str, str]:
         "cluster": text(at(plan, "cluster"), "name"),
         "layout": shape,
     }
+
+
+# ---- events that come now and then: checkpoints, evaluations, timelines, pings ---------------------------------------
+
+
+MOST_COLLECTIVES = 64  # pairs of operation and group
+MOST_PAIRS = 16  # neighbours of one rank: two per axis of the mesh, and some more
+PERCENTILES = (("50", "p50_s"), ("99", "p99_s"))
+
+
+def rare_points(history: RunHistory) -> list[MetricPoint]:
+    """Those of rank 0."""
+    evaluated = history.latest("evaluate") or {}
+    return [
+        *metric_points(names.EVALUATION, number(evaluated, "loss")),
+        *_checkpoint_points(history.events("checkpoint")),
+        *_collectives(history.latest("timeline") or {}),
+    ]
+
+
+def _checkpoint_points(events: list[Event]) -> Iterator[MetricPoint]:
+    """The newest of each phase; older records tell the phases apart by what they hold."""
+    good = [event for event in reversed(events) if not event.get("error")]
+    staged = next((event for event in good if number(event, "blocked_s") is not None), {})
+    saved = next((event for event in good if number(event, "seconds") is not None), {})
+    yield from metric_points(names.CHECKPOINT, number(staged, "blocked_s"), phase="stage")
+    yield from metric_points(names.CHECKPOINT, number(saved, "seconds"), phase="commit")
+    yield from metric_points(names.CHECKPOINT_SIZE, number(saved, "bytes"))
+    yield from metric_points(names.CHECKPOINT_STEP, integer(saved, "step"))
+    yield from metric_points(names.CHECKPOINT_TIME, number(saved, "t"))
+
+
+def _collectives(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
+    """Summed by operation and group: a record may hold one of them several times, an exposition may not."""
+    seconds: dict[tuple[str, str], float] = {}
+    sizes: dict[tuple[str, str], float] = {}
+    for one in _tables(event.get("collectives")):
+        key = (text(one, "op"), text(one, "group"))
+        if key in seconds or len(seconds) < MOST_COLLECTIVES:
+            seconds[key] = seconds.get(key, 0.0) + (number(one, "seconds") or 0.0)
+            sizes[key] = sizes.get(key, 0.0) + (number(one, "bytes") or 0.0)
+    for op, group in seconds:
+        yield from metric_points(names.COLLECTIVE, seconds[op, group], op=op, group=group)
+        yield from metric_points(names.COLLECTIVE_SIZE, sizes[op, group], op=op, group=group)
+
+
+def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -> Iterator[MetricPoint]:
+    """A pair each; of many ranks, per axis the median of the medians and the worst of the rest."""
+    pairs: dict[tuple[int, int, str], Mapping[str, Any]] = {}
+    for rank in ranks:
+        for one in _tables((history.latest("peers", rank) or {}).get("pairs"))[:MOST_PAIRS]:
+            peer = integer(one, "peer")
+            if peer is not None:
+                pairs[rank, peer, text(one, "axis")] = one
+    if len(ranks) > most_ranks:
+        yield from _axes(pairs)
+        return
+    for (rank, peer, axis), one in pairs.items():
+        for percentile, field in PERCENTILES:
+            yield from metric_points(
+                names.PEER_RTT, number(one, field), src=rank, dst=peer, axis=axis, percentile=percentile
+            )
+        yield from metric_points(names.PEER_LOST, number(one, "lost"), src=rank, dst=peer, axis=axis)
+
+
+def _axes(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[MetricPoint]:
+    for axis in sorted({axis for *_, axis in pairs})[:MOST_PAIRS]:
+        here = [one for (*_, named), one in pairs.items() if named == axis]
+        usual = [value for one in here if (value := number(one, "p50_s")) is not None]
+        worst = [value for one in here if (value := number(one, "p99_s")) is not None]
+        lost = sum(number(one, "lost") or 0.0 for one in here)
+        labels = {"src": "all", "dst": "all", "axis": axis}
+        yield from metric_points(names.PEER_RTT, statistics.median(usual) if usual else None, **labels, percentile="50")
+        yield from metric_points(names.PEER_RTT, max(worst, default=None), **labels, percentile="99")
+        yield from metric_points(names.PEER_LOST, lost, **labels)
+
+
+def _tables(value: object) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+# ---- what takes the whole run to know: goodput, ledger, stragglers, cost ---------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], most_ranks: int) -> Iterator[MetricPoint]:
+    """All of them; what a damaged record cannot tell is left out."""
+    walked = _asked(lambda: walk_ledger(run, history))
+    if walked is not None:
+        yield from _spent(walked)
+        yield from _cost_points(run, history, walked.ledger)
+    scored = _asked(lambda: scores(history))
+    if scored is not None:
+        values = [RankValue(rank=rank, value=score) for rank, score in sorted(scored.score.items())]
+        yield from points_by_rank(names.STRAGGLER, values, hosts=hosts, most_ranks=most_ranks)
+
+
+def _spent(walked: LedgerWalk) -> Iterator[MetricPoint]:
+    for account, seconds in asdict(walked.ledger.accounts).items():
+        yield from metric_points(names.TIME, seconds, account=account)
+    effective = from_trail(walked.trail, 2)
+    yield from metric_points(names.GOODPUT, effective.cumulative[-1] if effective.cumulative else None, window="run")
+    yield from metric_points(names.GOODPUT, effective.last_hour[-1] if effective.last_hour else None, window="recent")
+
+
+def _cost_points(run: Run, history: RunHistory, book: Ledger) -> Iterator[MetricPoint]:
+    found = _asked(lambda: run_cost(run, history, book))
+    for horizon in ("so_far", "projected", "predicted") if found is not None else ():
+        amount = getattr(found, horizon)
+        yield from metric_points(names.COST, amount.usd, horizon=horizon)
+        yield from metric_points(names.CARBON, None if amount.kgco2e is None else 1000 * amount.kgco2e, horizon=horizon)
+        yield from metric_points(names.RUN_ENERGY, amount.energy_j, horizon=horizon)
+
+
+def _asked(ask: Callable[[], T]) -> T | None:
+    try:
+        return ask()
+    except (PhalanxError, OSError):
+        return None

@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.errors import mistake
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import from_json_values, json_values
 from phalanx.job.schema import Job
 from phalanx.plan.bill import Bill
-from phalanx.plan.codec import decode, encode
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction
@@ -95,7 +95,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
-        result = encode(self)
+        result = json_values(self)
         assert isinstance(result, dict)
         return result
 
@@ -114,7 +114,7 @@ class Plan:
                 why="another version of Phalanx wrote it, or it is no plan",
                 fix="write it again with phalanx plan JOB --out",
             )
-        return decode(cls, dict(data), where)
+        return from_json_values(cls, dict(data), where)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Plan:

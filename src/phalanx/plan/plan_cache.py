@@ -18,9 +18,9 @@ from pathlib import Path
 
 from phalanx.errors import PhalanxError
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import json_values
 from phalanx.io.files import replace_text
 from phalanx.job.load import ResolvedJob
-from phalanx.plan.codec import encode
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 
@@ -73,7 +73,7 @@ def _digest(resolved: ResolvedJob, cluster: Cluster) -> str:
     """Of everything a plan depends on; origins too, since warnings name the lines of the file."""
     origins = {key: [one.kind, one.where] for key, one in resolved.origins.items()}
     warned = [problem.render() for problem in resolved.warnings]
-    told = json.dumps([encode(resolved.job), encode(cluster), origins, warned, _code()], sort_keys=True)
+    told = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:40]
 
 

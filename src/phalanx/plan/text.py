@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.layout import Layout
@@ -135,7 +135,7 @@ def _step(plan: Plan) -> list[str]:
         if seconds >= SMALLEST_SHARE * step_s:
             bar = "█" * max(1, round(BAR * seconds / step_s))
             rows.append((part_name(name, plan.layout), format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
-    lines = table(rows, right=(1, 2))
+    lines = text_table(rows, right=(1, 2))
     layout = plan.layout
     count = plural(layout.accumulation, "micro-batch")
     note = f"{count} of {layout.micro_batch} × {plan.job.data.sequence:,} tokens per step"
@@ -148,7 +148,7 @@ def _memory(plan: Plan) -> list[str]:
     m = plan.memory
     rows = [(name, format_bytes(size), f"{size / m.usable_bytes:.1%}") for name, size in m.parts_bytes.items() if size]
     rows.append(("total", format_bytes(m.total_bytes), f"{m.total_bytes / m.usable_bytes:.1%}"))
-    lines = table(rows, right=(1, 2))
+    lines = text_table(rows, right=(1, 2))
     return [
         *lines,
         f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.margin:.1%} headroom",

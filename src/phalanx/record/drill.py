@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UserError, mistake
-from phalanx.record.events import open_file
+from phalanx.io.files import open_regular
+from phalanx.io.values import at, integer, printable, text
 from phalanx.record.run import read_json
 from phalanx.record.secret import read_secret
-from phalanx.record.values import at, integer, printable, text
 
 VERSION = 1
 NAME = "drill-record.json"
@@ -107,7 +107,7 @@ def _module_digest(module: str, base: Path) -> str:
         return ""
     name, _, function = module.rpartition(":")
     try:
-        with open_file(base / name) as file:
+        with open_regular(base / name) as file:
             return f"{hashlib.sha256(file.read(MOST_MODULE_BYTES)).hexdigest()}:{function}"
     except (OSError, ValueError):
         return f"{Path(name).name}:{function}"

@@ -6,17 +6,20 @@ docs/events.md lists the events and their units. A file that has grown large is 
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+import orjson
+
+from phalanx.io.codec import json_values
+from phalanx.io.files import open_regular
 
 if TYPE_CHECKING:
     from phalanx.record.archive.index import IndexWriter
@@ -158,23 +161,13 @@ def _encoded(line: Event) -> bytes:
         ValueError,
         TypeError,
     ):  # looking for numbers that are not finite costs more than the rest: only where needed
-        text = _JSON.encode(_finite(line))
+        text = _JSON.encode(json_values(line))
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
 def _torn(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def part_path(path: Path, number: int) -> Path:
@@ -192,7 +185,7 @@ def part_numbers(path: Path) -> list[int]:
     return sorted(int(match.group(1)) for name in names if (match := pattern.fullmatch(name)))
 
 
-def parts(path: Path) -> list[Path]:
+def event_files_of(path: Path) -> list[Path]:
     """All files that hold the events of one rank, oldest first; the last is the one that grows."""
     return [*(part_path(path, number) for number in part_numbers(path)), path]
 
@@ -270,7 +263,7 @@ class EventReader:
         for line in self._new_lines():
             if not line.strip() or not any(one in line for one in only):
                 continue
-            event = parse(line)
+            event = parse_event(line)
             if event is None:
                 self._bad += 1
             else:
@@ -303,21 +296,9 @@ class EventReader:
             yield from self._lines.feed(data)
 
 
-def open_file(path: Path, *, buffering: int = 0) -> BinaryIO:
-    """A file of a run for reading; raises OSError for anything else.
-
-    A pipe would be waited for for ever, and a link may lead to a file that is not of the run.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "not a file", str(path))
-    return os.fdopen(file, "rb", buffering=buffering)
-
-
 def _opened(path: Path) -> BinaryIO | None:
     try:
-        return open_file(path)
+        return open_regular(path)
     except OSError:
         return None
 
@@ -328,12 +309,15 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     return reader.finish(), reader.skipped
 
 
-def parse(line: bytes) -> Event | None:
-    """One line; None when it is no event."""
+def parse_event(line: bytes, *, strict: bool = False) -> Event | None:
+    """One line; None when it is no event. Where JSON is not `strict`, NaN and numbers beyond 64 bits are taken too."""
     if len(line) > MOST_LINE_BYTES:
         return None
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        event = orjson.loads(line)
+    except ValueError:
+        try:
+            event = None if strict else json.loads(line)
+        except (ValueError, RecursionError):
+            return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None

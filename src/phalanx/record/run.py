@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
-from phalanx.io.files import replace_text
-from phalanx.record.events import EventReader, open_file
-from phalanx.record.values import at, finite, integer, number
+from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
+from phalanx.io.values import at, finite, integer, number
+from phalanx.record.events import EventReader
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
@@ -132,7 +132,7 @@ class Run:
     def is_held(self) -> bool:
         """Whether a process trains in this folder now."""
         try:
-            with open_file(self.path / "lock") as file:
+            with open_regular(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: see `_lock`
         except FileNotFoundError:
             return False
@@ -157,7 +157,7 @@ class Run:
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
     def flight(self, epoch: int, rank: int) -> Path:
-        """The collectives a rank had begun last, when a formation ended badly (record/account/flight.py)."""
+        """The collectives a rank had begun last, when a formation ended badly (record/account/incidents.py)."""
         return self.path / "flight" / f"epoch-{epoch:05d}-rank-{rank:05d}.json"
 
     @property
@@ -393,11 +393,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() and path.exists():  # a pipe would be waited for for ever
             raise mistake(str(path), "is not a file", why="the run is damaged")
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise mistake(str(path), f"is larger than {MOST_JSON_BYTES:,} bytes", why="the run is damaged")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_bounded(path, MOST_JSON_BYTES).decode())
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error.strerror or error}", why="the run is damaged") from error
+    except FileTooLargeError as error:
+        raise mistake(str(path), str(error), why="the run is damaged") from error
     except (ValueError, RecursionError) as error:
         raise mistake(str(path), "is not JSON", why="the run is damaged") from error
     if not isinstance(data, dict):
@@ -413,3 +413,36 @@ def _put(path: Path, text: str) -> None:
         raise SystemFailure(
             Problem(where=str(path), what=what, fix="free some space, or use another --runs")
         ) from error
+
+
+# ---- whether anything more is to come --------------------------------------------------------------------------------
+
+
+ENDED = ("done", "stopped", "failed")  # states that a run gives itself at its end
+# The lock of a run is not seen on every host (flock is not shared by all file systems), so it is believed only where
+# nobody writes either: ranks tell of themselves every few seconds, from a thread of their own.
+SILENT_S = 120.0
+
+
+def is_run_over(run: Run, *, heard_s: float = 0.0, now_s: float | None = None) -> bool:
+    """Ended, or gone without a word: nobody holds it, and nothing was written for SILENT_S.
+
+    `heard_s`: when the caller saw it grow, by its own clock, which may not be the one of the disk.
+    """
+    if run.status().get("state") in ENDED:
+        return True
+    now_s = time.time() if now_s is None else now_s
+    return now_s - max(heard_s, last_written(run)) >= SILENT_S and not run.is_held
+
+
+def last_written(run: Run) -> float:
+    """Unix time at which one of the files that every run keeps writing last grew; 0 when there is none."""
+    times = [0.0]
+    for path in (run.events(0), run.supervisor, run.path / "status.json", run.path / "launch.json", run.plan_json):
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        if found.st_size:
+            times.append(found.st_mtime)
+    return max(times)

@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.io.files import Spot as Spot
+
 Verdict = Literal["pass", "fail", "unknown", "waived"]
 Severity = Literal["error", "warning", "info"]
 Scalar = float | int | str | bool | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spot:
-    """A line of a file of the run, from 1; line 0 means the file as a whole."""
-
-    file: str
-    line: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 torch records the newest collectives of every process group in a ring (TORCH_FR_BUFFER_SIZE), of gloo and of NCCL
 apart, and gives them out as JSON. Kept is what tells who waits for whom: per group the newest few, and all that have
-not ended. record/account/flight.py makes a sentence of all ranks' files.
+not ended. record/account/incidents.py makes a sentence of all ranks' files.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def group_table() -> dict[str, dict[str, Any]]:
 
 
 def trimmed(entries: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of torch's entries, oldest first, those that are kept, in the form of record/account/flight.py."""
+    """Of torch's entries, oldest first, those that are kept, in the form of record/account/incidents.py."""
     found: list[dict[str, Any]] = []
     for entry in entries:
         name = (entry.get("process_group") or ["", ""])[0]

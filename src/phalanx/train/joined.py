@@ -40,7 +40,7 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
 from phalanx.plan.plan import Plan
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.units import plural
 

@@ -27,9 +27,9 @@ from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
 from phalanx.io.user_code import absolute_code
+from phalanx.io.files import read_text
 from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
-from phalanx.job.textfile import read_text
 from phalanx.plan.inputs import InputFindings, look_at_inputs
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan

@@ -14,6 +14,9 @@ from phalanx.errors import mistake
 from phalanx.io.files import write_text
 from phalanx.job.textfile import read_text
 from phalanx.plan import request
+from phalanx.io.files import read_text, write_text
+from phalanx.io.values import seconds
+from phalanx.plan import request as asking
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
@@ -21,9 +24,10 @@ from phalanx.plan.prediction import step_interval
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 from phalanx.record.account.segments import segments
+from phalanx.record.account.memberships import layout_spans, raw_lines
 from phalanx.record.archive.history import RunHistory
+from phalanx.record.events import parse_event
 from phalanx.record.run import Run
-from phalanx.record.values import seconds
 from phalanx.units import plural
 from phalanx.validate.throughput_rows import predict_rows
 from phalanx.validate.throughput_table import number, read_table
@@ -91,7 +95,7 @@ def _newest_layout(folder: Path) -> list[float]:
     """
     run = Run(path=folder)
     history = RunHistory.open(run)
-    known = segments(run, history)
+    known = layout_spans(run, history)
     if len(known) < 2:
         return []
     newest = run.plan()
@@ -113,15 +117,10 @@ def _durations(folder: Path) -> Iterator[float]:
     for path in [found for found in sorted(folder.glob("events*.jsonl")) if found.is_file()][:1]:
         if path.stat().st_size > LARGEST_EVENTS_BYTES:
             raise mistake(str(path), f"is larger than {LARGEST_EVENTS_BYTES:,} bytes", fix="name a shorter run")
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and event.get("event") == "step":
-                seconds = event.get("duration_s")
-                if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < 1e7:
-                    yield float(seconds)
+        for line in raw_lines(path):
+            event = parse_event(line)
+            if event and event["event"] == "step" and (took_s := seconds(event, "duration_s", most=1e7)):
+                yield took_s
 
 
 def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> CalibrationReport:

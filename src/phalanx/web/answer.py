@@ -12,13 +12,13 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.record.account.summary import Pair
 from phalanx.record.archive.history import Damage
-from phalanx.web.memo import NotYetError
+from phalanx.web.run_store import NotYetError
 
 Json = dict[str, Any]
 MOST_TOLD = 100  # damaged things in one answer
 
 
-class Parts:
+class AnswerParts:
     """Reads an answer piece by piece: a piece that fails is left out and told of, the others are still given."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _told(error: Exception) -> str:
     return f"cannot be read ({(isinstance(error, OSError) and error.strerror) or type(error).__name__})"
 
 
-def encode(value: Any, *, root: Path) -> bytes:
+def encode_answer(value: Any, *, root: Path) -> bytes:
     """One JSON document; infinities and NaN become null, the root's own path is cut from every text."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)

@@ -13,12 +13,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from phalanx.errors import PhalanxError
-from phalanx.web import views_check, views_mesh, views_plan, views_run, views_runs, views_spent, views_step
-from phalanx.web.answer import encode
-from phalanx.web.memo import NotYetError
-from phalanx.web.shelf import Shelf
-from phalanx.web.stream import Hub
-from phalanx.web.views_mesh import NoRankError
+from phalanx.web import check_views, detail_views, run_views
+from phalanx.web.answer import encode_answer
+from phalanx.web.detail_views import NoRankError
+from phalanx.web.run_store import NotYetError, RunStore
+from phalanx.web.stream import NewsHub
 
 MOST_POINTS = 4000
 MOST_COLUMNS = 500
@@ -28,17 +27,17 @@ MOST_STEP = 2**53  # whole numbers that JavaScript can count to
 View = Callable[..., Any]
 
 
-class WrongError(Exception):
+class BadRequestError(Exception):
     """The question is wrong; answered with 400."""
 
 
-class Query:
+class QueryParameters:
     """The parameters of a question; every one is bounded, and an unknown one is a mistake."""
 
     def __init__(self, given: Mapping[str, str], *known: str) -> None:
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise WrongError(f"there is no parameter {unknown[0][:40]!r}; there is {', '.join(known) or 'none'}")
+            raise BadRequestError(f"there is no parameter {unknown[0][:40]!r}; there is {', '.join(known) or 'none'}")
         self._given = given
 
     def whole(self, name: str, default: int | None, *, least: int = 0, most: int = MOST_STEP) -> int | None:
@@ -48,14 +47,14 @@ class Query:
             return default
         digits = text.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 18 and least <= int(text) <= most):
-            raise WrongError(f"{name} = {text[:40]!r} is not a whole number from {least:,} to {most:,}")
+            raise BadRequestError(f"{name} = {text[:40]!r} is not a whole number from {least:,} to {most:,}")
         return int(text)
 
     def listed(self, name: str) -> list[str]:
         """Names between commas, each once; at least one."""
         found = list(dict.fromkeys(part for part in self._given.get(name, "").split(",") if part))
         if not found or len(found) > MOST_NAMES:
-            raise WrongError(f"{name} takes 1 to {MOST_NAMES} names between commas, not {len(found)}")
+            raise BadRequestError(f"{name} takes 1 to {MOST_NAMES} names between commas, not {len(found)}")
         return found
 
     def text(self, name: str, default: str) -> str:
@@ -63,26 +62,26 @@ class Query:
         return self._given.get(name, "")[:100] or default
 
 
-def routes(shelf: Shelf, hub: Hub, *, complain: Callable[[str], None]) -> list[Route]:
+def api_routes(shelf: RunStore, hub: NewsHub, *, complain: Callable[[str], None]) -> list[Route]:
     """All addresses below /api."""
     base = "/api/runs/{name}"
-    desk = Desk(shelf=shelf, complain=complain)
+    desk = ApiContext(shelf=shelf, complain=complain)
     tell = partial(_route, desk)
     return [
         tell("/api/runs", _runs),
         tell("/api/compare", _compare),
-        tell(base, _plainly(views_run.run)),
+        tell(base, _plainly(run_views.run_view)),
         tell(f"{base}/curves", _curves),
-        tell(f"{base}/marks", _plainly(views_run.marks)),
+        tell(f"{base}/marks", _plainly(run_views.marks_view)),
         tell(f"{base}/mesh", _mesh),
         tell(f"{base}/ranks/{{rank}}", _rank),
         tell(f"{base}/step", _step),
-        tell(f"{base}/ledger", _plainly(views_spent.ledger)),
-        tell(f"{base}/plan", _plainly(views_plan.plan)),
-        tell(f"{base}/findings", _plainly(views_check.findings)),
-        tell(f"{base}/verdicts", _plainly(views_check.counts)),
+        tell(f"{base}/ledger", _plainly(run_views.ledger_view)),
+        tell(f"{base}/plan", _plainly(detail_views.plan_view)),
+        tell(f"{base}/findings", _plainly(check_views.findings_view)),
+        tell(f"{base}/verdicts", _plainly(check_views.counts_view)),
         tell("/api/rules/{rule}", _rule),
-        tell(f"{base}/cost", _plainly(views_spent.cost)),
+        tell(f"{base}/cost", _plainly(run_views.cost_view)),
         _live(desk, hub, f"{base}/stream"),
     ]
 
@@ -93,21 +92,21 @@ def routes(shelf: Shelf, hub: Hub, *, complain: Callable[[str], None]) -> list[R
 def _plainly(view: View) -> View:
     """A view that takes nothing but the run."""
 
-    def ask(shelf: Shelf, request: Request) -> Any:
-        Query(request.query_params)
+    def ask(shelf: RunStore, request: Request) -> Any:
+        QueryParameters(request.query_params)
         return view(shelf, request.path_params["name"])
 
     return ask
 
 
-def _runs(shelf: Shelf, request: Request) -> Any:
-    Query(request.query_params)
-    return views_runs.runs(shelf)
+def _runs(shelf: RunStore, request: Request) -> Any:
+    QueryParameters(request.query_params)
+    return run_views.runs_view(shelf)
 
 
-def _curves(shelf: Shelf, request: Request) -> Any:
-    query = Query(request.query_params, "names", "rank", "first", "last", "points")
-    return views_run.curves(
+def _curves(shelf: RunStore, request: Request) -> Any:
+    query = QueryParameters(request.query_params, "names", "rank", "first", "last", "points")
+    return run_views.curves_view(
         shelf,
         request.path_params["name"],
         names=query.listed("names"),
@@ -118,9 +117,9 @@ def _curves(shelf: Shelf, request: Request) -> Any:
     )
 
 
-def _mesh(shelf: Shelf, request: Request) -> Any:
-    query = Query(request.query_params, "name", "columns", "first", "last")
-    return views_mesh.mesh(
+def _mesh(shelf: RunStore, request: Request) -> Any:
+    query = QueryParameters(request.query_params, "name", "columns", "first", "last")
+    return detail_views.mesh_view(
         shelf,
         request.path_params["name"],
         series=query.text("name", "compute_s"),
@@ -130,35 +129,35 @@ def _mesh(shelf: Shelf, request: Request) -> Any:
     )
 
 
-def _rank(shelf: Shelf, request: Request) -> Any:
-    Query(request.query_params)
-    rank = Query({"rank": request.path_params["rank"]}, "rank").whole("rank", None)
+def _rank(shelf: RunStore, request: Request) -> Any:
+    QueryParameters(request.query_params)
+    rank = QueryParameters({"rank": request.path_params["rank"]}, "rank").whole("rank", None)
     if rank is None:
-        raise WrongError("which rank?")
-    return views_mesh.rank(shelf, request.path_params["name"], rank)
+        raise BadRequestError("which rank?")
+    return detail_views.rank_view(shelf, request.path_params["name"], rank)
 
 
-def _step(shelf: Shelf, request: Request) -> Any:
-    query = Query(request.query_params, "step", "rank")
+def _step(shelf: RunStore, request: Request) -> Any:
+    query = QueryParameters(request.query_params, "step", "rank")
     name, rank = request.path_params["name"], query.whole("rank", 0) or 0
-    return views_step.step(shelf, name, rank=rank, step=query.whole("step", None))
+    return detail_views.step_view(shelf, name, rank=rank, step=query.whole("step", None))
 
 
-def _rule(shelf: Shelf, request: Request) -> Any:
-    Query(request.query_params)
-    return views_check.rule(request.path_params["rule"])
+def _rule(shelf: RunStore, request: Request) -> Any:
+    QueryParameters(request.query_params)
+    return check_views.rule_view(request.path_params["rule"])
 
 
-def _compare(shelf: Shelf, request: Request) -> Any:
-    query = Query(request.query_params, "runs", "name", "points")
+def _compare(shelf: RunStore, request: Request) -> Any:
+    query = QueryParameters(request.query_params, "runs", "name", "points")
     points = query.whole("points", 800, least=1, most=MOST_POINTS) or 1
-    return views_run.compare(shelf, query.listed("runs"), name=query.text("name", "loss"), points=points)
+    return run_views.compare_view(shelf, query.listed("runs"), name=query.text("name", "loss"), points=points)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def _route(desk: Desk, path: str, ask: View) -> Route:
+def _route(desk: ApiContext, path: str, ask: View) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             return _json(200, await to_thread.run_sync(lambda: desk.encode(ask(desk.shelf, request))))
@@ -168,10 +167,10 @@ def _route(desk: Desk, path: str, ask: View) -> Route:
     return Route(path, endpoint, methods=["GET"])
 
 
-def _live(desk: Desk, hub: Hub, path: str) -> Route:
+def _live(desk: ApiContext, hub: NewsHub, path: str) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
-            Query(request.query_params)
+            QueryParameters(request.query_params)
             await to_thread.run_sync(desk.shelf.run, request.path_params["name"])
         except Exception as error:
             return desk.sorry(request, error)
@@ -187,15 +186,15 @@ def _live(desk: Desk, hub: Hub, path: str) -> Route:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Desk:
+class ApiContext:
     """Where answers are made: the runs, and whom to tell of a fault of our own."""
 
-    shelf: Shelf
+    shelf: RunStore
     complain: Callable[[str], None]
 
     def encode(self, value: Any) -> bytes:
         """As JSON."""
-        return encode(value, root=self.shelf.root)
+        return encode_answer(value, root=self.shelf.root)
 
     def sorry(self, request: Request, error: Exception) -> Response:
         """Why there is no answer."""
@@ -206,7 +205,7 @@ class Desk:
 
 
 def _reason(error: Exception) -> tuple[int, str]:
-    if isinstance(error, WrongError):
+    if isinstance(error, BadRequestError):
         return 400, str(error)
     if isinstance(error, NotYetError):
         return 503, "this run is large and still being read; ask again in a moment"

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from phalanx.web.api import routes
-from phalanx.web.guard import Guard, Key
-from phalanx.web.shelf import Shelf
-from phalanx.web.stream import Hub
+from phalanx.web.api import api_routes
+from phalanx.web.guard import AccessKey, RequestGuard
+from phalanx.web.run_store import RunStore
+from phalanx.web.stream import NewsHub
 
 STATIC = Path(__file__).with_name("static")
 # Our own table: a machine's may call JavaScript plain text, which browsers refuse to run beside nosniff.
@@ -31,15 +31,15 @@ TYPES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Door:
+class AccessPolicy:
     """Who may come in: the names the server goes by, and a key if there is one."""
 
     hosts: frozenset[str]
     literals: bool = False
-    key: Key | None = None
+    key: AccessKey | None = None
 
 
-def create_app(shelf: Shelf, hub: Hub, *, door: Door, complain: Callable[[str], None]) -> Guard:
+def create_app(shelf: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
     """Everything behind the guard."""
     files = _files()
 
@@ -47,10 +47,10 @@ def create_app(shelf: Shelf, hub: Hub, *, door: Door, complain: Callable[[str], 
         name = request.path_params.get("path", "index.html")
         return await _serve(files.get(name), request) if name in files else _nothing()
 
-    found = [Route("/", page), Route("/static/{path:path}", page), *routes(shelf, hub, complain=complain)]
+    found = [Route("/", page), Route("/static/{path:path}", page), *api_routes(shelf, hub, complain=complain)]
     inner = Starlette(routes=found, exception_handlers={404: _lost, 405: _lost})
     inner.router.redirect_slashes = False  # an address has one spelling
-    return Guard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
+    return RequestGuard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
 
 
 def _files() -> dict[str, Path]:

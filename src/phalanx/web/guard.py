@@ -51,7 +51,7 @@ class Refusal:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-class Key:
+class AccessKey:
     """A token: whoever shows it comes in. A browser keeps a digest of it as a cookie, never the token."""
 
     def __init__(self, token: str, *, port: int) -> None:
@@ -77,10 +77,10 @@ class Key:
         return b"%s=%s; Path=/; Max-Age=%d; HttpOnly; SameSite=Strict" % (self._name, self._digest, COOKIE_AGE_S)
 
 
-class Guard:
+class RequestGuard:
     """Wraps the application. `hosts` are the names we go by; `literals`: any address in numbers is one, too."""
 
-    def __init__(self, app: App, *, hosts: frozenset[str], literals: bool, key: Key | None) -> None:
+    def __init__(self, app: App, *, hosts: frozenset[str], literals: bool, key: AccessKey | None) -> None:
         self._app = app
         self._hosts = hosts
         self._literals = literals

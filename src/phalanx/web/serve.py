@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import sys
 import threading
@@ -13,10 +14,11 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from phalanx.web.app import Door, create_app
+from phalanx.io.listen import LOOPBACK_NAMES, Address
+from phalanx.web.app import AccessPolicy, create_app
 from phalanx.web.guard import MOST_HEADER_BYTES
-from phalanx.web.shelf import Shelf
-from phalanx.web.stream import Hub
+from phalanx.web.run_store import RunStore
+from phalanx.web.stream import NewsHub
 
 LOOK_S = 10.0  # a client has this long, and at most twice this, to finish a request or to take what was sent
 KEEP_ALIVE_S = 8  # less than a look: quiet connections end politely
@@ -24,7 +26,7 @@ MOST_CONNECTIONS = 512
 SHUTDOWN_S = 1  # for answers that are on their way
 
 
-def serve(listener: socket.socket, shelf: Shelf, *, door: Door, complain: Callable[[str], None]) -> None:
+def serve(listener: socket.socket, shelf: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]) -> None:
     """Answer until SIGINT or SIGTERM, which takes its usual course afterwards."""
     # A walk over a long run holds the interpreter; a request that reads ten files waits for a turn ten times. Turns of
     # 1 ms instead of 5 keep those waits short.
@@ -34,14 +36,14 @@ def serve(listener: socket.socket, shelf: Shelf, *, door: Door, complain: Callab
 
 async def serving(
     listener: socket.socket,
-    shelf: Shelf,
+    shelf: RunStore,
     *,
-    door: Door,
+    door: AccessPolicy,
     complain: Callable[[str], None],
     stop: threading.Event | None = None,
 ) -> None:
     """`serve` inside an event loop; also ends when `stop` is set."""
-    hub = Hub(shelf)
+    hub = NewsHub(shelf)
     server = uvicorn.Server(_config(create_app(shelf, hub, door=door, complain=complain)))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not task.done() and not server.should_exit and not (stop is not None and stop.is_set()):
@@ -100,3 +102,29 @@ def _look(protocol: H11Protocol, before: _Seen) -> None:
         transport.abort()  # close() would wait for the bytes to be taken
         return
     protocol.loop.call_later(LOOK_S, _look, protocol, now)
+
+
+# ---- the names a browser may call the dashboard by -------------------------------------------------------------------
+
+
+DEFAULT = "127.0.0.1:8337"
+
+
+def allowed_hosts(bound: Address, *, asked: str = "") -> frozenset[str]:
+    """Names of a server that listens there, `asked` to by that name.
+
+    A foreign name that resolves to us is an attack (DNS rebinding).
+    """
+    if _numeric(bound).is_loopback:
+        return LOOPBACK_NAMES | {bound.host}
+    own = socket.gethostname().lower()
+    return LOOPBACK_NAMES | {bound.host, own, own.partition(".")[0], *([asked.lower()] if asked else [])}
+
+
+def is_any(bound: Address) -> bool:
+    """Whether the socket listens on every address of the machine."""
+    return _numeric(bound).is_unspecified
+
+
+def _numeric(bound: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(bound.host.partition("%")[0])  # without the zone of a link-local address

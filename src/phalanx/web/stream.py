@@ -9,10 +9,9 @@ from typing import Any
 
 from anyio import to_thread
 
-from phalanx.web.answer import Json, Parts, encode
-from phalanx.web.shelf import Mark, Shelf, mark
-from phalanx.web.views import GOING, plan_of, progress, state_of
-from phalanx.web.views_run import mark_count
+from phalanx.web.answer import AnswerParts, Json, encode_answer
+from phalanx.web.run_store import GOING, Mark, RunStore, run_stamp, state_of
+from phalanx.web.run_views import mark_count, plan_of, progress
 
 POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
@@ -33,9 +32,9 @@ class News:
         return f"{self.progress.get('step') or 0}-{self.marks}"
 
 
-def read_news(shelf: Shelf, name: str) -> News:
+def read_news(shelf: RunStore, name: str) -> News:
     """Look at a run; damage leaves holes, never an error."""
-    parts, run = Parts(), shelf.run(name)
+    parts, run = AnswerParts(), shelf.run(name)
     state, live = state_of(run)
     with shelf.history(name) as history:
         now = parts.read("steps", lambda: progress(run, plan_of(run), history), {"state": state, "live": live})
@@ -55,10 +54,10 @@ class _Watch:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
-class Hub:
+class NewsHub:
     """Hands out streams. Every method runs in the server's event loop."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: RunStore) -> None:
         self._shelf = shelf
         self._watches: dict[str, _Watch] = {}
         self._streams = 0
@@ -107,7 +106,7 @@ class Hub:
         return b"event: %s\nid: %s\ndata: %s\n\n" % (
             event.encode(),
             news.id.encode(),
-            encode(data, root=self._shelf.root),
+            encode_answer(data, root=self._shelf.root),
         )
 
     async def _next(self, watch: _Watch, told: News | None) -> News | None:
@@ -159,9 +158,9 @@ class Hub:
             watch.changed.notify_all()
 
 
-def _seen(shelf: Shelf, name: str) -> tuple[Any, ...]:
+def _seen(shelf: RunStore, name: str) -> tuple[Any, ...]:
     run = shelf.run(name)
-    return (*mark(run), state_of(run))
+    return (*run_stamp(run), state_of(run))
 
 
 def _marks_of(last_id: str) -> int:

@@ -7,21 +7,20 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
-from phalanx.record.account.book import MOST_POINTS, Trail
-from phalanx.record.account.effective import from_trail
-from phalanx.record.account.ledger import ledger, walk
+from phalanx.record.account.ledger import read_ledger, walk_ledger
+from phalanx.record.account.time_accounts import MOST_POINTS, EffectiveTrail, from_trail
 from phalanx.units import format_seconds
 
 
 def test_of_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=60)
-    found = from_trail(walk(run).trail, points=50)
+    found = from_trail(walk_ledger(run).trail, points=50)
     t, cumulative, last_hour = found
     assert len(t) == len(cumulative) == len(last_hour) <= 50
     assert list(t) == sorted(t)
-    assert cumulative[-1] == pytest.approx(ledger(run).effective)
+    assert cumulative[-1] == pytest.approx(read_ledger(run).effective)
     assert max(last_hour) > cumulative[-1] > min(last_hour)  # it fell and came back
-    assert found.window_s == pytest.approx(ledger(run).wall_s / 4)  # of a run of less than four hours
+    assert found.window_s == pytest.approx(read_ledger(run).wall_s / 4)  # of a run of less than four hours
     assert found.window == f"the last {format_seconds(found.window_s)}"
 
 
@@ -45,7 +44,7 @@ def test_of_nothing() -> None:
 
 
 def test_a_trail_stays_bounded_and_keeps_its_end() -> None:
-    trail = Trail()
+    trail = EffectiveTrail()
     for number in range(10_000):
         trail.add((float(number), float(number), 0.5 * number))
     points = trail.close()

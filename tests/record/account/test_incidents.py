@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
-from phalanx.record.account.incidents import incidents, supervisor_events, tell
+from phalanx.record.account.incidents import incident_text, incidents, supervisor_events
 from phalanx.record.run import Run
 
 
@@ -39,5 +39,5 @@ def test_the_cause(tmp_path: Path, cause: object, told: str) -> None:
     run = run_with(tmp_path, cause)
     (one,) = incidents(run)
     assert one.what == told
-    (line,) = (tell(event) for event in supervisor_events(run) if event["event"] == "incident")
+    (line,) = (incident_text(event) for event in supervisor_events(run) if event["event"] == "incident")
     assert line.endswith(f": {told or 'no cause on record'}")

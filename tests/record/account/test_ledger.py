@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.record.account.ledger import Ledger, ledger
+from phalanx.record.account.ledger import Ledger, read_ledger
 from phalanx.record.run import Run, create_run
 
 
@@ -76,7 +76,7 @@ def test_a_run_without_trouble(run: Run) -> None:
     scribe.steps(range(10, 20), between=0.1).wait(0.25).tell("checkpoint", step=20, blocked_s=0.25)
     scribe.steps(range(20, 30)).wait(3).tell("checkpoint", step=30, path="x", seconds=3.0)
     scribe.wait(1).tell("run_end", step=30, state="done").wait(0.5).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {
         "productive": 30.0, "init": 4.0, "evaluate": 0.5, "checkpoint": 3.25, "stopping": 1.5, "other": 1.0,
     }  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_rank_falls_and_the_job_shrinks(run: Run) -> None:
     scribe.wait(1.5).say("incident", rank=0, step=10, cause={"kind": "Died"}, waited_s=0.5)
     scribe.wait(0.25).form(3, step=10).start(10).steps(range(10, 20), each=1.25)
     scribe.wait(0.5).tell("run_end", step=20, state="done").say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {
         "productive": 22.5, "init": 1.5, "detect": 1.0, "restore": 1.25, "stopping": 0.5,
     }  # fmt: skip
@@ -106,7 +106,7 @@ def test_steps_that_are_undone_are_lost_work(run: Run) -> None:
     scribe.wait(2).say("incident", rank=1, others=[], step=10).form(2, step=7, source="disk").start(7, after=3)
     scribe.steps(range(7, 12)).wait(1).say("incident", rank=0, step=12).form(2, step=11).start(11).steps(range(11, 15))
     scribe.say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {
         "productive": 15.0, "init": 1.5, "detect": 3.0, "restore": 3.5, "lost_work": 4.0,
     }  # fmt: skip
@@ -118,7 +118,7 @@ def test_where_the_ranks_really_went_on_counts(run: Run) -> None:
     """The supervisor hoped for step 8, and the ranks found its checkpoint damaged."""
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(8))
     scribe.say("incident", rank=1).form(2, step=8, source="disk").start(4).steps(range(4, 8)).say("end", state="done")
-    assert (ledger(run).steps, ledger(run).steps_lost) == (8, 4)
+    assert (read_ledger(run).steps, read_ledger(run).steps_lost) == (8, 4)
 
 
 def test_a_step_that_ends_after_a_failure_was_noticed(run: Run) -> None:
@@ -126,7 +126,7 @@ def test_a_step_that_ends_after_a_failure_was_noticed(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(4)).wait(0.6)
     scribe.say("incident", rank=0).wait(0.4).tell("step", [1], step=4, duration_s=1.0)
     scribe.wait(1).form(1, step=5).start(5).steps(range(5, 8)).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 7.4, "init": 1.5, "detect": 0.6, "restore": 1.5}
     assert found.overlap_s == 0
     assert found.closes
@@ -135,7 +135,7 @@ def test_a_step_that_ends_after_a_failure_was_noticed(run: Run) -> None:
 def test_failures_while_recovering_are_one_recovery(run: Run) -> None:
     scribe = Scribe(run).form(4, step=0, source="start").start(0).steps(range(5)).wait(1).say("incident", rank=3)
     scribe.wait(1).form(3, step=5).wait(1).say("incident", rank=2).wait(1).form(2, step=5).start(5).steps(range(5, 9))
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 9.0, "init": 1.5, "detect": 1.0, "restore": 3.5}
     assert (found.incidents, found.formations) == (2, 3)
 
@@ -143,13 +143,13 @@ def test_failures_while_recovering_are_one_recovery(run: Run) -> None:
 def test_growing_again_is_no_failure(run: Run) -> None:
     scribe = Scribe(run).form(3, step=0, source="start").start(0).steps(range(5)).wait(0.3).form(4, step=5)
     scribe.start(5).steps(range(5, 8)).say("end", state="done")
-    assert spent(ledger(run)) == {"productive": 8.0, "init": 1.5, "restore": 0.8}
+    assert spent(read_ledger(run)) == {"productive": 8.0, "init": 1.5, "restore": 0.8}
 
 
 def test_copies_in_memory_are_told_apart(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0)
     scribe.steps(range(10), between=0.1, hold_s=0.08).say("end", state="done")
-    assert spent(ledger(run)) == {"productive": 10.0, "init": 1.52, "checkpoint": 0.8, "other": 0.18}
+    assert spent(read_ledger(run)) == {"productive": 10.0, "init": 1.52, "checkpoint": 0.8, "other": 0.18}
 
 
 @pytest.mark.parametrize("told", [(), ("checkpoint",), ("evaluate",), ("checkpoint", "evaluate")])
@@ -162,7 +162,7 @@ def test_a_copy_counts_once_whatever_is_told_before_the_next_step(run: Run, told
         if "evaluate" in told:
             scribe.wait(0.5).tell("evaluate", step=step, seconds=0.5)
         scribe.steps(range(step, step + 1), hold_s=0.25)
-    found = ledger(scribe.say("end", state="done").run)
+    found = read_ledger(scribe.say("end", state="done").run)
     evaluated = {"evaluate": 5.0} if "evaluate" in told else {}
     assert spent(found) == {"productive": 11.0, "init": 1.5, "checkpoint": 2.5} | evaluated
     assert (found.overlap_s, found.closes) == (0.0, True)
@@ -170,8 +170,8 @@ def test_a_copy_counts_once_whatever_is_told_before_the_next_step(run: Run, told
 
 def test_a_copy_that_cannot_have_been_is_told(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(10), hold_s=0.5)
-    assert ledger(scribe.run).overlap_s == pytest.approx(4.5)
-    assert not ledger(scribe.run).closes
+    assert read_ledger(scribe.run).overlap_s == pytest.approx(4.5)
+    assert not read_ledger(scribe.run).closes
 
 
 def test_a_rank_from_the_past_is_not_heard(run: Run) -> None:
@@ -179,7 +179,7 @@ def test_a_rank_from_the_past_is_not_heard(run: Run) -> None:
     scribe.form(2, step=5).start(5).steps(range(5, 7))
     scribe.wait(0.5).tell("step", [0], step=99, duration_s=0.1, epoch=1)
     scribe.wait(0.5).tell("step", step=7, duration_s=1.0).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 8.0, "init": 1.5, "restore": 0.5}
     assert found.steps == 8
 
@@ -190,7 +190,7 @@ def test_torn_lines(run: Run) -> None:
         file.write('{"v":1,"event":"step","t":10')
     with (run.path / "supervisor.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n[]\n")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 5.0, "init": 1.5}
     assert (found.wall_s, found.unreadable_lines, found.closes) == (6.5, 3, True)
     assert scribe.now_s == 1005.5
@@ -200,7 +200,7 @@ def test_the_time_between_two_launches_is_nobodys(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(5)).wait(0.5).say("end", state="stopped")
     run.set_launch(started=scribe.wait(3600).now_s)
     scribe.wait(2).form(2, step=5, source="disk").start(5).steps(range(5, 10)).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     # of the launch before, only its first word is known: launch.json tells of the last
     assert spent(found) == {"productive": 10.0, "init": 3.0, "stopping": 0.5}
     assert found.wall_s == pytest.approx(13.5)
@@ -213,7 +213,7 @@ def test_every_launch_begins_when_it_was_launched(run: Run) -> None:
     scribe.wait(4).form(2, step=5, source="disk").start(5).steps(range(5, 10)).say("end", state="stopped")
     run.set_launch(earlier=[999.0, again_s, None, "x", {}], launched=scribe.wait(60).now_s)
     scribe.wait(2).form(2, step=10, source="disk").start(10).steps(range(10, 15)).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 15.0, "init": 1.5 + 4.5 + 2.5, "stopping": 0.5}
     assert found.closes
 
@@ -223,20 +223,20 @@ def test_a_launch_that_nobody_ended(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(5))
     run.set_launch(started=scribe.wait(3600).now_s)
     scribe.wait(2).form(2, step=3, source="disk").start(3).steps(range(3, 10)).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 10.0, "init": 3.0, "lost_work": 2.0}
     assert found.closes
 
 
 def test_a_run_that_never_took_a_step(run: Run) -> None:
     Scribe(run).form(2, step=0, source="start").wait(3).say("incident", rank=0).wait(1).say("end", state="failed")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"init": 5.0}
     assert (found.effective, found.closes) == (0.0, True)
 
 
 def test_no_record_at_all(run: Run) -> None:
-    found = ledger(run)
+    found = read_ledger(run)
     assert (found.wall_s, spent(found), found.closes, found.effective) == (0.0, {}, True, 0.0)
 
 
@@ -246,7 +246,7 @@ def test_without_a_supervisor(run: Run) -> None:
     scribe.world = 2
     scribe.start(0).steps(range(10)).wait(600).start(8, after=3).steps(range(8, 12)).wait(1)
     scribe.tell("run_end", step=12, state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 12.0, "init": 4.5, "lost_work": 2.0, "stopping": 1.0}
     assert found.wall_s == pytest.approx(19.5)
     assert (found.formations, found.steps, found.steps_lost) == (2, 12, 2)
@@ -256,7 +256,7 @@ def test_marks_that_claim_the_same_seconds_do_not_close(run: Run) -> None:
     scribe = Scribe(run).form(1, step=0, source="start").start(0).steps(range(5))
     for step in range(5, 10):
         scribe.wait(0.5).tell("step", step=step, duration_s=1.0)
-    found = ledger(run)
+    found = read_ledger(run)
     assert found.overlap_s == pytest.approx(2.5)
     assert not found.closes
     assert str(found).endswith("; does not close, 2.50 s are claimed twice")
@@ -265,8 +265,11 @@ def test_marks_that_claim_the_same_seconds_do_not_close(run: Run) -> None:
 def test_the_text(run: Run) -> None:
     scribe = Scribe(run).form(1, step=0, source="start").start(0).steps(range(9)).wait(0.5).say("incident", rank=0)
     scribe.form(1, step=9).start(9).steps(range(9, 10)).say("end", state="done")
-    assert str(ledger(run)) == "12.5 s (80.0% effective): productive 10.0 s, init 1.50 s, detect 500 ms, restore 500 ms"
-    told = ledger(run).to_json()
+    assert (
+        str(read_ledger(run))
+        == "12.5 s (80.0% effective): productive 10.0 s, init 1.50 s, detect 500 ms, restore 500 ms"
+    )
+    told = read_ledger(run).to_json()
     assert json.loads(json.dumps(told))["accounts"]["productive"] == 10.0
     assert (told["closes"], told["effective"]) == (True, 0.8)
 
@@ -280,7 +283,7 @@ def test_memory_does_not_grow_with_the_steps(run: Run) -> None:
     with run.events(0).open("a", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
     tracemalloc.start()
-    found = ledger(run)
+    found = read_ledger(run)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.steps == 7_000
@@ -293,7 +296,7 @@ def test_memory_does_not_grow_with_the_steps(run: Run) -> None:
 def test_what_steps_were_held_up_by(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(1), each=10.0, compile_s=8.0, data_s=0.5)
     scribe.steps(range(1, 9), data_s=0.25).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 7.5, "init": 1.5, "compile": 8.0, "data": 2.5}
     assert found.effective == pytest.approx((18 - 8) / 19.5)  # data makes steps slow, compiling is none
     assert found.closes
@@ -302,14 +305,14 @@ def test_what_steps_were_held_up_by(run: Run) -> None:
 def test_an_undone_step_is_lost_whole(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(4), data_s=0.25, compile_s=0.5)
     scribe.say("incident", rank=1).form(2, step=2).start(2).steps(range(2, 4)).say("end", state="done")
-    found = spent(ledger(run))
+    found = spent(read_ledger(run))
     assert (found["lost_work"], found["data"], found["compile"]) == (2.0, 0.5, 1.0)
 
 
 def test_claims_beyond_the_step_are_cut(run: Run) -> None:
     scribe = Scribe(run).form(1, step=0, source="start").start(0).steps(range(2), data_s=0.75, compile_s=0.75)
     scribe.steps(range(2, 4), data_s=-5.0, compile_s=1e300).say("end", state="done")
-    assert spent(ledger(run)) == {"productive": 2.0, "init": 1.5, "compile": 1.5, "data": 0.5}
+    assert spent(read_ledger(run)) == {"productive": 2.0, "init": 1.5, "compile": 1.5, "data": 0.5}
 
 
 def ranks_wait(run: Run, own_s: list[float], *, layout: dict[str, int], steps: int = 40) -> Ledger:
@@ -321,7 +324,7 @@ def ranks_wait(run: Run, own_s: list[float], *, layout: dict[str, int], steps: i
         for rank, seconds in enumerate(own_s):
             scribe.tell("step", [rank], step=step, duration_s=2.0, compute_s=seconds, wait_s=2.0 - seconds)
     scribe.say("end", state="done")
-    return ledger(run)
+    return read_ledger(run)
 
 
 def test_what_a_slow_rank_costs_the_others(run: Run) -> None:
@@ -356,7 +359,7 @@ def test_telemetry_and_unknown_events_say_nothing_of_accounts(run: Run) -> None:
         scribe.wait(0.5).tell("monitor", energy_j=1.0).tell("peers").tell("never heard of", text="x" * 9000)
         scribe.wait(0.5).tell("step", step=step, duration_s=1.0)
     scribe.say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found) == {"productive": 5.0, "init": 1.5}
     assert (found.unreadable_lines, found.closes) == (0, True)
 
@@ -364,7 +367,7 @@ def test_telemetry_and_unknown_events_say_nothing_of_accounts(run: Run) -> None:
 def test_time_that_no_event_explains_does_not_close(run: Run) -> None:
     scribe = Scribe(run).form(1, step=0, source="start").start(0).steps(range(20), each=10.0)
     scribe.wait(3600).steps(range(20, 40), each=10.0).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found)["other"] == 3600
     assert not found.closes
     assert str(found).endswith("; does not close, no event explains 1.00 h")
@@ -374,7 +377,7 @@ def test_a_clock_that_is_set_back(run: Run) -> None:
     run.set_launch(started=99_999.0)
     scribe = Scribe(run, at_s=1e5).form(2, step=0, source="start").start(0).steps(range(10))
     scribe.wait(-3600).steps(range(10, 20)).wait(1).tell("run_end", step=20, state="done").say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found)["productive"] == pytest.approx(20.0, abs=1.0)
     assert found.overlap_s <= 1.0
     assert (found.clock_jumps, found.steps) == (1, 20)
@@ -385,7 +388,7 @@ def test_a_clock_that_is_set_back(run: Run) -> None:
 def test_a_clock_that_leaps_a_year_ahead(run: Run) -> None:
     scribe = Scribe(run).form(2, step=0, source="start").start(0).steps(range(10)).wait(365 * 86400)
     scribe.steps(range(10, 20)).say("end", state="done")
-    found = ledger(run)
+    found = read_ledger(run)
     assert spent(found)["productive"] == pytest.approx(20.0)
     assert found.wall_s < 60
     assert found.clock_jumps >= 1
@@ -422,7 +425,7 @@ def test_whatever_is_recorded_no_account_is_negative_and_all_add_up(
         made.events(0).write_text("\n".join(lines))
         if told:
             made.supervisor.write_text("\n".join(lines).replace('"step"', '"incident"').replace('"stop"', '"epoch"'))
-        found = ledger(made)
+        found = read_ledger(made)
     values = asdict(found.accounts).values()
     assert min(values) >= 0.0
     assert found.wall_s >= 0.0

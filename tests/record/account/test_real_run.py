@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from phalanx.record.account.ledger import ledger
+from phalanx.record.account.ledger import read_ledger
 from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_ledger_closes(run: Run) -> None:
-    found = ledger(run)
+    found = read_ledger(run)
     assert found.closes, str(found)
     assert (found.steps, found.incidents, found.formations) == (STEPS, 1, 2)
     assert found.accounts.detect + found.accounts.restore > 0.0
@@ -69,4 +69,4 @@ def test_the_summary_tells_of_both(run: Run) -> None:
     assert (incident.rank, incident.what, incident.source) == (2, "killed by signal 9", "memory")
     assert incident.recovery_s is not None
     assert [one.rank for one in found.stragglers] == [1]
-    assert found.effective_time.measured == pytest.approx(ledger(run).effective)
+    assert found.effective_time.measured == pytest.approx(read_ledger(run).effective)

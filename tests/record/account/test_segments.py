@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from phalanx.validate.calibration_report import _newest_layout
 
 from phalanx.errors import UserError
+from phalanx.io.values import at
 from phalanx.metrics.readings import Readings
 from phalanx.plan.layout import Layout
-from phalanx.record.account.cost import cost
-from phalanx.record.account.segments import launches, layout_name, segment_plan, segments
+from phalanx.record.account.cost import run_cost
+from phalanx.record.account.memberships import launches, layout_name, layout_spans, plan_at_step
 from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
-from phalanx.record.page import html, markdown
-from phalanx.record.page.diff import compare, of_runs
-from phalanx.record.page.report import render
-from phalanx.record.page.story import tell_story
+from phalanx.record.report import html, render
+from phalanx.record.report.diff import compare_sides, of_runs
+from phalanx.record.report.render import render_text
+from phalanx.record.report.run_report import read_run_report
 from phalanx.record.run import Run, create_run
-from phalanx.record.values import at
 from phalanx.rules.log.stream import read_log
 from phalanx.validate.calibration_report import _newest_layout
 
@@ -142,8 +143,8 @@ def test_each_layout_beside_its_own_prediction(tmp_path: Path, numbered: bool) -
 
 def test_every_page_says_the_same_of_both(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
-    story = tell_story(run)
-    text, page, web = render(story.summary), markdown.page(story), html.page(story, made="")
+    story = read_run_report(run)
+    text, page, web = render_text(story.summary), render.render_markdown(story), html.render_html(story, made="")
     for shown in (text, page, web):
         assert "1 to 40" in shown
         assert "200 ms → 400 ms" in shown
@@ -162,14 +163,14 @@ def test_every_page_says_the_same_of_both(tmp_path: Path) -> None:
 
 def test_a_difference_is_between_the_newest_layouts(tmp_path: Path) -> None:
     one, other = resumed(tmp_path, numbered=True), resumed(tmp_path, numbered=False, name="y")
-    assert [found.key for found in compare(*of_runs(one, other)) if found.section == "results"] == []
+    assert [found.key for found in compare_sides(*of_runs(one, other)) if found.section == "results"] == []
 
 
 def test_each_launch_is_paid_for_its_own_devices(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
     history = RunHistory.open(run)
     assert [(round(one.seconds), one.world) for one in launches(run, history)] == [(16, 4), (60, 2)]
-    paid = cost(run, history)
+    paid = run_cost(run, history)
     assert paid.device_hours == pytest.approx((4 * 16 + 2 * 60) / 3600, rel=0.02)
     assert paid.usd == pytest.approx(2.0 * paid.device_hours, rel=1e-6)
     assert paid.energy_j == pytest.approx(100.0 * 3600 * paid.device_hours, rel=1e-6)
@@ -201,7 +202,7 @@ def test_a_layout_that_nobody_planned_has_no_prediction(tmp_path: Path) -> None:
     assert (old.last_step, new.first_step, new.planned) == (27, 28, False)
     assert (new.step_s.predicted, new.step_s.measured) == (None, pytest.approx(0.4))
     assert new.mfu.measured == pytest.approx(0.4 * (0.3 / 0.4) * 4 / 3)  # against the peak of three devices
-    assert "not planned" in render(found)
+    assert "not planned" in render_text(found)
     assert [one.world for one in launches(run, RunHistory.open(run))] == [4], "what was lost is rented on"
 
 
@@ -212,9 +213,9 @@ def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
     script.steps(4, range(10), step_s=0.3, memory=1e9)
     script.launch(4, FOUR, first=8, plan_number=1, reason="rank 1 fell")
     script.steps(4, range(8, 20), step_s=0.3, memory=1e9)
-    [found] = segments(run, RunHistory.open(run))
+    [found] = layout_spans(run, RunHistory.open(run))
     assert (found.first, found.last, found.epochs) == (0, 19, (1, 2))
-    assert "LAYOUTS" not in render(summarize(run))
+    assert "LAYOUTS" not in render_text(summarize(run))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_a_layout_is_named_as_the_plan_names_it(changes: dict[str, Any]) -> None
 def test_who_asks_for_the_plan_of_a_step_gets_that_of_its_layout(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
     history = RunHistory.open(run)
-    asked = [at(segment_plan(run, history, step), "prediction")["step_s"] for step in (0, 39, 40, 99, None)]
+    asked = [at(plan_at_step(run, history, step), "prediction")["step_s"] for step in (0, 39, 40, 99, None)]
     assert asked == [0.2, 0.2, 0.8, 0.8, 0.8]
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from synthetic import write_run
 
-from phalanx.record.account.lag import Work, median_of_others
-from phalanx.record.account.places import Places, places
-from phalanx.record.account.stragglers import Scores, judge, scores, stragglers
+from phalanx.record.account.stragglers import Places, Scores, Work, judge, median_of_others, places, scores, stragglers
 from phalanx.record.archive import history as history_of
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run

@@ -12,7 +12,7 @@ from phalanx.record.account import summary
 from phalanx.record.account.summary import place, summarize, summarize_briefly
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
-from phalanx.record.page.report import render
+from phalanx.record.report.render import render_text
 from phalanx.record.run import Run, create_run
 
 PLAN = {
@@ -58,8 +58,8 @@ def test_prediction_beside_measurement(run: Run) -> None:
     assert found.first_step_s == pytest.approx(1.2)
     assert (found.first_loss, found.last_loss) == (5.0, 4.1)
     assert (found.straggler, found.ranks[1].place) == (1, "data 1")
-    text = render(found)
-    assert re.search(r"\n  step +100 ms \(90\.0 ms to 120 ms\)  200 ms \(p90 200 ms\) +\+100\.0%\n", text)
+    text = render_text(found)
+    assert re.search(r"\n  step +100 ms \(90\.0 ms to 120 ms\) +200 ms \(p90 200 ms\) +\+100\.0%\n", text)
     assert "straggler: rank 1 (data 1) is at work 100% longer than its peers; the others wait for it" in text
     assert "LAYOUTS" not in text
 
@@ -70,7 +70,7 @@ def test_a_step_done_again_after_a_restart_counts_once(run: Run) -> None:
     found = summarize(run)
     assert (found.steps, found.starts, found.last_loss, found.first_loss) == (10, 2, 1.0, 5.0)
     assert found.training_s.measured == pytest.approx(4 * 0.2 + 6 * 0.4)
-    assert ", 2 starts" in render(found)
+    assert ", 2 starts" in render_text(found)
 
 
 def test_evaluation_samples_and_checkpoints(run: Run) -> None:
@@ -85,15 +85,15 @@ def test_evaluation_samples_and_checkpoints(run: Run) -> None:
     (run.checkpoints / "step-00000010").mkdir()
     (run.checkpoints / "step-00000010" / "manifest.json").touch()
     run.set_status("stopped")
-    text = render(summarize(run))
-    assert "held-out text  2.5000 nats per token, 1.900 bits per byte at step 10" in text
-    assert "baselines      unigram 5.000, bigram 3.000 bits per byte on the same text" in text
+    text = render_text(summarize(run))
+    assert "held-out text 2.5000 nats per token, 1.900 bits per byte at step 10" in text
+    assert "baselines unigram 5.000, bigram 3.000 bits per byte on the same text" in text
     assert "│ one [2J  two" in text
     assert "earlier" not in text
     assert "\x1b" not in text
     assert "skipped 10 steps whose gradient was not finite" in text
-    assert "checkpoint of step 10, 3.00 MB, 500 ms each" in text
-    assert f"go on with: phalanx train --resume {run.path}" in text
+    assert "on disk: step 10, 3.00 MB of rank 0, 500 ms each" in text
+    assert f"resume with: phalanx train --resume {run.path}" in text
 
 
 def test_stages_and_experts(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_stages_and_experts(tmp_path: Path) -> None:
         steps(run, rank, range(10), start_s=1000.0, compute_s=0.1 if rank < 2 else 0.3, expert_imbalance=1.5)
     found = summarize(run)
     assert (found.stage_compute_s, found.expert_imbalance) == ((pytest.approx(0.1), pytest.approx(0.3)), 1.5)
-    text = render(found)
+    text = render_text(found)
     assert "stages: the slowest, 1, computes 50% longer than the mean of all" in text
     assert "experts: the busiest gets 1.50 times the mean" in text
 
@@ -115,7 +115,7 @@ def test_a_brief_summary_reads_no_record_whole(run: Run, monkeypatch: pytest.Mon
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("read whole")
 
-    for name in ("walk", "cost", "skipped_steps"):
+    for name in ("walk_ledger", "run_cost", "skipped_steps"):
         monkeypatch.setattr(summary, name, refused)
     brief = summarize_briefly(run, RunHistory.open(run))
     assert (brief.ledger, brief.cost, brief.skipped_steps, brief.effective_time.measured) == (None, None, None, None)
@@ -125,9 +125,9 @@ def test_a_brief_summary_reads_no_record_whole(run: Run, monkeypatch: pytest.Mon
 
 
 def test_a_run_that_never_took_a_step(run: Run) -> None:
-    text = render(summarize(run))
+    text = render_text(summarize(run))
     assert "created, 0 of 10 steps" in text
-    assert "no step was finished" in text
+    assert "No step was finished." in text
 
 
 def test_hostile_values_are_ignored(run: Run) -> None:
@@ -136,7 +136,7 @@ def test_hostile_values_are_ignored(run: Run) -> None:
     (run.path / "launch.json").write_text("[]")
     found = summarize(run)
     assert (found.steps, found.step_s.measured, found.unreadable_lines) == (1, None, 1)
-    assert "1 line of events could not be read" in render(found)
+    assert "1 line of events could not be read" in render_text(found)
 
 
 def test_places() -> None:

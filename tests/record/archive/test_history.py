@@ -14,9 +14,9 @@ import pytest
 from synthetic import write_run
 
 from phalanx.errors import UserError
-from phalanx.record.account.ledger import ledger
+from phalanx.record.account.ledger import read_ledger
 from phalanx.record.archive import history as module
-from phalanx.record.archive import rankfile
+from phalanx.record.archive import rank_file as rankfile
 from phalanx.record.archive.damage import supervisor_damage
 from phalanx.record.archive.history import Damage, RunHistory
 from phalanx.record.events import EventWriter, read_events
@@ -511,7 +511,7 @@ def test_without_rank_0_the_lowest_rank_with_a_record_speaks(run: Run, tmp_path:
     assert (history.witness, history.last_step) == (1, 119)
     assert history.curve("loss").step == whole.curve("loss").step
     assert history.latest("run_start") == whole.latest("run_start", rank=1)
-    before, after = ledger(run), ledger(copy)
+    before, after = read_ledger(run), read_ledger(copy)
     assert (after.steps, after.steps_lost, after.formations) == (before.steps, before.steps_lost, before.formations)
     assert after.effective == pytest.approx(before.effective, abs=0.05)
 

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.record import events as events_module
-from phalanx.record.archive import blocks
-from phalanx.record.archive.blocks import BLOCK, STEPS
-from phalanx.record.archive.index import HEAD_BYTES, SIZE, read_index
-from phalanx.record.archive.rankfile import RankFile, RowCache
+from phalanx.record.archive import index
+from phalanx.record.archive.index import BLOCK, HEAD_BYTES, SIZE, STEPS, read_index
+from phalanx.record.archive.rank_file import RankFile, RowCache
 from phalanx.record.archive.series import COLUMN, LATER
-from phalanx.record.events import EventWriter, parts, read_events
+from phalanx.record.events import EventWriter, event_files_of, read_events
 
 
 def write_starts(path: Path, starts: Sequence[tuple[int, int]], *, rotate_bytes: int = 2**28) -> None:
@@ -49,7 +48,7 @@ def expected(path: Path) -> list[tuple[int, float]]:
 
 
 def found(path: Path) -> list[tuple[int, float]]:
-    file = RankFile(path, [int(part.stem[-4:]) for part in parts(path)[:-1]], RowCache())
+    file = RankFile(path, [int(part.stem[-4:]) for part in event_files_of(path)[:-1]], RowCache())
     file.refresh()
     rows = [file.rows(number) for number in range(len(file.kept().blocks))]
     pairs = [(row.step, row.values[:, COLUMN["loss"]]) for row in rows]
@@ -69,7 +68,7 @@ def test_steps_done_again_replace_those_undone(
     write_starts(path, starts, rotate_bytes=rotate)
     wanted = expected(path)
     assert found(path) == wanted
-    for part in parts(path):
+    for part in event_files_of(path):
         part.with_suffix(".index").unlink(missing_ok=True)
     assert found(path) == wanted
 
@@ -203,7 +202,7 @@ def test_columns_of_another_version_find_their_places(tmp_path: Path) -> None:
 
 def test_kinds_that_an_older_writer_did_not_know_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events-00000.jsonl"
-    monkeypatch.setattr(blocks, "_BITS", {kind: bit for kind, bit in blocks._BITS.items() if kind not in LATER})
+    monkeypatch.setattr(index, "_BITS", {kind: bit for kind, bit in index._BITS.items() if kind not in LATER})
     writer = EventWriter(path, rank=0)
     for step in range(600):
         writer.write("step", step=step)

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from phalanx.rules.facts.drills import DrillFacts
+from phalanx.rules.facts.trainers import Practice
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_cpu_log, good_log, good_monitor, good_steps, incident, ledger
 
-from phalanx.record.account.book import Accounts
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.stragglers import Straggler
+from phalanx.record.account.time_accounts import Accounts
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
 from phalanx.rules.facts.trainers import Practice
+from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
 from phalanx.rules.outcome import Spot
 from phalanx.rules.profiles import scaling_of
 

@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
+from phalanx.record import event_batches
+from phalanx.record.event_batches import EventParser
 from phalanx.record.run import Run
 from phalanx.rules.log import agreement as agree
 from phalanx.rules.log import files as feed
 from phalanx.rules.log import steps, sums
 from phalanx.rules.log.lines import Lines
+from phalanx.rules.log import steps as noise
+from phalanx.rules.log import sums
 from phalanx.rules.log.stream import LogStream, read_log
 
 
@@ -204,7 +208,7 @@ def test_a_file_that_became_shorter(run):
 def test_a_huge_line_is_passed_over_without_being_held(run, monkeypatch):
     """As 1 GB to the usual 1 MiB: 64 MiB to a line of 64 KiB, and to pieces as small; the hole is not on the disk."""
     for name, size in (("MOST_LINE_BYTES", 2**16), ("READ_BYTES", 2**18), ("PIECE_BYTES", 2**13)):
-        monkeypatch.setattr(feed, name, size)
+        monkeypatch.setattr(event_batches, name, size)
     data = run.events(1).read_bytes()
     lines = data.count(b"\n")
     with open(run.events(1), "r+b") as file:
@@ -222,12 +226,12 @@ def test_a_huge_line_is_passed_over_without_being_held(run, monkeypatch):
 
 def test_overlong_lines_among_others_are_cut_out(tmp_path, monkeypatch):
     for name, size in (("MOST_LINE_BYTES", 1000), ("READ_BYTES", 4096), ("PIECE_BYTES", 300)):
-        monkeypatch.setattr(feed, name, size)
+        monkeypatch.setattr(event_batches, name, size)
     rng = random.Random(0)
     sizes = [rng.choice([1, 20, 299, 300, 999, 1000, 1001, 3000, 9000]) for _ in range(300)]
     path = tmp_path / "events-00000.jsonl"
     path.write_bytes(b"".join(b"x" * size + b"\n" for size in sizes))
-    read = feed.Feed(path, "run")
+    read = event_batches.EventFeed(path, "run")
     pieces = list(read.pieces())
     found = {piece.line + at: len(line) for piece in pieces for at, line in enumerate(piece.data[:-1].split(b"\n"))}
     fits = {number: size for number, size in enumerate(sizes, 1) if size < 1000}
@@ -275,15 +279,15 @@ def test_a_timeline_is_read_without_its_spans_and_checked_where_it_is_odd():
          "spans": [["forward", "a", 0.0, 0.1, None, None]] * 50, "dropped": 0, "collectives": []},
         separators=(",", ":"),
     ).encode()  # fmt: skip
-    lines = Lines()
+    lines = EventParser()
     for count in range(40):
-        piece = feed.Piece(data=long + b"\n", file="f", line=1, count=1)
+        piece = event_batches.LineBlock(data=long + b"\n", file="f", line=1, count=1)
         events, numbers, bad = lines.events(piece)
         assert (len(events), list(numbers), bad) == (1, [1], [])
         assert events[0]["step"] == 9
         assert len(events[0]["spans"]) == (50 if count < 32 else 0)
     odd = long.replace(b'"dropped":0', b'"dropped":[')
-    events, _, bad = lines.events(feed.Piece(data=odd + b"\n", file="f", line=1, count=1))
+    events, _, bad = lines.events(event_batches.LineBlock(data=odd + b"\n", file="f", line=1, count=1))
     assert (events, bad) == ([], [1])
 
 

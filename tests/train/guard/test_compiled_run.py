@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from phalanx.record.account.ledger import ledger
+from phalanx.record.account.ledger import read_ledger
+from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 from phalanx.record.schema import event_fields, load_schema
@@ -138,7 +139,7 @@ def test_looking_changes_no_bit_and_is_on_record(folder: Path, request: pytest.F
     assert groups["world"] == (2, 1)
     assert groups["dense/tensor"] == (1, 2)
     assert made["seconds"] == pytest.approx(sum(one["seconds"] for one in made["groups"]), abs=1e-4)
-    assert ledger(looked).accounts.guard > 0
+    assert read_ledger(looked).accounts.guard > 0
     shown = phalanx(folder, dict(os.environ), "show", str(looked.path))
     for part in ("COMMUNICATION", "world: 1 group of 2 ranks", "NCCL_TEST_VARIABLE = seen", "compiled code agrees"):
         assert part in shown.stdout, shown.stdout + shown.stderr

@@ -21,6 +21,11 @@ from phalanx.network.fabric.sizing import (
     size_fabric,
 )
 from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, unnamed
+from phalanx.errors import Problem, UserError, nearest
+from phalanx.io.toml import TomlFile, read_toml
+from phalanx.io.visible import one_line
+from phalanx.network.fabric.fabric_types import KINDS
+from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, ClosShape
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
@@ -77,10 +82,10 @@ class _Reading:
     problems: list[Problem] = field(default_factory=list)
 
     def wrong(self, key: str, what: str, fix: str) -> None:
-        self.problems.append(Problem(where=self.file.where("", key), what=what, fix=fix))
+        self.problems.append(Problem(where=self.file.where(key), what=what, fix=fix))
 
     def check_keys(self) -> None:
-        for key in self.file.data:
+        for key in self.file.table:
             if key not in KEYS:
                 near = nearest(key, KEYS)
                 fix = f"did you mean {near}?" if near else f"the keys are {', '.join(KEYS)}"
@@ -88,7 +93,7 @@ class _Reading:
 
     def text(self, key: str, example: str) -> str:
         """Short and printable, for it goes to terminals and into pictures; empty where there is none."""
-        value = self.file.data.get(key, "")
+        value = self.file.table.get(key, "")
         if not isinstance(value, str):
             self.wrong(key, f"{key} is no text", f'write {key} = "{example}"')
             return ""
@@ -99,16 +104,16 @@ class _Reading:
         return value
 
     def flag(self, key: str) -> bool:
-        value = self.file.data.get(key, False)
+        value = self.file.table.get(key, False)
         if not isinstance(value, bool):
             self.wrong(key, f"{key} = {str(value)[:40]} is neither true nor false", f"write {key} = true")
         return value is True
 
     def switch(self) -> str:
-        if ("switch" in self.file.data) == ("radix" in self.file.data):
+        if ("switch" in self.file.table) == ("radix" in self.file.table):
             self.wrong("switch", "a fabric needs either radix or switch", 'write radix = 512 or switch = "…"')
             return ""
-        if "switch" in self.file.data:
+        if "switch" in self.file.table:
             return self.text("switch", "Spectrum-5")
         return f"{int(self.number('radix', whole=True))}"
 
@@ -119,7 +124,7 @@ class _Reading:
         return found
 
     def prices(self) -> tuple[float, float] | None:
-        usd = self.file.data.get("usd")
+        usd = self.file.table.get("usd")
         if usd is None:
             return None
         pair = usd if isinstance(usd, list) and len(usd) == 2 else (math.nan, math.nan)
@@ -130,12 +135,12 @@ class _Reading:
 
     def number(self, key: str, *, default: float | None = None, whole: bool = False, most: float = math.inf) -> float:
         """Above 0, unless it is the default."""
-        given = self.file.data.get(key, default)
+        given = self.file.table.get(key, default)
         if given is None:
             self.wrong("", f"{key} is missing", f"write {key} = …, as in docs/fabric.md")
             return 1.0
         value = _float(given)
-        if key not in self.file.data or (0 < value <= min(most, 1e300) and (not whole or value == int(value))):
+        if key not in self.file.table or (0 < value <= min(most, 1e300) and (not whole or value == int(value))):
             return value
         kind = "a whole number above 0" if whole else "a number above 0"
         kind += f", at most {most:,.0f}" if math.isfinite(most) else ""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.hardware.tomlfile import read_text
+from phalanx.io.files import read_text
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import KINDS, Switch
 from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_NAME, MOST_NIC_GBPS, MOST_RADIX, MOST_USD, MOST_WATTS

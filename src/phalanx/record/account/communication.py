@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.io.values import integer, number, printable, text
 from phalanx.record.events import Event
-from phalanx.record.values import integer, number, printable, text
 from phalanx.units import format_seconds
 
 if TYPE_CHECKING:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
-from phalanx.record.account.energy import Used, used
-from phalanx.record.account.ledger import Ledger, ledger
-from phalanx.record.account.segments import launches, segments
-from phalanx.record.over import is_over
-from phalanx.record.run import Run
-from phalanx.record.values import at, integer, number, text
+from phalanx.io.values import at, integer, number, printable, text
+from phalanx.record.account.ledger import Ledger, read_ledger
+from phalanx.record.account.memberships import MarkReader, files_of, launches, layout_spans
+from phalanx.record.run import Run, is_run_over
 from phalanx.units import HOUR_S, plural
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
+
 
 J_PER_KWH = 3.6e6
 EARLY = "not known yet: the ranks have not read their counters"
@@ -61,19 +61,19 @@ class Cost:
         return self.so_far.kgco2e
 
 
-def cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None) -> Cost:
+def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None) -> Cost:
     """Read the folder; `history` and `book` spare doing again what the caller has done."""
     if history is None:
         from phalanx.record.archive.history import RunHistory
 
         history = RunHistory.open(run)
-    book = book if book is not None else ledger(run, history)
+    book = book if book is not None else read_ledger(run, history)
     try:
         plan = run.plan()
     except PhalanxError:
         plan = {}
     rates = _Rates(plan, world=_world(run))
-    measured = used(history)
+    measured = used_energy(history)
     wall_s = projected_wall_s(run, plan, history, book)
     early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
     spent = _shares(run, history, rates, book.wall_s)
@@ -148,7 +148,7 @@ def _world(run: Run) -> int:
 def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
     """Whether counters may still be to come: until then nothing is said, lest energy falls when they do."""
     interval_s = number(at(plan, "job", "telemetry"), "interval_s") or INTERVAL_S
-    return book.wall_s - book.accounts.init < 2 * interval_s and not is_over(run)
+    return book.wall_s - book.accounts.init < 2 * interval_s and not is_run_over(run)
 
 
 def _energy(measured: Used | None, rates: _Rates, spent: Sequence[Spent]) -> float | None:
@@ -175,7 +175,7 @@ def projected_wall_s(run: Run, plan: Mapping[str, Any], history: RunHistory, boo
 
 def _newest_over_all(run: Run, history: RunHistory) -> float:
     """The mean step of the newest layout over that of the run: what is left goes on in the newest."""
-    known = segments(run, history)
+    known = layout_spans(run, history)
     if len(known) < 2:
         return 1.0
     means = [history.curve("duration_s", first=first, points=1).mean for first in (known[-1].first, known[0].first)]
@@ -216,3 +216,89 @@ def _sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | None) -> d
         "kgco2e": carbon,
         "projected": "as it went: time per step with all that came between, start-up not repeated",
     }
+
+
+# ---- energy, summed over ranks and restarts from the counters in `monitor` events ------------------------------------
+
+
+# Up to this size the monitors are read one by one; beyond, restarts are read off a mesh of this many columns.
+MOST_READ_BYTES = 64 * 2**20
+COLUMNS = 240
+SOME = 16  # ranks that are asked for the source, of so many
+MOST_J = 1e18  # 32 years of a power station of 1 GW: a damaged counter, not a run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Used:
+    """What the counters say."""
+
+    energy_j: float
+    ranks: int  # that have a counter
+    source: str  # nvml, rapl, estimate, or several of them
+
+
+def used_energy(history: RunHistory) -> Used | None:
+    """None where no rank has a counter."""
+    if _is_small(history):
+        newest = {rank: event for rank in history.ranks if (event := history.latest("monitor", rank)) is not None}
+        ranks = [rank for rank, event in newest.items() if _sane(number(event, "energy_j"))]
+        totals = list(_exact(history, ranks))
+    else:
+        newest = {
+            rank: event for rank in _some(history.ranks) if (event := history.latest("monitor", rank)) is not None
+        }
+        totals = list(_coarse(history))
+    if not totals:
+        return None
+    names = Counter(printable(event.get("energy_source") or "unknown", most=40) for event in newest.values())
+    return Used(energy_j=sum(totals), ranks=len(totals), source=", ".join(sorted(names)))
+
+
+def _some(ranks: Sequence[int]) -> Sequence[int]:
+    return ranks[:: max(1, len(ranks) // SOME)]
+
+
+def _sane(energy: float | None) -> bool:
+    return energy is not None and 0.0 <= energy <= MOST_J
+
+
+def counted(readings: Iterable[tuple[int | None, float | None]]) -> float:
+    """The sum over epochs of a counter that begins anew in each: the last value of every one.
+
+    Its first value in an epoch holds what was used while nobody looked, and need not be lower than the last one before.
+    Without epochs only a lower one tells.
+
+    >>> counted([(None, 1.0), (None, 5.0), (None, None), (None, 2.0), (None, 3.0)])
+    8.0
+    >>> counted([(1, 90.0), (1, 100.0), (2, 150.0), (2, 209.0)])
+    309.0
+    """
+    total = last = 0.0
+    known: int | None = None
+    for epoch, value in readings:
+        if value is not None and _sane(value):
+            begins = value < last or (epoch != known and epoch is not None and known is not None)
+            total, last = (total + last, value) if begins else (total, value)
+            known = known if epoch is None else epoch
+    return total + last
+
+
+def _is_small(history: RunHistory) -> bool:
+    return history.run.event_bytes() <= MOST_READ_BYTES
+
+
+def _exact(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
+    for rank in known:
+        monitors = MarkReader(kinds=frozenset((b"monitor",))).read(files_of(history.run, rank))
+        yield counted((integer(event, "epoch"), number(event, "energy_j")) for _, event in monitors)
+
+
+def _coarse(history: RunHistory) -> Iterable[float]:
+    """To within a column of the run: its last value is the mean of the last one.
+
+    A mesh has no epochs: a counter that begins anew above its last value is not seen to, and what it had counted until
+    then is missing.
+    """
+    for values in history.mesh("energy_j", columns=COLUMNS).values:
+        if any(_sane(value) for value in values):
+            yield counted((None, value) for value in values)

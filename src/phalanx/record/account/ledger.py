@@ -2,7 +2,8 @@
 
 One timeline is walked once, from mark to mark: the supervisor's events and those of one witness per formation, the
 lowest rank that did not fall in it. Whether a step stayed is known beforehand from where later formations went on, so
-nothing has to be remembered of the steps: a run of a million of them needs as much memory as one of ten.
+nothing has to be remembered of the steps: a run of a million of them needs as much memory as one of ten. Steps that
+nothing comes between are taken many at a time where a run is long.
 """
 
 from __future__ import annotations
@@ -11,14 +12,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.record.account.book import Accounts, Book, Point, Recovery
-from phalanx.record.account.formations import Formation, Lines, formations, timeline
+import numpy as np
+
+from phalanx.errors import PhalanxError
+from phalanx.io.values import integer
+from phalanx.record.account.memberships import (
+    LATEST_S,
+    TOLD,
+    Clock,
+    MarkReader,
+    Membership,
+    is_timed,
+    merged_marks,
+    read_memberships,
+)
+from phalanx.record.account.time_accounts import Accounts, Floats, LedgerBuilder, Point, Recovery, StepStretch
+from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, uncollected
+from phalanx.record.event_schema import EventColumns
+from phalanx.record.events import Event, event_files_of
 from phalanx.record.run import Run
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.record.account.waiting import Waited
+    from phalanx.record.account.stragglers import Waited
     from phalanx.record.archive.history import RunHistory
+
 
 TOLERANCE = 0.01  # of the wall clock
 # What the record may leave unexplained: a share of the wall clock, or so much for each step, whichever is more. Ten
@@ -26,6 +44,14 @@ TOLERANCE = 0.01  # of the wall clock
 # before `guard_s` was recorded had 10 %, 45 ms per step, and does not close.
 UNEXPLAINED = 0.05
 UNEXPLAINED_STEP_S = 0.03
+SMALL_BYTES = 8 * 2**20  # of the witness: below, nobody waits for the other way
+MOST_SUPERVISOR_BYTES = 16 * 2**20
+MOST_STARTS = 16_384  # that are remembered; a run has one for each formation
+LEAST = 8  # steps that are worth it
+MOST_S = 30 * 86400.0  # of what a step says it took: `values.seconds`
+TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
+_TOLD = frozenset(kind.decode() for kind in TOLD)
+_NUMBERS = frozenset((int, float))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +111,13 @@ class Ledger:
         return f"{format_seconds(self.wall_s)} ({self.effective:.1%} effective): {', '.join(parts)}{closes}{jumped}"
 
 
-def ledger(run: Run, history: RunHistory | None = None) -> Ledger:
+def read_ledger(run: Run, history: RunHistory | None = None) -> Ledger:
     """Account for the whole of a run; for one that still goes on, until its last event."""
-    return walk(run, history).ledger
+    return walk_ledger(run, history).ledger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
+class LedgerWalk:
     """What one reading of the records gives."""
 
     ledger: Ledger
@@ -99,22 +125,40 @@ class Walk:
     recoveries: list[Recovery]  # of each incident, in order
 
 
-def walk(run: Run, history: RunHistory | None = None) -> Walk:
-    """The ledger, how it grew, and how long each failure took; `history` spares opening the run again."""
-    known, lines = formations(run), Lines()
+def walk_ledger(
+    run: Run, history: RunHistory | None = None, *, passed: LedgerStream | None = None, least_bytes: int = SMALL_BYTES
+) -> LedgerWalk:
+    """The ledger, how it grew, and how long each failure took; `history` spares opening the run again.
+
+    Of a long run with one witness, steps that nothing comes between are taken many at a time: the same accounts, ten
+    times as fast. `passed` is what a stream that has just read the run has handed on: then nothing is read twice.
+    """
+    supervised = run.supervisor.is_file()
+    known = read_memberships(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
+    if passed is not None and supervised and passed.fits(known):
+        return passed.close()
+    if supervised and _suits(run, known):
+        feed = EventFeed(run.events(known[0].witness), "")
+        if feed.left_bytes >= least_bytes:
+            going, parser = _Going(run, history, known), EventParser()
+            for piece in feed.pieces():
+                with uncollected():
+                    going.take(parser.batch(piece))
+            return going.close(known)
+    lines = MarkReader()
     book = open_book(run, known, history)
-    for time_s, formation, event in timeline(run, known, lines):
+    for time_s, formation, event in merged_marks(run, known, lines):
         book.take(time_s, formation, event)
     return closed(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
-def open_book(run: Run, known: Sequence[Formation], history: RunHistory | None) -> Book:
+def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
     supervised = run.supervisor.is_file()
-    return Book(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
+    return LedgerBuilder(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
 
 
-def closed(book: Book, known: Sequence[Formation], *, unreadable: int, jumps: int) -> Walk:
+def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
     """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
@@ -128,10 +172,165 @@ def closed(book: Book, known: Sequence[Formation], *, unreadable: int, jumps: in
         unreadable_lines=unreadable,
         clock_jumps=book.jumps + jumps,
     )
-    return Walk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
+    return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 
 
 def _waited(run: Run, history: RunHistory | None) -> Waited:
-    from phalanx.record.account.waiting import waited  # reads the other ranks
+    from phalanx.record.account.stragglers import waited  # reads the other ranks
 
     return waited(run, history)
+
+
+def _suits(run: Run, known: Sequence[Membership]) -> bool:
+    """One witness of all formations, and not much told by the supervisor."""
+    return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
+
+
+class LedgerStream:
+    """The ledger of a run whose witness's events pass by. It goes by what the supervisor told of formations.
+
+    A rank that finds a damaged checkpoint begins a formation elsewhere than told to: `fits` says whether any did.
+    """
+
+    def __init__(self, known: Sequence[Membership], going: _Going) -> None:
+        self._known, self._going = known, going
+        self._starts: list[Event] = []
+        self.is_lost = False  # it does not know what it should
+
+    @classmethod
+    def of(cls, run: Run, history: RunHistory, witness: int, *, least_bytes: int = SMALL_BYTES) -> LedgerStream | None:
+        """None where it is no use."""
+        try:
+            if not run.supervisor.is_file() or EventFeed(run.events(witness), "").left_bytes < least_bytes:
+                return None
+            known = read_memberships(run, starts=lambda rank: ())
+            if not _suits(run, known) or known[0].witness != witness:
+                return None
+            history.refresh()
+            return cls(known, _Going(run, history, known))
+        except TROUBLES:
+            return None
+
+    def take(self, batch: EventBatch) -> None:
+        """The next events of the witness."""
+        if self.is_lost:
+            return
+        try:
+            begun = [batch.events[place] for place, kind in batch.others if kind == "run_start"]
+            self._starts += [
+                {"epoch": event.get("epoch"), "step": event.get("step")} for event in begun if is_timed(event)
+            ]
+            self._going.take(batch)
+        except TROUBLES:  # whoever walks them again will tell
+            self.is_lost = True
+        self.is_lost |= len(self._starts) > MOST_STARTS
+
+    def starts(self, rank: int) -> Sequence[Event]:
+        """Of the witness, who is the only one."""
+        return self._starts
+
+    def fits(self, known: Sequence[Membership]) -> bool:
+        """Whether formations are those that it went by."""
+        return not self.is_lost and known == self._known
+
+    def close(self) -> LedgerWalk:
+        """The end of the record."""
+        return self._going.close(self._known)
+
+
+class _Going:
+    """The marks of the witness, in stretches, and those of the supervisor where their time comes."""
+
+    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Membership]) -> None:
+        self._lines = MarkReader()
+        self._told, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
+        self.book = open_book(run, known, history)
+        self._numbers = {one.epoch: count for count, one in enumerate(known)}
+        self._epoch: int | None = None
+        self._clock = Clock()
+        self._unreadable = 0
+
+    def close(self, known: Sequence[Membership]) -> LedgerWalk:
+        """All that was told, and the rest of the supervisor's."""
+        self._supervisor(np.inf)
+        unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
+        return closed(self.book, known, unreadable=unreadable, jumps=jumps)
+
+    def take(self, batch: EventBatch) -> None:
+        """Marks, steps that follow each other together; telemetry says nothing about accounts."""
+        self._unreadable += len(batch.bad)
+        has_steps = len(batch.others) < len(batch.events)
+        steps = batch.columns(STEP)[0] if has_steps else None
+        done = 0
+        for count, (place, kind) in enumerate(batch.others):
+            if kind in _TOLD:
+                self._row(steps, done, place - count)
+                self._one(batch.events[place])
+                done = place - count
+        self._row(steps, done, len(batch.events) - len(batch.others))
+
+    def _row(self, steps: EventColumns | None, begin: int, end: int) -> None:
+        """Steps in a row. The first goes alone: what came before it is its own."""
+        if steps is None or begin == end:
+            return
+        if end - begin >= LEAST:
+            self._one(steps.event(begin))
+            begin += 1
+            rest = self._stretch(steps, slice(begin, end))
+            if rest is not None and self.book.take_steps(self._count(), rest):
+                self._clock.follow(float(rest.time_s[-1]))
+                return
+        for place in range(begin, end):
+            self._one(steps.event(place))
+
+    def _one(self, event: Event) -> None:
+        if not is_timed(event):
+            self._unreadable += 1
+            return
+        time_s = self._clock.time(event)
+        self._epoch = integer(event, "epoch") if "epoch" in event else self._epoch
+        self._supervisor(time_s)
+        if (count := self._count()) >= 0:
+            self.book.take(time_s, count, event)
+
+    def _count(self) -> int:
+        return self._numbers.get(self._epoch, -1) if self._epoch is not None else -1
+
+    def _supervisor(self, until_s: float) -> None:
+        while self._next < len(self._told) and self._told[self._next][0] < until_s:
+            time_s, event = self._told[self._next]
+            self.book.take(time_s, -1, event)
+            self._next += 1
+
+    def _stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
+        """As columns; None where a time, a step, a formation or a duration is not as it should be."""
+        epochs, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
+        if self._count() < 0 or epochs.count(self._epoch) < len(epochs) or not self._clock.is_even:
+            return None
+        if not {*map(type, times), *map(type, taken)} <= _NUMBERS or {*map(type, steps)} != {int}:
+            return None
+        if not abs(steps[-1]) < 2**62:
+            return None
+        time_s, taken_s = columns.floats("t")[few], columns.floats("duration_s")[few]
+        if self._next < len(self._told) and self._told[self._next][0] < time_s[-1]:
+            return None  # the supervisor has a word in between
+        if not ((taken_s >= 0.0) & (taken_s <= MOST_S)).all() or not 0.0 <= time_s[0] <= time_s[-1] <= LATEST_S:
+            return None
+        if time_s[0] < self._clock.last_s or (np.diff(time_s) < 0.0).any():
+            return None
+        return StepStretch(
+            time_s=time_s,
+            step=np.array(steps, dtype=np.int64),
+            taken_s=taken_s,
+            copied_s=_seconds(columns, few, "hold_s"),
+            compared_s=_seconds(columns, few, "guard_s"),
+            compile_s=_seconds(columns, few, "compile_s"),
+            data_s=_seconds(columns, few, "data_s"),
+        )
+
+
+def _seconds(columns: EventColumns, few: slice, name: str) -> Floats:
+    """What can be a duration; 0 for the rest."""
+    values = columns.floats(name)[few]
+    found: Floats = np.where((values >= 0.0) & (values <= MOST_S), values, 0.0)
+    return found

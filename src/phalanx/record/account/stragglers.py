@@ -8,19 +8,24 @@ of 3,079 jobs at ByteDance slow machines explained 1.7 % of those that straggled
 
 from __future__ import annotations
 
+import bisect
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.errors import PhalanxError
-from phalanx.record.account.lag import Table, Work, median_of_others, work, work_of
-from phalanx.record.account.places import Places, places
-from phalanx.record.account.segments import Segment, segments
+from phalanx.io.values import at, integer, number, printable
+from phalanx.record.account.memberships import LayoutSpan, layout_spans
+from phalanx.record.events import Event
+from phalanx.record.run import Run
 
 if TYPE_CHECKING:
-    from phalanx.record.archive.history import RunHistory
+    from phalanx.record.archive.history import Mesh, RunHistory
+
 
 WINDOW = 100  # steps
 LEAST_STEPS = 5  # below it nobody is named
@@ -63,7 +68,7 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
     if end is None or len(history.ranks) < 2:
         return nobody
     # Ranks of another layout do other work: the window does not reach back into it.
-    piece = next((one for one in segments(history.run, history) if one.first <= end <= one.last), None)
+    piece = next((one for one in layout_spans(history.run, history) if one.first <= end <= one.last), None)
     began = piece.first if piece is not None else history.first_step or 0
     first, where = max(began, end - WINDOW + 1), _places(history, piece)
     known = work(history, columns=WINDOW, first=first, last=end, world=piece.world if piece is not None else None)
@@ -136,10 +141,236 @@ def _spread(medians: Table) -> float:
     return float(1.4826 * np.median(np.abs(known - np.median(known))))
 
 
-def _places(history: RunHistory, piece: Segment | None) -> Places:
+def _places(history: RunHistory, piece: LayoutSpan | None) -> Places:
     try:
         plan = history.run.plan()
     except PhalanxError:
         plan = {}
     newest = places(plan, history.supervisor())
     return newest if piece is None or not piece.layout else replace(newest, layout=piece.layout)
+
+
+# ---- where ranks stand -----------------------------------------------------------------------------------------------
+
+
+AXES = ("tensor", "context", "data", "pipeline")  # neighbours first
+
+
+def place(rank: int, layout: Mapping[str, Any]) -> str:
+    """Where a rank stands on the axes that are split; tensor peers are neighbours.
+
+    >>> place(5, {"pipeline": 2, "data": 2, "context": 1, "tensor": 2})
+    'pipeline 1, data 0, tensor 1'
+    """
+    words = []
+    for axis in AXES:
+        size = max(1, integer(layout, axis) or 1)
+        if size > 1:
+            words.append(f"{axis} {rank % size}")
+        rank //= size
+    return ", ".join(reversed(words))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """The ranks of the newest formation."""
+
+    layout: Mapping[str, Any]
+    hosts: Mapping[int, str]
+
+    def place(self, rank: int) -> str:
+        """Such as "data 1, tensor 0"; empty where nothing is split."""
+        return place(rank, self.layout)
+
+    def host(self, rank: int) -> str:
+        """The host's name; empty when it is not known."""
+        return self.hosts.get(rank, "")
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage: ranks of one stage do the same work."""
+        size = 1
+        for axis in AXES[:3]:
+            size *= max(1, integer(self.layout, axis) or 1)
+        return rank // size
+
+    def alike(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Ranks in groups that do the same work."""
+        groups: dict[int, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self.stage(rank), []).append(rank)
+        return list(groups.values())
+
+
+def places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> Places:
+    """From the newest `epoch` event; before there is one, from the plan."""
+    newest = next((event for event in reversed(supervisor) if event.get("event") == "epoch"), {})
+    layout = at(newest, "layout") or at(plan, "layout")
+    return Places(layout=layout, hosts=_hosts(newest.get("members")))
+
+
+def _hosts(members: Any) -> dict[int, str]:
+    found = {}
+    for one in members if isinstance(members, list) else ():
+        rank = integer(one, "rank") if isinstance(one, Mapping) else None
+        if rank is not None and isinstance(one.get("host"), str):
+            found[rank] = printable(one["host"], most=100)
+    return found
+
+
+# ---- own time of each rank, and how far it lags behind others with the same work -------------------------------------
+
+
+MOST_S = 1e9  # 30 years: no step, a damaged record
+Table = np.ndarray[Any, np.dtype[np.float64]]  # [rank][column of steps], seconds, NaN where not known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Seconds per step that ranks worked and waited, by columns of steps."""
+
+    ranks: tuple[int, ...]
+    step: tuple[int, ...]  # first of each column
+    own_s: Table
+    wait_s: Table
+
+
+def work(
+    history: RunHistory,
+    *,
+    columns: int,
+    first: int | None = None,
+    last: int | None = None,
+    world: int | None = None,
+) -> Work | None:
+    """What every rank below `world` did itself; None where fewer than two ranks say so.
+
+    Own time is what a rank was in the step and did not wait: `duration_s` less `wait_s`. So a rank that sleeps, swaps
+    or looks for its data is as slow as one that computes slowly; `compute_s` is taken where `wait_s` is not known.
+    """
+    waits, took = history.meshes(("wait_s", "duration_s"), columns=columns, first=first, last=last)
+    own, wait = _table(took), _table(waits)
+    if took.ranks != waits.ranks or own.shape != wait.shape or not np.isfinite(own - wait).any():
+        computed = history.mesh("compute_s", columns=columns, first=first, last=last)
+        took, own, wait = computed, _table(computed), np.full(_table(computed).shape, np.nan)
+    else:
+        own = own - wait
+    own = np.where(own > 0.0, own, np.nan)
+    there = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
+    own, wait = own[there], wait[there]
+    if own.shape[1] == 0 or int(np.isfinite(own).any(axis=1).sum()) < 2:
+        return None
+    ranks = tuple(took.ranks[row] for row in there)
+    return Work(ranks=ranks, step=took.step, own_s=own, wait_s=np.where(wait >= 0.0, wait, np.nan))
+
+
+def work_of(history: RunHistory, ranks: Sequence[int], *, first: int, last: int) -> Work | None:
+    """The same of some ranks, step by step from their events."""
+    steps = tuple(range(first, last + 1))
+    own, wait = np.full((len(ranks), len(steps)), np.nan), np.full((len(ranks), len(steps)), np.nan)
+    for row, rank in enumerate(ranks):
+        for event in history.steps(rank, first, last):
+            step, took_s, waited_s = integer(event, "step"), number(event, "duration_s"), number(event, "wait_s")
+            computed_s = number(event, "compute_s") if took_s is None or waited_s is None else took_s - waited_s
+            if step is not None and first <= step <= last and computed_s is not None and 0.0 < computed_s < MOST_S:
+                own[row, step - first] = computed_s
+                wait[row, step - first] = np.nan if waited_s is None else waited_s
+    if int(np.isfinite(own).any(axis=1).sum()) < 2:
+        return None
+    return Work(ranks=tuple(ranks), step=steps, own_s=own, wait_s=wait)
+
+
+def _table(mesh: Mesh) -> Table:
+    """The mesh's values, also of a mesh without ranks or columns; what cannot be a duration is not known."""
+    rows = [[np.nan if value is None else value for value in row] for row in mesh.values]
+    found = np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))
+    return np.where(np.abs(found) < MOST_S, found, np.nan)
+
+
+def median_of_others(values: Table) -> Table:
+    """For each row of a table, the median of the other rows, column by column; NaN where there are none.
+
+    >>> median_of_others(np.array([[1.0], [2.0], [9.0]])).ravel().tolist()
+    [5.5, 5.0, 1.5]
+    """
+    order = np.argsort(values, axis=0)  # NaN last
+    ranked = np.take_along_axis(values, order, axis=0)
+    place = np.argsort(order, axis=0)
+    known = np.isfinite(values)
+    others = np.broadcast_to(known.sum(axis=0), values.shape) - known
+    return 0.5 * (_nth(ranked, place, (others - 1) // 2, others) + _nth(ranked, place, others // 2, others))
+
+
+def _nth(ranked: Table, place: Any, count: Any, others: Any) -> Table:
+    """The value at a position of a sorted column from which one's own was taken out."""
+    index = np.clip(count + (count >= place), 0, ranked.shape[0] - 1)
+    found: Table = np.where(others > 0, np.take_along_axis(ranked, index, axis=0), np.nan)
+    return found
+
+
+# ---- what slow ranks cost --------------------------------------------------------------------------------------------
+# The seconds of a step that all would have saved, had none been slower than its peers. Over columns of some 20 steps or
+# more the mean own time of each rank is taken (jitter evens out: it is no straggling). In each group of ranks that do
+# the same work, the slowest less the median of the others is what the others stood still for; the worst group counts,
+# since the step waits for it, and no more of it than every rank that is not behind waited.
+
+
+COLUMN_STEPS = 20
+MOST_COLUMNS = 256
+
+
+class Waited:
+    """The seconds that steps lost to slow ranks, by their numbers."""
+
+    def __init__(self, firsts: Sequence[int] = (), lag_s: Sequence[float] = ()) -> None:
+        self._firsts, self._lag_s = firsts, [0.0, *lag_s]  # 0 before the first
+
+    def of(self, step: int) -> float:
+        """Of one step."""
+        return self._lag_s[bisect.bisect_right(self._firsts, step)]
+
+    def of_all(self, steps: NDArray[np.int64]) -> Table:
+        """Of many."""
+        found: Table = np.array(self._lag_s)[np.searchsorted(np.array(self._firsts, dtype=np.int64), steps, "right")]
+        return found
+
+
+def waited(run: Run, history: RunHistory | None = None) -> Waited:
+    """What the steps of a run lost."""
+    found = _lags(run, history)
+    return Waited() if found is None else Waited(*found)
+
+
+def _lags(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]] | None:
+    if history is None:
+        if len(run.event_files()) < 2:
+            return None
+        from phalanx.record.archive.history import RunHistory
+
+        history = RunHistory.open(run)
+    if history.last_step is None or len(history.ranks) < 2:
+        return None
+    firsts: list[int] = []
+    lost_s: list[float] = []
+    for piece in layout_spans(run, history):  # who does the same work is another question in another layout
+        columns = max(1, min(MOST_COLUMNS, piece.steps // COLUMN_STEPS))
+        known = work(history, columns=columns, first=piece.first, last=piece.last, world=piece.world)
+        if known is None:  # one rank, or none that says: nobody waits
+            firsts, lost_s = [*firsts, piece.first], [*lost_s, 0.0]
+            continue
+        firsts += known.step
+        lost_s += lags(known, Places(layout=piece.layout, hosts={})).tolist()
+    return firsts, lost_s
+
+
+def lags(known: Work, where: Places) -> Table:
+    """Seconds per step lost to slow ranks, by column."""
+    rows = {rank: row for row, rank in enumerate(known.ranks)}
+    behind = np.zeros(known.own_s.shape)  # each rank behind the median of its peers
+    for group in where.alike(known.ranks):
+        own = known.own_s[[rows[rank] for rank in group]]
+        behind[[rows[rank] for rank in group]] = np.nan_to_num(own - median_of_others(own), nan=0.0)
+    # Whoever is not behind waits at least as long as the slowest is: where somebody hardly waits, because another
+    # stage is busier still, a quicker straggler would have saved no more than that.
+    waits = np.where((behind <= 0.0) & np.isfinite(known.wait_s), known.wait_s, np.inf).min(axis=0)
+    found: Table = np.maximum(np.minimum(behind.max(axis=0), waits), 0.0)
+    return found

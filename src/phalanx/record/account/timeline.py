@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.record.values import at, finite, integer, number
+from phalanx.io.values import at, finite, integer, number
 
 KINDS = ("data", "forward", "backward", "collective", "optimizer", "other")
 MOST_SPANS = 2_000

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from phalanx.errors import UserError
+from phalanx.io.values import integer
 from phalanx.record.run import Run, read_json
-from phalanx.record.values import integer
 from phalanx.units import plural
 
 MOST_NAMED = 8  # ranks named one by one

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.record.archive.buckets import Spans
 from phalanx.record.archive.index import SUFFIX
-from phalanx.record.archive.rankfile import Kept
-from phalanx.record.archive.series import SERIES
+from phalanx.record.archive.rank_file import KeptBlocks
+from phalanx.record.archive.series import SERIES, Spans
 
 Stamp = tuple[int, ...]
 
@@ -30,7 +29,7 @@ class Digest:
     count: NDArray[np.uint16]
 
     @classmethod
-    def of(cls, kept: Kept, stamp: Stamp) -> Digest:
+    def of(cls, kept: KeptBlocks, stamp: Stamp) -> Digest:
         """Of the blocks that stayed; of one that was cut short, with what was undone in its means."""
         blocks, series = kept.blocks, kept.blocks["series"][:, : len(SERIES)]
         return cls(

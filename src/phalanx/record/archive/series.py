@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from phalanx.record.archive.index import Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,3 +88,139 @@ KINDS = (
 def unit_of(name: str) -> str:
     """The unit of a series; empty where it has none or is not known."""
     return SERIES[COLUMN[name]].unit if name in COLUMN else ""
+
+
+# ---- many values in few buckets: no peak is lost between two pixels --------------------------------------------------
+
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """A series cut into stretches of steps: of one event each, or of a block of them."""
+
+    first: Integers
+    last: Integers
+    t: Floats  # at the end
+    low: Floats
+    high: Floats
+    total: Floats
+    count: Integers
+
+    @classmethod
+    def none(cls) -> Spans:
+        """A series that is not there."""
+        whole, real = np.zeros(0, np.int64), np.zeros(0)
+        return cls(first=whole, last=whole, t=real, low=real, high=real, total=real, count=whole)
+
+    @classmethod
+    def of_rows(cls, rows: Rows, column: int, span: tuple[int, int]) -> Spans:
+        """One for each event that has the number."""
+        values = rows.values[:, column]
+        taken = ~np.isnan(values) & (rows.step >= span[0]) & (rows.step <= span[1])
+        step, value = rows.step[taken], values[taken]
+        count = np.ones(len(step), np.int64)
+        return cls(first=step, last=step, t=rows.t[taken], low=value, high=value, total=value, count=count)
+
+    def merged(self) -> Spans:
+        """All of it as one."""
+        if len(self.first) < 2:
+            return self
+        whole = {"count": self.count.sum(), "total": self.total.sum(), "low": self.low.min(), "high": self.high.max()}
+        whole |= {"first": self.first[0], "last": self.last[-1], "t": self.t[-1]}
+        return Spans(**{name: np.array([value]) for name, value in whole.items()})
+
+    @classmethod
+    def of_blocks(cls, blocks: NDArray[np.void], column: int, below: Integers, inside: NDArray[np.bool_]) -> Spans:
+        """One for each block `inside` that has the number; its steps end where they were undone."""
+        known = blocks["series"][:, column]
+        taken = inside & (known["count"] > 0)
+        known = known[taken]
+        count = known["count"].astype(np.int64)
+        return cls(
+            first=blocks["first"][taken],
+            last=np.minimum(blocks["last"], below - 1)[taken],
+            t=blocks["t_last"][taken],
+            low=known["low"].astype(np.float64),
+            high=known["high"].astype(np.float64),
+            total=known["mean"].astype(np.float64) * count,
+            count=count,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buckets:
+    """A curve: one entry per bucket."""
+
+    first: Integers
+    t: Floats
+    low: Floats
+    high: Floats
+    mean: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """A mesh: `values[row, column]`, NaN where nothing is known."""
+
+    first: Integers
+    t: Floats
+    values: Floats
+
+
+def join(parts: Sequence[Spans]) -> Spans:
+    """All spans in order of their steps."""
+    if not parts:
+        return Spans.none()
+    fields = ("first", "last", "t", "low", "high", "total", "count")
+    whole = {name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}
+    order = np.argsort(whole["first"], kind="stable")
+    return Spans(**{name: values[order] for name, values in whole.items()})
+
+
+def bucketed(spans: Spans, points: int) -> Buckets:
+    """At most `points` buckets of equally many steps, empty ones left out; each span its own where there are few."""
+    if not len(spans.first):
+        empty = np.zeros(0)
+        return Buckets(first=spans.first, t=empty, low=empty, high=empty, mean=empty)
+    starts = np.arange(len(spans.first))
+    if len(starts) > points:
+        since = spans.first - spans.first[0]
+        starts = np.flatnonzero(np.diff(since * points // (since[-1] + 1), prepend=-1))
+    ends = np.append(starts[1:], len(spans.first)) - 1
+    return Buckets(
+        first=spans.first[starts],
+        t=spans.t[ends],
+        low=np.minimum.reduceat(spans.low, starts),
+        high=np.maximum.reduceat(spans.high, starts),
+        mean=np.add.reduceat(spans.total, starts) / np.add.reduceat(spans.count, starts),
+    )
+
+
+def columns_of(rows: Sequence[Spans], most: int) -> Columns:
+    """The rows over common columns of equally many steps, none narrower than the widest span."""
+    known = [row for row in rows if len(row.first)]
+    if not known:
+        return Columns(first=np.zeros(0, np.int64), t=np.zeros(0), values=np.zeros((len(rows), 0)))
+    first, last = min(int(row.first[0]) for row in known), max(int(row.last.max()) for row in known)
+    widest = max(1, *(int(np.median(row.last - row.first)) + 1 for row in known))
+    count = max(1, min(most, -(-(last - first + 1) // widest)))
+    edges = first + (np.arange(count + 1) * (last - first + 1)) // count
+    values = np.stack([_row(row, edges) for row in rows])
+    used = ~np.isnan(values).all(axis=0)
+    longest = max(known, key=lambda row: len(row.first))
+    ends = np.searchsorted(longest.first, edges[1:], side="left") - 1
+    t = longest.t[np.clip(ends, 0, None)]
+    return Columns(first=edges[:-1][used], t=t[used], values=values[:, used])
+
+
+def _row(row: Spans, edges: Integers) -> Floats:
+    """Means of one row, a span counted where its middle is."""
+    column = np.searchsorted(edges, (row.first + row.last) // 2, side="right") - 1
+    count = len(edges) - 1
+    inside = (column >= 0) & (column < count)
+    total = np.bincount(column[inside], weights=row.total[inside], minlength=count)
+    number = np.bincount(column[inside], weights=row.count[inside], minlength=count)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, printable
 from phalanx.record.drill import (
     FOREIGN,
     MET,

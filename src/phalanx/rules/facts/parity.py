@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from phalanx.errors import UserError, mistake
+from phalanx.io.values import at
 from phalanx.record.run import Run
-from phalanx.record.values import at
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

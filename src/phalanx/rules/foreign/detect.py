@@ -81,9 +81,9 @@ def trainer_of_file(path: Path) -> str:
 
 
 def _toml_words(path: Path) -> set[str]:
-    from phalanx.job.source import read_source
+    from phalanx.io.toml import read_toml
 
-    words = set(read_source(path).table)
+    words = set(read_toml(path, noun="job file").table)
     return set() if words & OURS else words
 
 

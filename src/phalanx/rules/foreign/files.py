@@ -14,6 +14,9 @@ from phalanx.errors import UserError, mistake
 from phalanx.job.source import read_source
 from phalanx.job.textfile import read_text
 from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, told_value
+from phalanx.io.files import read_text
+from phalanx.io.toml import read_toml
+from phalanx.rules.foreign.conversion import MOST_DEPTH, Leaf, leaves_of, told_value
 from phalanx.units import KIB
 
 NOUN = "configuration"
@@ -30,7 +33,7 @@ def read_tree(path: Path) -> dict[str, Leaf]:
 
 
 def _toml(path: Path) -> dict[str, Leaf]:
-    source = read_source(path)
+    source = read_toml(path, noun="job file")
     return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
 
 
@@ -168,7 +171,7 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
             continue
         steps = top.next_steps() if top is not None else ()
         lines.setdefault(steps, line)
-        value = _value(event, kind, anchors, frames, f"{path}:{line}")
+        value = _argument_value(event, kind, anchors, frames, f"{path}:{line}")
         top.take(value) if top is not None else roots.append(value)
         if isinstance(value, dict | list) and kind != "AliasEvent":
             frames.append(_Frame(inner=value, steps=steps))
@@ -185,7 +188,7 @@ def _name(event: Any, where: str) -> str:
     return str(event.value)
 
 
-def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
+def _argument_value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
     if kind == "AliasEvent":
         if event.anchor not in anchors or any(frame.inner is anchors[event.anchor] for frame in frames):
             raise mistake(where, f"alias *{str(event.anchor)[:60]} names nothing that is finished")

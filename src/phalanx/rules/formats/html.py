@@ -7,6 +7,8 @@ from html import escape
 
 from phalanx.record.page.style import CSS
 from phalanx.record.values import printable
+from phalanx.io.style import REPORT_CSS
+from phalanx.io.values import printable
 from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
@@ -30,7 +32,7 @@ def render_html(reports: Sequence[CheckReport]) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-        f"<style>{CSS}{MORE_CSS}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<style>{REPORT_CSS}{MORE_CSS}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 

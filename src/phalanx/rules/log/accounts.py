@@ -19,7 +19,12 @@ from phalanx.record.account.effective import from_trail
 from phalanx.record.account.formations import LATEST_S, TOLD, Clock, Formation, Lines, formations
 from phalanx.record.account.incidents import Incident, incidents
 from phalanx.record.account.ledger import Walk, closed, open_book, walk
+from phalanx.record.account.cost import Cost, run_cost
+from phalanx.record.account.incidents import Incident, incidents
+from phalanx.record.account.ledger import TROUBLES, LedgerStream, LedgerWalk, walk_ledger
+from phalanx.record.account.memberships import measured_mfu
 from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event, parts
 from phalanx.record.run import Run
@@ -230,21 +235,21 @@ def _is_timed(event: Event) -> bool:
 class Account:
     """What is known; None where the run's files do not give it."""
 
-    walked: Walk | None = None
+    walked: LedgerWalk | None = None
     incidents: tuple[Incident, ...] = ()
     lowest_hour: float | None = None
     scores: Scores | None = None
     cost: Cost | None = None
 
 
-def account_of_run(run: Run, history: RunHistory, passed: Passing | None = None) -> Account:
+def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = None) -> Account:
     """Read what the stream has not kept; a damaged file costs what it would have told, nothing else.
 
     `passed` is no use when the run has grown since it began.
     """
     try:
         has_grown = history.refresh()
-        walked = quick_walk(run, history, passed=None if has_grown else passed)
+        walked = walk_ledger(run, history, passed=None if has_grown else passed)
     except TROUBLES:
         return Account()
     try:
@@ -260,7 +265,7 @@ def account_of_run(run: Run, history: RunHistory, passed: Passing | None = None)
     )
 
 
-def _lowest(walked: Walk) -> float | None:
+def _lowest(walked: LedgerWalk) -> float | None:
     """The lowest share of an hour that was effective; of the whole, when it was shorter."""
     if not walked.ledger.steps or not walked.trail:
         return None
@@ -279,14 +284,14 @@ def _scores(history: RunHistory) -> Scores | None:
         return None
 
 
-def _cost(run: Run, history: RunHistory, walked: Walk) -> Cost | None:
+def _cost(run: Run, history: RunHistory, walked: LedgerWalk) -> Cost | None:
     try:
-        return cost(run, history, walked.ledger)
+        return run_cost(run, history, walked.ledger)
     except TROUBLES:
         return None
 
 
-def detect_s(walked: Walk | None, failures: Sequence[tuple[float, float]], step_s: float | None) -> Spread | None:
+def detect_s(walked: LedgerWalk | None, failures: Sequence[tuple[float, float]], step_s: float | None) -> Spread | None:
     """From failures to their notice.
 
     A failure falls somewhere into the step that did not end: half a usual step after the last one's end is taken.
@@ -308,11 +313,9 @@ def recovery_s(fell: Sequence[Incident]) -> Spread | None:
     return found.spread()
 
 
-def measured_mfu(run: Run, tokens_per_s: float | None) -> float | None:
-    """By the plan's own count of FLOPs, against the same peak."""
+def mfu_of(run: Run, tokens_per_s: float | None) -> float | None:
+    """Of the whole run; None where there is no plan."""
     try:
-        prediction = at(run.plan(), "prediction")
+        return measured_mfu(run.plan(), tokens_per_s)
     except PhalanxError:
         return None
-    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    return planned * tokens_per_s / rate if planned and rate and tokens_per_s is not None else None

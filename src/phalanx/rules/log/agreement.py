@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.record.account.places import AXES
-from phalanx.record.values import integer
+from phalanx.io.files import Spot
+from phalanx.io.values import integer
+from phalanx.record.account.stragglers import AXES
+from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import DigestFacts
 from phalanx.rules.log.schema import Columns
 from phalanx.rules.outcome import Spot
@@ -102,7 +104,7 @@ class Digests:
         self.is_told = False
 
     def take(
-        self, columns: Columns, rank: int, file: str, lines: Sequence[int], *, where: Formations, witness: bool
+        self, columns: EventColumns, rank: int, file: str, lines: Sequence[int], *, where: Formations, witness: bool
     ) -> None:
         """The steps of a rank that have one."""
         self.is_told = True
@@ -182,7 +184,7 @@ class Clocks:
         self._times: dict[Key, float] = {}
         self._every = 1
 
-    def know(self, columns: Columns) -> None:
+    def know(self, columns: EventColumns) -> None:
         """The witness's times."""
         for step, epoch, time_s in self._picked(columns):
             self._times[epoch, step] = time_s
@@ -190,14 +192,14 @@ class Clocks:
             self._every *= 2
             self._times = {key: time_s for key, time_s in self._times.items() if key[1] % self._every == 0}
 
-    def compare(self, columns: Columns, offsets: list[float]) -> None:
+    def compare(self, columns: EventColumns, offsets: list[float]) -> None:
         """Another rank's; what it is ahead by goes into `offsets`."""
         if len(offsets) >= MOST_OFFSETS:
             return
         found = ((epoch, step, time_s) for step, epoch, time_s in self._picked(columns))
         offsets += [time_s - self._times[epoch, step] for epoch, step, time_s in found if (epoch, step) in self._times]
 
-    def _picked(self, columns: Columns) -> Iterable[tuple[int, int, float]]:
+    def _picked(self, columns: EventColumns) -> Iterable[tuple[int, int, float]]:
         steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
         first = -steps[0] % self._every
         picked = zip(

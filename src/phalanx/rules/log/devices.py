@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from phalanx.record.account.energy import MOST_J
-from phalanx.record.values import integer, number, printable
+from phalanx.io.values import integer, number, printable
+from phalanx.record.account.cost import MOST_J
+from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import MonitorFacts, PeerFacts
 from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.sums import Histogram, Hours
@@ -116,7 +117,7 @@ class Monitors:
         self._pressure = [0.0, 0.0]
         self._used = 0.0
 
-    def take(self, columns: Columns, meter: Meter) -> None:
+    def take(self, columns: EventColumns, meter: Meter) -> None:
         """Some more of a rank."""
         epochs, times = columns.get("epoch"), columns.get("t")
         self._hours.add(times, columns.get("utilization"))
@@ -159,7 +160,7 @@ class Peers:
         self._p99 = Histogram()
         self._answered = self._lost = 0
 
-    def take(self, columns: Columns) -> None:
+    def take(self, columns: EventColumns) -> None:
         """Some more of a rank."""
         told = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
         self._p99.add([p99_s for pair in told if (p99_s := number(pair, "p99_s")) is not None])

@@ -6,6 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.io.files import Spot
+from phalanx.record.account.ledger import LedgerStream
+from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, LineBlock
+from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
 from phalanx.record.values import at, integer, number, printable
 from phalanx.rules.log.accounts import Passing
@@ -18,6 +22,12 @@ from phalanx.rules.log.schema import BACK_S, Columns, Grammar, known_kinds
 from phalanx.rules.log.secrets import Secrets
 from phalanx.rules.log.steps import Steps
 from phalanx.rules.outcome import Spot
+from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Formations, Key
+from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
+from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
+from phalanx.rules.log.schema import BACK_S, Grammar
+from phalanx.rules.log.secrets import Secrets
+from phalanx.rules.log.steps import Steps
 
 MOST_SKIPS = 256  # of a rank
 MOST_EPOCHS = 256
@@ -32,7 +42,7 @@ class Counted:
 
     def __init__(self, formations: Formations) -> None:
         self.formations = formations
-        self.lines, self.grammar, self.secrets = Lines(), Grammar(), Secrets()
+        self.lines, self.grammar, self.secrets = EventParser(), Grammar(), Secrets()
         self.digests, self.clocks = Digests(), Clocks()
         self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
         self.steps = Steps()
@@ -41,7 +51,7 @@ class Counted:
 class RankLog:
     """Takes pieces of one rank's files, in order."""
 
-    def __init__(self, rank: int, feed: Feed, counted: Counted, *, witness: bool) -> None:
+    def __init__(self, rank: int, feed: EventFeed, counted: Counted, *, witness: bool) -> None:
         self.rank, self.feed, self._all, self._is_witness = rank, feed, counted, witness
         self._last_s = 0.0
         self._last_step = -1
@@ -63,9 +73,9 @@ class RankLog:
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
-        self.passing: Passing | None = None  # who else wants to see the events
+        self.passing: LedgerStream | None = None  # who else wants to see the events
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: LineBlock) -> None:
         """The next lines."""
         batch = self._all.lines.batch(piece)
         if self.passing is not None:
@@ -79,7 +89,7 @@ class RankLog:
         for segment in batch.parts([place for place, kind in batch.others if kind in STARTS]):
             self._segment(segment, piece.file)
 
-    def _segment(self, batch: Batch, file: str) -> None:
+    def _segment(self, batch: EventBatch, file: str) -> None:
         """Events without a start between them: steps go up."""
         self._time(batch.times, file, batch.lines)
         for kind in batch.kinds:
@@ -90,7 +100,7 @@ class RankLog:
             else:
                 self._kind(kind, columns, lines, file)
 
-    def _kind(self, kind: str, columns: Columns, lines: Sequence[int], file: str) -> None:
+    def _kind(self, kind: str, columns: EventColumns, lines: Sequence[int], file: str) -> None:
         wrong = self._all.grammar.valid(columns, file, lines)
         if wrong or set(columns.get("rank")) != {self.rank}:
             events = columns.events
@@ -119,7 +129,7 @@ class RankLog:
     def _is_mine(self, event: Event) -> bool:
         return bool(event.get("rank") == self.rank)
 
-    def _hand(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _hand(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         if kind == "step":
             self._steps(columns, file, lines)
         elif kind in STARTS:
@@ -136,7 +146,7 @@ class RankLog:
         elif kind == "run_end":
             self.states = (self.states + [str(state) for state in columns.get("state")])[-16:]
 
-    def _start(self, kind: str, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _start(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         self._is_begun = True
         self.monitor_gaps.begin()
         self.peer_gaps.begin()
@@ -161,7 +171,7 @@ class RankLog:
         if self._is_witness:
             self._all.steps.begin_layout()
 
-    def _retries(self, columns: Columns) -> None:
+    def _retries(self, columns: EventColumns) -> None:
         """Counted since the process began: the newest is the most, but for a process that took its place."""
         known = [one for one in columns.get("allocation_retries") if one is not None]
         if known:
@@ -184,7 +194,7 @@ class RankLog:
                 self._last_s = time_s  # once for a clock that was set, not for all that follows
             self._last_s = max(self._last_s, time_s)
 
-    def _steps(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _steps(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         steps = columns.get("step")
         follows = steps[0] == self._last_step + 1 or self._is_begun
         if not (follows and steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))):
@@ -221,7 +231,7 @@ class RankLog:
                 self._all.grammar.disorder(file, lines[place])
         return keep
 
-    def _note_epochs(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _note_epochs(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
         for epoch in dict.fromkeys(epochs):
             first = epochs.index(epoch)
@@ -241,7 +251,7 @@ class RankLog:
                 begin = self.spans.get(known, (steps[first], 0))[0]
                 self.spans[known] = (min(begin, steps[first]), steps[last])
 
-    def _note_skips(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _note_skips(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         skipped = columns.get("skipped")
         if not any(skipped):
             return
@@ -250,7 +260,7 @@ class RankLog:
             if one is True and len(self.skips) < MOST_SKIPS:
                 self.skips[epochs[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
 
-    def _sum(self, columns: Columns) -> None:
+    def _sum(self, columns: EventColumns) -> None:
         """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
         took, waited = columns.get("duration_s"), columns.get("wait_s")
         self.steps += len(columns)

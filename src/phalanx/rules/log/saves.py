@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.files import Spot
+from phalanx.io.values import integer, number
+from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import COMMIT, Run
-from phalanx.record.values import integer, number
 from phalanx.rules.facts.log import CheckpointFacts
 from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.sums import Histogram
-from phalanx.rules.outcome import Spot
 
 MOST_STEPS = 65_536  # commits that are remembered
 MOST_PENDING = 64
@@ -52,7 +53,7 @@ class Saves:
         self._bytes: dict[int, float] = {}
         self.is_told = False
 
-    def take(self, columns: Columns, file: str, lines: Sequence[int], pending: Pending, *, witness: bool) -> None:
+    def take(self, columns: EventColumns, file: str, lines: Sequence[int], pending: Pending, *, witness: bool) -> None:
         """Some more of a rank."""
         self.is_told = True
         for event, line in zip(columns.events, lines, strict=True):

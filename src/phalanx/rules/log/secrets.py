@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.io.files import Spot, open_regular
+from phalanx.record.event_batches import LineBlock
+from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event
 from phalanx.record.run import Run
 from phalanx.rules.log.files import Piece, open_inside
@@ -103,7 +106,7 @@ class Secrets:
             if any(_is_found(text.encode(errors="replace")) for text in _texts(event)):
                 self._note(Spot(file=file, line=line))
 
-    def look_through(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def look_through(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
         for name in columns.free():
             column = columns.get(name)
@@ -121,7 +124,7 @@ class Secrets:
             return value in self._clean or _DIGEST.fullmatch(value) is not None
         return value is None or type(value) in _NUMBERS
 
-    def look_at(self, piece: Piece, numbers: Sequence[int]) -> None:
+    def look_at(self, piece: LineBlock, numbers: Sequence[int]) -> None:
         """Lines that are no events."""
         lines = piece.data.split(b"\n")
         self.is_partial |= len(numbers) > MOST_LINES
@@ -137,7 +140,7 @@ class Secrets:
                 self.is_partial = True
                 return
             try:
-                with open_inside(path) as file:
+                with open_regular(path) as file:
                     self._file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
             except FileNotFoundError:
                 continue

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.io.files import Spot
+from phalanx.record.event_schema import EventColumns, Floats
 from phalanx.rules.facts.log import NoiseFacts, StepFacts
 from phalanx.rules.log.schema import Columns, Floats
+from phalanx.rules.log.steps import Noise
 from phalanx.rules.log.sums import Histogram, Sample
-from phalanx.rules.outcome import Spot
 
 WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as many
 MOST_SIZES = 256  # of batches
-DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
+NOISE_DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
 BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
 SETTLED = 4_096  # steps after which 1 − dⁿ is 1
 FIRST = 16  # steps before the first jump can be told: norms fall fast at the start of a run
@@ -48,7 +50,7 @@ class Steps:
         self._settling = 0
         self._noise.begin()
 
-    def take(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def take(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         """Some more."""
         steps = columns.get("step")
         self._count(steps)
@@ -74,7 +76,7 @@ class Steps:
         self.first = steps[0] if self.first is None else min(self.first, min(steps))
         self.last = steps[-1]
 
-    def _steady(self, columns: Columns, taken_s: Any) -> Any:
+    def _steady(self, columns: EventColumns, taken_s: Any) -> Any:
         """Which steps count for timings: not the first of a formation, not those that compiled."""
         steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
         if self._settling < WARM_UP:
@@ -85,7 +87,7 @@ class Steps:
             steady &= ~(np.nan_to_num(columns.floats("compile_s")) > 0.0)
         return steady
 
-    def _time(self, columns: Columns, taken_s: Any, steady: Any) -> None:
+    def _time(self, columns: EventColumns, taken_s: Any, steady: Any) -> None:
         known_s = taken_s[steady]
         self._durations.add(known_s.tolist())
         self._drift.add(known_s)
@@ -93,7 +95,7 @@ class Steps:
         self._data_s += _sum(columns.floats("data_s"), steady)
         self._tokens_steady += _sum(columns.floats("tokens"), steady)
 
-    def _batches(self, columns: Columns, file: str, lines: Sequence[int]) -> None:
+    def _batches(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         if self._sizes is None:
             return
         column = columns.get("tokens")
@@ -114,7 +116,7 @@ class Steps:
             self._skipped += one is True
             self._most_in_row = max(self._most_in_row, self._row)
 
-    def _finite(self, columns: Columns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def _finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """A number that is not finite is written as null, and was not skipped."""
         for name in ("loss", "grad_norm"):
             column = columns.get(name)
@@ -186,8 +188,8 @@ class Jump:
         count = len(values)
         powers = _powers()[: count + 1]
         added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
-        means = powers * (self._mean + (1 - DECAY) * added)
-        weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
+        means = powers * (self._mean + (1 - NOISE_DECAY) * added)
+        weights = 1.0 - NOISE_DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
         early = max(0, FIRST - self._count)
         ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
         if len(ratios) and ratios.max() > self.worst:

@@ -15,11 +15,13 @@ from itertools import islice
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.record.account.places import places
+from phalanx.io.files import Spot
+from phalanx.io.values import at, printable
+from phalanx.record.account.ledger import LedgerStream
+from phalanx.record.account.stragglers import places
 from phalanx.record.archive.history import RunHistory
-from phalanx.record.over import is_over
-from phalanx.record.run import Run
-from phalanx.record.values import at, printable
+from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
+from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts as walk
 from phalanx.rules.log.accounts import Passing
@@ -28,6 +30,10 @@ from phalanx.rules.log.files import Feed, Tally, has_provenance, is_job_changed,
 from phalanx.rules.log.lines import uncollected
 from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 from phalanx.rules.outcome import Spot
+from phalanx.rules.log import accounts
+from phalanx.rules.log.agreement import Formations, skew, skips_differ
+from phalanx.rules.log.files import has_provenance, is_job_changed, launch_of, listens
+from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
 MOST_MISSING = 4096
@@ -52,11 +58,11 @@ class LogStream:
     def _begin(self) -> None:
         formations = Formations(_layout(self.run))
         self._all, self._told = Counted(formations), Supervisor(formations)
-        self._tally = Tally()
-        self._supervisor = Feed(self.run.supervisor, self._shown, tally=self._tally)
+        self._tally = ByteTally()
+        self._supervisor = EventFeed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
-        self._account, self._account_bytes = walk.Account(), -1
-        self._passing: Passing | None = None
+        self._account, self._account_bytes = accounts.Account(), -1
+        self._passing: LedgerStream | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -82,11 +88,11 @@ class LogStream:
         if self._ranks and found and found[0] < min(self._ranks):
             self._begin()  # a lower rank has come: it is the witness, of all its steps
         # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
-        at_once = budget_bytes is None and not self._ranks and found and is_over(self.run)
-        passing = Passing.of(self.run, self._history, found[0]) if at_once else None
+        at_once = budget_bytes is None and not self._ranks and found and is_run_over(self.run)
+        passing = LedgerStream.of(self.run, self._history, found[0]) if at_once else None
         for rank in found:
             if rank not in self._ranks:
-                feed = Feed(self.run.events(rank), self._shown, tally=self._tally)
+                feed = EventFeed(self.run.events(rank), self._shown, tally=self._tally)
                 self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
         self._pass(passing)
         self._list()
@@ -95,7 +101,7 @@ class LogStream:
         self._read(before, budget_bytes, progress)
         return self.bytes_read != before
 
-    def _pass(self, passing: Passing | None) -> None:
+    def _pass(self, passing: LedgerStream | None) -> None:
         """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
         self._passing = passing
         for place, rank in enumerate(self._ranks.values()):
@@ -132,7 +138,7 @@ class LogStream:
 
     def facts(self) -> LogFacts:
         """Everything the rules ask, as far as the run was read."""
-        ended = is_over(self.run)
+        ended = is_run_over(self.run)
         known = self._accounts(ended=ended)
         steps = self._steps()
         launch = launch_of(self.run)
@@ -165,7 +171,7 @@ class LogStream:
             lowest_hour=known.lowest_hour,
             imbalance=self._imbalance(),
             telemetry_share=self._telemetry_share(),
-            mfu=walk.measured_mfu(self.run, steps.tokens_per_s if steps is not None else None),
+            mfu=accounts.mfu_of(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
             is_drill=launch.get("drill") is True,
         )
@@ -214,7 +220,7 @@ class LogStream:
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
         if before < 0 or (read != before and not little):
-            self._account = walk.account_of_run(self.run, self._history, self._passing)
+            self._account = accounts.account_of_run(self.run, self._history, self._passing)
             self._account_bytes = read
             self._pass(None)
         return self._account

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import ALL_NETWORK
 from phalanx.sim.months.forecast import Forecast, SiteRange, Spread, forecast_months
@@ -88,7 +88,7 @@ def recovery_table_text(
         "device-h lost/day",
     )
     lines = [(*heads, "lost/day"), *(_cells(one) for one in rows)]
-    body = table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
+    body = text_table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",
         f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery is noticing and restarting",

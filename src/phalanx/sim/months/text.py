@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import ALL_NETWORK
 from phalanx.sim.months.forecast import Forecast, PhaseShare, Spread
@@ -114,7 +114,7 @@ def _ledger(made: Forecast) -> list[str]:
         return ["nothing was lost"]
     whole = {phase: sum(row.get(phase, 0.0) for row in made.lost.values()) for phase in phases}
     rows.append(("all", *(_share(whole[phase]) for phase in phases), _share(1.0 - made.effective.mean)))
-    return table(rows, right=range(1, len(phases) + 2))
+    return text_table(rows, right=range(1, len(phases) + 2))
 
 
 def _share(value: float) -> str:
@@ -133,7 +133,7 @@ def _formula(policy: MonthsPolicy, made: Forecast) -> list[str]:
             )  # fmt: skip
     simulated = made.effective.mean
     rows.append(("effective", f"{made.formula:.2%}", f"{simulated:.2%}", f"{simulated - made.formula:+.2%}", ""))
-    return table(rows, right=(1, 2, 3))
+    return text_table(rows, right=(1, 2, 3))
 
 
 def _why(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
@@ -174,7 +174,7 @@ def _failures(made: Forecast) -> list[str]:
     for one in made.rates:
         each = f"{one.per_unit_day:.2g} per {one.unit}"
         rows.append((one.cause, f"{one.per_day:.3g}", each, f"{one.units:,.0f}", f"{made.by_cause[one.cause]:,.1f}"))
-    lines = table(rows, right=(1, 3, 4))
+    lines = text_table(rows, right=(1, 3, 4))
     if made.borne:
         lines.append(f"{made.borne:,.1f} link and switch faults were outlived: no interruption")
     return lines + _sources(made)
@@ -237,7 +237,7 @@ def _levers(made: Forecast) -> list[str]:
         gain, usd = one.gain, made.rent_usd[1] * one.gain.mean if made.rent_usd else None
         interval = "-" if math.isnan(gain.low) else f"{gain.low:+.2%} to {gain.high:+.2%}"
         rows.append((one.name, f"{gain.mean:+.2%}", interval, format_money(usd) if usd is not None else "-"))
-    return [*table(rows, right=(1, 2, 3)), "the same failures with one thing changed; worth at the middle price"]
+    return [*text_table(rows, right=(1, 2, 3)), "the same failures with one thing changed; worth at the middle price"]
 
 
 def _wrap(text: str) -> list[str]:

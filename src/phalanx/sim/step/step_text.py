@@ -6,11 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.report import Line, StepReport
 from phalanx.sim.step.timeline import BUBBLE, DEVICE, Span, Timeline
+from phalanx.sim.step.step_text import COLUMNS, picture
 from phalanx.units import format_seconds, plural
 
 COLUMNS = 72
@@ -114,7 +115,7 @@ def _lines(report: StepReport) -> list[str]:
     changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
     shown = (_number(report.step_s / unit_s), _number(report.plan_step_s / unit_s))
     rows.append(("step", "", "", *shown, *(_change(one / unit_s) for one in changes)))
-    return [f"  {line}" for line in table(rows, right=range(1, 7))]
+    return [f"  {line}" for line in text_table(rows, right=range(1, 7))]
 
 
 def _row(line: Line, unit_s: float) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ def break_text(kind: str, found: Sequence[Aftermath]) -> str:
     title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"
     if kind == "grey":
         title = f"WHEN A T0-T1 LINK LOSES {GREY_LOSS:.0%} OF ITS PACKETS AND STAYS UP"
-    return "\n".join([title, *(f"  {line}" for line in table(rows, right=columns))])
+    return "\n".join([title, *(f"  {line}" for line in text_table(rows, right=columns))])
 
 
 def _ends(seconds: float) -> str:

@@ -205,9 +205,9 @@ def judge_fencing(history: DrillHistory) -> Verdict:
 
 def judge_ledger(run: Run) -> Verdict:
     """(g) Every second of the run is in one account."""
-    from phalanx.record.account.ledger import ledger
+    from phalanx.record.account.ledger import read_ledger
 
-    found = ledger(run)
+    found = read_ledger(run)
     return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import write_text
+from phalanx.io.files import FileTooLargeError, read_bounded, write_text
 from phalanx.job.hf_config import to_config
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import TIED, Decoder
@@ -242,12 +243,12 @@ def _indexed(folder: Path) -> list[Path]:
     """The files an index names. A name with a path in it could point anywhere, so it is refused."""
     index = folder / INDEX
     try:
-        if index.stat().st_size > MOST_INDEX_BYTES:
-            raise mistake(str(index), f"is larger than {MOST_INDEX_BYTES:,} bytes")
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_bounded(index, MOST_INDEX_BYTES).decode())["weight_map"]
         names = sorted(set(weight_map.values()))
     except OSError as error:
         raise SystemFailure(Problem(where=str(index), what=f"cannot be read: {error.strerror or error}")) from error
+    except FileTooLargeError as error:
+        raise mistake(str(index), str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise mistake(str(index), "is not an index: it needs a weight_map of tensor names to file names") from error
     for name in names:

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 from phalanx.elastic.gpus import loaded_nccl
 from phalanx.record.events import EventWriter
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import GroupTime
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.collective_tap import CollectiveTap, Kernel, TappedCollective, kernels_of, timed_by

@@ -1,0 +1,259 @@
+"""Plots as inline SVG: a band from least to most, a line through the means, marks on the same axis.
+
+Colours come from classes that the page's one style sheet knows, so a plot follows light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from phalanx.units import format_bytes, format_count, format_seconds
+
+WIDTH, HEIGHT = 640, 220
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 28
+TICKS = 5
+PLANNED_STYLE = "planned"  # the style of what was predicted
+MOST_MARKS = 200  # drawn; more are thinned
+
+Value = float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlotLine:
+    """One series; `low` and `high` are its band, empty for none. `style` is 1, 2, … for a colour, "planned" dashed."""
+
+    label: str
+    x: Sequence[float]
+    mean: Sequence[Value]
+    low: Sequence[Value] = ()
+    high: Sequence[Value] = ()
+    style: str = "1"
+    dots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlotMark:
+    """A moment on the axis: kind is incident, checkpoint or epoch."""
+
+    x: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scale:
+    """From values to pixels."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        share = min(1.0, max(0.0, share))
+        return self.begin + share * (self.end - self.begin)
+
+
+def line_plot(
+    title: str,
+    lines: Sequence[PlotLine],
+    *,
+    show: Callable[[float], str],
+    marks: Sequence[PlotMark] = (),
+    show_x: Callable[[float], str] | None = None,
+    zero: bool = False,
+    most: float | None = None,
+    rough: bool = False,
+    times: bool = False,
+) -> str:
+    """An SVG element; empty when there is nothing to draw.
+
+    `zero` begins the axis at 0, `most` is on it; `rough` cuts off the outermost hundredth, such as a step that
+    compiled; `times` are seconds on the other axis.
+    """
+    xs = [x for line in lines for x in line.x]
+    ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _values(line))
+    if not xs or not ys:
+        return ""
+    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _values(line)]
+    low, high = _range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
+    x_scale = _Scale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT)
+    y_scale = _Scale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP)
+    parts = [
+        *_axes(x_scale, y_scale, show=show, show_x=show_x or _whole, times=times),
+        *_marks(marks, x_scale),
+        *(piece for line in lines for piece in _line(line, x_scale, y_scale)),
+    ]
+    drawn = [line for line in lines if any(_drawable(value) for value in line.mean)]
+    label = escape(f"{title}: {', '.join(_spoken(line, show) for line in drawn)}", quote=True)
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" class="plot">'
+    return "\n".join([head, *parts, "</svg>"])
+
+
+def _spoken(line: PlotLine, show: Callable[[float], str]) -> str:
+    """For whoever cannot see it."""
+    known = [value for value in line.mean if value is not None and _drawable(value)]
+    return f"{line.label} from {show(known[0])} to {show(known[-1])}"
+
+
+def _drawable(value: Value) -> bool:
+    return value is not None and math.isfinite(value) and abs(value) < 1e300
+
+
+def _values(line: PlotLine) -> list[float]:
+    return [value for value in (*line.low, *line.high, *line.mean) if value is not None and _drawable(value)]
+
+
+def _range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough: bool) -> tuple[float, float]:
+    """Of sorted values, and some that must be seen."""
+    cut = len(values) // 100 + 1 if rough and len(values) >= 20 else 0
+    low, high = min(values[cut], *kept, math.inf), max(values[-1 - cut], *kept, -math.inf)
+    if zero:
+        low = min(0.0, low)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return (low if zero and low == 0.0 else low - room), high + room
+
+
+def round_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
+    """Round numbers in a range.
+
+    >>> ticks(0.0, 10.0), ticks(0.13, 0.52)
+    ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [0.2, 0.3, 0.4, 0.5])
+    """
+    span = high - low
+    if not math.isfinite(span) or span <= 0.0:
+        return []
+    rough = span / count
+    unit = 10.0 ** math.floor(math.log10(rough))
+    size = next(unit * factor for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if unit * factor >= rough * 0.999)
+    first = math.ceil(low / size - 1e-9)
+    last = math.floor(high / size + 1e-9)
+    return [float(f"{number * size:.12g}") for number in range(first, min(last, first + 4 * count) + 1)]
+
+
+def time_ticks(low: float, high: float) -> list[float]:
+    """Round times in a range of seconds.
+
+    >>> time_ticks(0.0, 1500.0)
+    [0.0, 300.0, 600.0, 900.0, 1200.0, 1500.0]
+    """
+    span = high - low
+    sizes = [size * unit for unit in (1.0, 60.0, 3600.0, 86400.0) for size in (1, 2, 5, 10, 15, 30)]
+    size = next((size for size in sizes if span / size <= TICKS), None)
+    if size is None or span < TICKS:
+        return round_ticks(low, high)
+    return [number * size for number in range(math.ceil(low / size), math.floor(high / size) + 1)]
+
+
+def _axes(
+    x_scale: _Scale, y_scale: _Scale, *, show: Callable[[float], str], show_x: Callable[[float], str], times: bool
+) -> list[str]:
+    parts = []
+    for value in round_ticks(y_scale.low, y_scale.high):
+        y = y_scale.at(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{escape(show(value))}</text>')
+    for value in (time_ticks if times else round_ticks)(x_scale.low, x_scale.high):
+        x = x_scale.at(value)
+        parts.append(f'<text class="tick x" x="{x:.1f}" y="{HEIGHT - 8}">{escape(show_x(value))}</text>')
+    base = HEIGHT - BOTTOM
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+    return parts
+
+
+def _marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
+    every = max(1, math.ceil(len(marks) / MOST_MARKS))
+    parts = []
+    for one in marks[::every]:
+        if not x_scale.low <= one.x <= x_scale.high:
+            continue
+        x = f"{x_scale.at(one.x):.1f}"
+        top = TOP if one.kind == "incident" else HEIGHT - BOTTOM - 7
+        head = f'<line class="mark {escape(one.kind, quote=True)}" x1="{x}" x2="{x}" y1="{top}" y2="{HEIGHT - BOTTOM}">'
+        parts.append(f"{head}<title>{escape(one.text)}</title></line>")
+    return parts
+
+
+def _line(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+    style = escape(line.style, quote=True)
+    parts = []
+    if line.low and line.high:
+        parts += [f'<path class="band s{style}" d="{path}"/>' for path in _band(line, x_scale, y_scale)]
+    known = [(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None and _drawable(y)]
+    if line.dots or len(known) == 1:
+        dots = [
+            f'<circle class="dot s{style}" cx="{x_scale.at(x):.1f}" cy="{y_scale.at(y):.1f}" r="3"/>' for x, y in known
+        ]
+        return parts + dots
+    return parts + [f'<path class="line s{style}" d="{path}"/>' for path in _paths(line.x, line.mean, x_scale, y_scale)]
+
+
+def _paths(xs: Sequence[float], ys: Sequence[Value], x_scale: _Scale, y_scale: _Scale) -> list[str]:
+    """A path for every stretch without a hole."""
+    stretches: list[list[str]] = [[]]
+    for x, y in zip(xs, ys, strict=False):
+        if y is None or not _drawable(y):
+            stretches.append([])
+        else:
+            stretches[-1].append(f"{x_scale.at(x):.1f} {y_scale.at(y):.1f}")
+    return ["M" + "L".join(points) for points in stretches if len(points) > 1]
+
+
+def _band(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+    rows = [
+        (x, low, high)
+        for x, low, high in zip(line.x, line.low, line.high, strict=False)
+        if low is not None and high is not None and _drawable(low) and _drawable(high)
+    ]
+    if len(rows) < 2:
+        return []
+    there = [f"{x_scale.at(x):.1f} {y_scale.at(high):.1f}" for x, _, high in rows]
+    back = [f"{x_scale.at(x):.1f} {y_scale.at(low):.1f}" for x, low, _ in reversed(rows)]
+    return ["M" + "L".join([*there, *back]) + "Z"]
+
+
+def stacked_bar(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:
+    """One horizontal bar of shares, each in the class of its name."""
+    whole = sum(share for _, share in parts)
+    if whole <= 0.0:
+        return ""
+    drawn, x = [], 0.0
+    for name, share in parts:
+        width = share / whole * WIDTH
+        kind = escape(name.replace(" ", "-"), quote=True)
+        title = f"<title>{escape(name)} {share / whole:.1%}</title>"
+        drawn.append(
+            f'<rect class="part {kind}" x="{x:.2f}" y="0" width="{width:.2f}" height="{height}">{title}</rect>'
+        )
+        x += width
+    spoken = escape(", ".join(f"{name} {share / whole:.1%}" for name, share in parts), quote=True)
+    box = f'viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none"'
+    head = f'<svg {box} role="img" aria-label="{spoken}" class="stack">'
+    return "\n".join([head, *drawn, "</svg>"])
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _short_seconds(value: float) -> str:
+    """Without digits that say nothing: 5 min, not 5.00 min."""
+    if not value:
+        return "0"
+    size, _, unit = format_seconds(value).partition(" ")
+    return f"{size.rstrip('0').rstrip('.') if '.' in size else size} {unit}"
+
+
+def axis_format(unit: str) -> Callable[[float], str]:
+    """How values of a unit are written on an axis."""
+    if unit == "bytes":
+        return format_bytes
+    if unit == "s":
+        return _short_seconds
+    if unit == "share":
+        return lambda value: f"{100 * value:.4g}%"
+    return lambda value: format_count(value) if abs(value) >= 1000 else f"{value:.4g}"

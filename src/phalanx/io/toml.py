@@ -1,0 +1,316 @@
+"""TOML files that anybody may have written, with the line of every key; and plain values written as TOML.
+
+tomllib gives the values, a scanner of our own gives the lines: it walks the text once, follows strings, arrays and
+tables, and judges nothing except depth. On text that is not TOML it stops, and tomllib says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from bisect import bisect_right
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UserError, mistake
+from phalanx.io.files import read_text
+
+MOST_DEPTH = 32
+
+KeyPath = tuple[str | int, ...]
+
+# Linear on hostile text without possessive or atomic groups, which Python 3.11.0 to 3.11.4 match wrongly (CPython issue
+# 106052): each repeat stops at a character it cannot hold itself, so going back never finds another end.
+_BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_SPACE = re.compile(r"[ \t]*")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_STRING = re.compile(
+    r'"""[^"\\]*(?:(?:\\.|"{1,2}(?!"))[^"\\]*)*"{3,5}'
+    r"|'''[^']*(?:'{1,2}(?!')[^']*)*'{3,5}"
+    r'|(?!""")"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
+    r"|(?!''')'[^'\n]*'",
+    re.DOTALL,
+)
+_SCALAR = re.compile(r"[^,\]}#\n\"']+")
+
+
+_DATE = re.compile(r"=\s*(\d{4}-\d{2}-\d{2})\b")
+_PLACE = re.compile(r"\s*\(at line (\d+), column (\d+)\)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TomlFile:
+    """A parsed TOML file: `table` holds the values, `lines` the line of each key path."""
+
+    path: Path
+    table: dict[str, object]
+    lines: Mapping[KeyPath, int]
+
+    def where(self, *key: str | int) -> str:
+        """`file:line` of a key such as ("accelerator", 1, "name"), of its table when it is absent, or just the file."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.lines:
+                return f"{self.path}:{self.lines[key[:length]]}"
+        return str(self.path)
+
+
+def read_toml(path: Path, *, noun: str = "file") -> TomlFile:
+    """Parse a TOML file. Raises UserError, with the line, for anything that is not a small and shallow one."""
+    text = read_text(path, noun=noun)
+    try:
+        lines = key_lines(text)
+        table = tomllib.loads(text)
+    except TooDeep as error:
+        raise _too_deep(f"{path}:{error.line}", noun) from error
+    except RecursionError as error:
+        raise _too_deep(str(path), noun) from error
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, str(error)) from error
+    except ValueError as error:  # int() refuses more than 4,300 digits, dates their impossible days
+        raise mistake(str(path), f"holds a value no computer can use: {str(error).split(';')[0]}") from error
+    return TomlFile(path=path, table=table, lines=lines)
+
+
+def _too_deep(where: str, noun: str) -> UserError:
+    what, why = f"nests deeper than {MOST_DEPTH} levels", f"no {noun.removesuffix(' file')} needs more than 3"
+    return mistake(where, what, why=why, fix="flatten the tables")
+
+
+def _syntax_error(path: Path, text: str, message: str) -> UserError:
+    place = _PLACE.search(message)
+    where = f"{path}:{place.group(1)}" if place else f"{path}:{text.count(chr(10)) + 1}"
+    what = _PLACE.sub("", message).removesuffix(" (at end of document)")
+    lines = text.split("\n")
+    date = _DATE.search(lines[int(place.group(1)) - 1]) if place else None
+    if date:  # tomllib speaks of newlines when the month is 13
+        return mistake(where, f"{date.group(1)} is no date", fix="a date is  YYYY-MM-DD, as 2026-12-31")
+    fix = 'a line is  key = value  or  [section]; text needs quotes, as name = "first-run"'
+    return mistake(where, f"is not TOML: {what[:1].lower()}{what[1:200]}", fix=fix)
+
+
+# ---- the line of every key -------------------------------------------------------------------------------------------
+
+
+class TooDeep(Exception):
+    """The text nests tables or arrays deeper than MOST_DEPTH."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__(line)
+        self.line = line
+
+
+class _Lost(Exception):
+    """This is not TOML; tomllib will say where."""
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The line of every key, tables and array elements included.
+
+    >>> key_lines("a = 1\\n[b]\\nc.d = [{e = 2}]\\n")[("b", "c", "d", 0, "e")]
+    3
+    """
+    scanner = _Scanner(text=text, starts=[match.end() for match in re.finditer("\n", text)])
+    with suppress(_Lost):
+        scanner.document()
+    return scanner.lines
+
+
+def split_key(text: str) -> tuple[str, ...] | None:
+    """The parts of a dotted key, or None when the text is not one.
+
+    >>> split_key('parallel . "tensor"')
+    ('parallel', 'tensor')
+    """
+    scanner = _Scanner(text=text, starts=[])
+    try:
+        scanner.skip(_SPACE)
+        parts = scanner.key()
+    except (_Lost, TooDeep):
+        return None
+    return parts if scanner.at == len(text) else None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Scanner:
+    text: str
+    starts: list[int]  # offset of the first character of line 2, 3, ...
+    at: int = 0
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    elements: dict[KeyPath, int] = field(default_factory=dict)  # array of tables -> index of its newest element
+
+    def document(self) -> None:
+        prefix: KeyPath = ()
+        self.skip(_BLANK)
+        while self.at < len(self.text):
+            if self.text[self.at] == "[":
+                prefix = self.header()
+            else:
+                self.pair(prefix, depth=len(prefix))
+            self.skip(_BLANK)
+
+    def header(self) -> KeyPath:
+        line = self.line()
+        opening = "[[" if self.text.startswith("[[", self.at) else "["
+        self.at += len(opening)
+        self.skip(_SPACE)
+        parts = self.key()
+        self.expect("]" * len(opening))
+        path: KeyPath = ()
+        for part in parts[:-1]:
+            path = self.newest((*path, part))
+            self.lines.setdefault(path, line)
+        path = (*path, parts[-1])
+        if opening == "[[":
+            self.lines.setdefault(path, line)
+            self.elements[path] = self.elements.get(path, -1) + 1
+            path = (*path, self.elements[path])
+        self.lines.setdefault(path, line)
+        return path
+
+    def newest(self, path: KeyPath) -> KeyPath:
+        """Inside an array of tables, keys belong to its newest element."""
+        return (*path, self.elements[path]) if path in self.elements else path
+
+    def pair(self, prefix: KeyPath, *, depth: int) -> None:
+        line = self.line()
+        parts = self.key()
+        self.deepen(depth + len(parts))
+        path = prefix
+        for part in parts:
+            path = (*path, part)
+            self.lines.setdefault(path, line)
+        self.expect("=")
+        self.skip(_SPACE)
+        self.value(path, depth=depth + len(parts))
+
+    def key(self) -> tuple[str, ...]:
+        parts = [self.key_part()]
+        self.skip(_SPACE)
+        while self.text.startswith(".", self.at):
+            self.at += 1
+            self.skip(_SPACE)
+            parts.append(self.key_part())
+            self.deepen(len(parts))
+            self.skip(_SPACE)
+        return tuple(parts)
+
+    def key_part(self) -> str:
+        bare = _BARE_KEY.match(self.text, self.at)
+        if bare:
+            self.at = bare.end()
+            return bare.group()
+        quoted = _STRING.match(self.text, self.at)
+        if quoted is None or quoted.group().startswith(('"""', "'''")):
+            raise _Lost
+        self.at = quoted.end()
+        try:
+            return str(tomllib.loads(f"k = {quoted.group()}")["k"])
+        except tomllib.TOMLDecodeError as error:
+            raise _Lost from error
+
+    def value(self, path: KeyPath, *, depth: int) -> None:
+        self.deepen(depth)
+        match self.text[self.at : self.at + 1]:
+            case "[":
+                self.array(path, depth=depth)
+            case "{":
+                self.inline_table(path, depth=depth)
+            case '"' | "'":
+                self.token(_STRING)
+            case _:
+                self.token(_SCALAR)
+
+    def array(self, path: KeyPath, *, depth: int) -> None:
+        self.at += 1
+        index = 0
+        self.skip(_BLANK)
+        while not self.text.startswith("]", self.at):
+            self.lines[(*path, index)] = self.line()
+            self.value((*path, index), depth=depth + 1)
+            index += 1
+            self.skip(_BLANK)
+            if self.text.startswith(",", self.at):
+                self.at += 1
+                self.skip(_BLANK)
+            elif not self.text.startswith("]", self.at):
+                raise _Lost
+        self.at += 1
+
+    def inline_table(self, path: KeyPath, *, depth: int) -> None:
+        self.at += 1
+        self.skip(_BLANK)  # newlines are not TOML 1.0 here, but tomllib is the judge of that
+        while not self.text.startswith("}", self.at):
+            self.pair(path, depth=depth + 1)
+            self.skip(_BLANK)
+            if self.text.startswith(",", self.at):
+                self.at += 1
+                self.skip(_BLANK)
+            elif not self.text.startswith("}", self.at):
+                raise _Lost
+        self.at += 1
+
+    def token(self, pattern: re.Pattern[str]) -> None:
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            raise _Lost
+        self.at = found.end()
+
+    def expect(self, literal: str) -> None:
+        if not self.text.startswith(literal, self.at):
+            raise _Lost
+        self.at += len(literal)
+
+    def skip(self, pattern: re.Pattern[str]) -> None:
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+    def line(self) -> int:
+        return bisect_right(self.starts, self.at) + 1
+
+    def deepen(self, depth: int) -> None:
+        if depth > MOST_DEPTH:
+            raise TooDeep(self.line())
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A table of scalars, lists and one level of sections; None, which TOML lacks, is left out.
+
+    >>> print(to_toml({"name": "a", "data": {"seed": 0, "path": ["x"]}, "cost": {"pue": None}}))
+    name = "a"
+    <BLANKLINE>
+    [data]
+    seed = 0
+    path = ["x"]
+    <BLANKLINE>
+    """
+    top = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, Mapping | None)]
+    sections = []
+    for name, inner in table.items():
+        if isinstance(inner, Mapping):
+            lines = [f"{key} = {_value(value)}" for key, value in inner.items() if value is not None]
+            if lines:
+                sections.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(["\n".join(top), *sections]) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL and for characters beyond 16 bits, which stay as they are.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    return "[" + ", ".join(_value(item) for item in value) + "]"
+
+
+# Moved.

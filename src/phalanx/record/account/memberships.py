@@ -1,0 +1,461 @@
+"""Who took part in a run, and what they saw: memberships, their witnesses, one timeline of all marks, and layouts.
+
+A witness is the lowest rank with a record that did not fail in a membership; its events speak for all. Event files call
+the generation of a membership `epoch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError
+from phalanx.io.files import open_regular
+from phalanx.io.values import at, integer, number, printable, seconds
+from phalanx.record.events import MOST_LINE_BYTES, Event, event_files_of, parse_event
+from phalanx.record.run import Run, read_json
+
+if TYPE_CHECKING:
+    from phalanx.record.archive.history import RunHistory
+
+
+NEVER_UNDONE = 2**63
+LATEST_S = 1e11  # a later time is none: the year 5138
+JUMP_S = 30 * 86400.0  # between two events of one formation: a clock that was set, not a run that waited
+UNEVEN_S = 1e-3  # two threads of a rank may write out of order by this much
+
+# Lines of other kinds are passed over unparsed: a timeline may have 100 kB, and telemetry says nothing about accounts.
+TOLD = frozenset(
+    b"ready run_start compile_check step evaluate checkpoint sample stop run_end".split()
+    + b"host epoch restore incident end".split()
+)
+_KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
+
+
+@dataclass(kw_only=True, slots=True)
+class Membership:
+    """One epoch, as far as its members' steps depend on others."""
+
+    epoch: int
+    world: int
+    from_step: int | None = None
+    fallen: set[int] = field(default_factory=set)
+    recorded: tuple[int, ...] = ()  # ranks that have a record
+    floor: int = NEVER_UNDONE  # steps from here on were undone by a later one
+
+    @property
+    def witness(self) -> int:
+        """The rank whose events are read."""
+        here = [rank for rank in self.recorded if rank < self.world]
+        return next((rank for rank in here or range(self.world) if rank not in self.fallen), here[0] if here else 0)
+
+
+def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = None) -> list[Membership]:
+    """All of them, in order; of a run without a supervisor, its starts.
+
+    `starts` gives the `run_start` events of a rank, where the caller knows them: the events are not read then.
+    """
+    known = starts or functools.partial(_starts, run)
+    found = _supervised(run, known) if run.supervisor.is_file() else list(_started(run))
+    floor = NEVER_UNDONE
+    for one in reversed(found):
+        one.floor = floor
+        floor = floor if one.from_step is None else min(floor, one.from_step)
+    return found
+
+
+def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
+    found: dict[int, Membership] = {}
+    recorded = tuple(run.recorded())
+    for _, event in MarkReader().read(event_files_of(run.supervisor)):
+        kind, epoch = event["event"], integer(event, "epoch")
+        if kind == "epoch" and epoch is not None:
+            world = max(1, integer(event, "world") or 1)
+            found[epoch] = Membership(epoch=epoch, world=world, recorded=recorded)
+        elif kind == "restore" and epoch in found:
+            found[epoch].from_step = integer(event, "step")
+        elif kind == "incident" and epoch in found:
+            others = event.get("others")
+            ranks = [event.get("rank"), *(others if isinstance(others, list) else ())]
+            found[epoch].fallen.update(rank for rank in ranks if isinstance(rank, int))
+    for rank in sorted({one.witness for one in found.values()}):
+        for event in starts(rank):
+            epoch = integer(event, "epoch")
+            if epoch in found and found[epoch].witness == rank:
+                found[epoch].from_step = integer(event, "step")  # where a damaged checkpoint made it fall back to
+    return list(found.values())
+
+
+def _started(run: Run) -> Iterator[Membership]:
+    for count, event in enumerate(_starts(run, next(run.recorded(), 0))):
+        world = max(1, integer(event, "world") or 1)
+        yield Membership(epoch=count, world=world, from_step=integer(event, "step"))
+
+
+def _starts(run: Run, rank: int) -> Iterator[Event]:
+    found = MarkReader().read(files_of(run, rank), only=b"run_start")
+    return (event for _, event in found if event["event"] == "run_start")
+
+
+def files_of(run: Run, rank: int) -> list[Path]:
+    """The event files of a rank, oldest first: those that were closed for their size, then the one that grows."""
+    return event_files_of(run.events(rank))
+
+
+# ---- what they saw ---------------------------------------------------------------------------------------------------
+
+Mark = tuple[float, int, Event]  # time, number of the formation (-1: the supervisor), event
+
+
+def merged_marks(run: Run, known: Sequence[Membership], lines: MarkReader) -> Iterator[Mark]:
+    """The marks of supervisor and witnesses in the order of time."""
+    if not run.supervisor.is_file():
+        return _unsupervised(run, lines)
+    numbers = {one.epoch: count for count, one in enumerate(known)}
+    files = [_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
+    supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
+    return heapq.merge(*files, supervisor, key=lambda mark: mark[0])  # at the same time, ranks before its end
+
+
+def _marks(
+    run: Run, rank: int, known: Sequence[Membership], numbers: Mapping[int, int], lines: MarkReader
+) -> Iterator[Mark]:
+    """Events of a rank in the formations it is the witness of."""
+    mine = {epoch: count for epoch, count in numbers.items() if known[count].witness == rank}
+    epoch: int | None = None
+    for time_s, event in lines.read(files_of(run, rank)):
+        epoch = integer(event, "epoch") if "epoch" in event else epoch
+        count = mine.get(epoch, -1) if epoch is not None else -1
+        if count >= 0:
+            yield time_s, count, event
+
+
+def _unsupervised(run: Run, lines: MarkReader) -> Iterator[Mark]:
+    """Rank 0 alone, or the lowest with a record; a formation ends where the next start is made ready."""
+    count, started = 0, False
+    for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):
+        if event["event"] == "ready" and started:
+            count, started = count + 1, False
+        elif event["event"] == "run_start":
+            count, started = count + started, True
+        yield time_s, count, event
+
+
+class MarkReader:
+    """Reads events line by line; what is no event with a time is counted and left out.
+
+    Times come out in order: a clock that was set back, or that leapt within a formation, is counted and levelled out.
+    """
+
+    def __init__(self, kinds: frozenset[bytes] = TOLD) -> None:
+        self._kinds = kinds
+        self.unreadable = 0
+        self.jumps = 0
+
+    def read(self, paths: Iterable[Path], *, only: bytes = b"") -> Iterator[tuple[float, Event]]:
+        """Time and event of every line that tells of accounts; lines without `only` are not looked at."""
+        clock = Clock()
+        for path in paths:
+            for line in raw_lines(path):
+                event = self._event(line) if only in line else None
+                if event is not None:
+                    yield clock.time(event), event
+        self.jumps = max(self.jumps, clock.jumps)  # files of one machine tell of the same jump
+
+    def _event(self, line: bytes) -> Event | None:
+        kind = _KIND.search(line[:200])
+        if kind is not None and kind.group(1) not in self._kinds:
+            return None
+        event = parse_event(line, strict=True)
+        if event is None or not is_timed(event):
+            self.unreadable += bool(line.strip())
+            return None
+        return event
+
+
+class Clock:
+    """The time of one file's events, made to go forward only."""
+
+    def __init__(self) -> None:
+        self._shift_s = 0.0
+        self._last_s: float | None = None
+        self.jumps = 0
+
+    def time(self, event: Event) -> float:
+        """When an event happened, on the clock that the file began with."""
+        now_s = float(event["t"]) + self._shift_s
+        if self._last_s is not None:
+            gap_s = now_s - self._last_s
+            leapt = gap_s > JUMP_S and event["event"] in ("step", "evaluate", "checkpoint")
+            if leapt or gap_s < -UNEVEN_S:
+                self.jumps += abs(gap_s) > 1.0
+                now_s = self._last_s + (seconds(event, "duration_s") or 0.0)
+                self._shift_s = now_s - float(event["t"])
+        self._last_s = now_s if self._last_s is None else max(now_s, self._last_s)
+        return self._last_s
+
+    @property
+    def last_s(self) -> float:
+        """The newest time."""
+        return 0.0 if self._last_s is None else self._last_s
+
+    @property
+    def is_even(self) -> bool:
+        """Whether its times are those of the events: nobody has set it."""
+        return self._shift_s == 0.0
+
+    def follow(self, time_s: float) -> None:
+        """Events up to this time went by in order."""
+        self._last_s = time_s
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, if there is one; an overlong one comes in pieces."""
+    try:
+        file = open_regular(path, buffering=-1)
+    except OSError:
+        return
+    with file:
+        try:
+            while line := file.readline(MOST_LINE_BYTES):
+                yield line
+        except OSError:  # a disk that fails, or a folder of that name
+            return
+
+
+def is_timed(event: Event) -> bool:
+    """Whether an event says when it happened, and that can be."""
+    time_s = number(event, "t")
+    return time_s is not None and 0.0 <= time_s <= LATEST_S
+
+
+# ---- the steps that one layout did -----------------------------------------------------------------------------------
+# Prediction and measurement belong together in each. A run that is resumed in another layout, or goes on with fewer
+# ranks, has several. A step counts for the membership whose step stayed. Each span has the plan of its own layout; one
+# that nobody planned, as after a lost rank, has none.
+
+MOST_PLANS = 1000
+PLAN = re.compile(r"plan-([1-9]\d{0,5})\.json")
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutSpan:
+    """Steps `first` to `last` that stayed, all done in one layout."""
+
+    layout: Table
+    world: int
+    first: int
+    last: int
+    epochs: tuple[int, ...]  # formations that did them
+    plan: Table  # of this layout; empty where there is none
+    under: Table  # the plan that the run had then, of whatever layout: its count of FLOPs, its devices and their price
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return self.last - self.first + 1
+
+    @property
+    def name(self) -> str:
+        """The layout in letters."""
+        return layout_name(self.layout) or "layout not recorded"
+
+    @property
+    def mfu_per_token(self) -> float | None:
+        """MFU at one token per second, by the plan's own count of FLOPs, against the peak of these ranks' devices."""
+        return measured_mfu(self.under, 1.0, world=self.world)
+
+
+def measured_mfu(plan: Table, tokens_per_s: float | None, *, world: int | None = None) -> float | None:
+    """MFU at a measured rate, by the plan's own count of FLOPs; None where the plan or the rate does not give it.
+
+    The peak is that of `world` ranks where that is known: fewer than planned after a loss. It is the planned MFU times
+    the ratio of the rates, since FLOPs per token and the peak of a device are the plan's in both.
+    """
+    prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
+    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
+    if not planned or not rate or tokens_per_s is None or tokens_per_s < 0.0:
+        return None
+    return planned * tokens_per_s / rate * (planned_world / world if planned_world and world else 1.0)
+
+
+def world_of(layout: Table) -> int | None:
+    """Ranks of a layout; None when it is none."""
+    sizes = [integer(layout, axis) for axis in ("data", "tensor", "context", "pipeline")]
+    return math.prod(max(1, one or 1) for one in sizes) if sizes[0] else None
+
+
+def layout_name(layout: Table) -> str:
+    """A layout as the plan spells it (`plan.layout.Layout.name`); empty when it is none.
+
+    >>> layout_name({"data": 2, "shard": 2, "tensor": 1, "context": 1, "pipeline": 2, "zero": 2, "micro_batch": 2})
+    'TP1·CP1·PP2·DP2 (ZeRO-2, EP1) mbs2 no-recompute'
+    """
+    data = integer(layout, "data")
+    if data is None:
+        return ""
+    size = {
+        axis: integer(layout, axis) or 1 for axis in ("tensor", "context", "pipeline", "virtual_pipeline", "expert")
+    }
+    zero, shard = integer(layout, "zero") or 0, integer(layout, "shard") or data
+    grouped = f"/{shard}" if zero and shard < data * size["context"] else ""
+    stages = f"PP{size['pipeline']}" + (f"·VPP{size['virtual_pipeline']}" if size["virtual_pipeline"] > 1 else "")
+    head = f"TP{size['tensor']}·CP{size['context']}·{stages}·DP{data} (ZeRO-{zero}{grouped}, EP{size['expert']})"
+    recompute = printable(layout.get("recompute") or "none", most=40)
+    words = [f"mbs{integer(layout, 'micro_batch') or 1}", "no-recompute" if recompute == "none" else recompute]
+    if size["pipeline"] > 1 and layout.get("schedule") in ("gpipe", "zero-bubble"):
+        words.append(str(layout["schedule"]))
+    for key, word in (("offload", "offload"), ("compression", "grads")):
+        if layout.get(key) not in (None, "none"):
+            words.append(f"{word}-{printable(layout[key], most=40)}")
+    return " ".join([head, *words])
+
+
+def layout_spans(run: Run, history: RunHistory, known: Sequence[Membership] | None = None) -> list[LayoutSpan]:
+    """All of them, in order; one where nothing changed, none before the first step."""
+    first, last = history.first_step, history.last_step
+    if first is None or last is None:
+        return []
+    if known is None:
+        known = read_memberships(run, starts=lambda rank: history.events("run_start", rank=rank))
+    told = {integer(one, "epoch"): one for one in history.supervisor() if one["event"] == "epoch"}
+    plans = _Plans(run)
+    found: list[LayoutSpan] = []
+    for one in known:
+        event = told.get(one.epoch, {})
+        plan, under = plans.of(event)
+        layout = at(event, "layout") or at(under, "layout")
+        # A start on record without a number of ranks counts as one rank: the layout knows better.
+        told_world = integer(event, "world") or (one.world if one.world > 1 else None)
+        world = told_world or world_of(layout) or run.world() or 1
+        begin = first if one.from_step is None and not found else one.from_step
+        end = min(one.floor - 1, last)
+        if begin is None or begin > end:
+            continue
+        piece = LayoutSpan(
+            layout=layout,
+            world=world,
+            first=max(first, begin),
+            last=end,
+            epochs=(one.epoch,),
+            plan=plan,
+            under=under,
+        )
+        if found and _goes_on(found[-1], piece):
+            before = found.pop()
+            piece = LayoutSpan(
+                layout=layout,
+                world=world,
+                first=before.first,
+                last=end,
+                epochs=(*before.epochs, one.epoch),
+                plan=plan,
+                under=under,
+            )
+        found.append(piece)
+    if found:
+        return found
+    plan = plans.newest
+    world = run.world() or 1
+    return [
+        LayoutSpan(layout=at(plan, "layout"), world=world, first=first, last=last, epochs=(), plan=plan, under=plan)
+    ]
+
+
+def plan_at_step(run: Run, history: RunHistory, step: int | None) -> Table:
+    """The plan of the layout that did a step; empty where nobody planned it."""
+    known = layout_spans(run, history)
+    found = [one for one in known if step is not None and one.first <= step <= one.last] or known[-1:]
+    return found[0].plan if found else _Plans(run).newest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One launch of a run: how long it held how many devices, by which plan."""
+
+    seconds: float
+    world: int
+    plan: Table
+
+
+def launches(run: Run, history: RunHistory) -> list[Launch]:
+    """The launches of a run that its supervisor told of, oldest first; their seconds say how the time is shared."""
+    plans, found = _Plans(run), []
+    began: list[tuple[float, Table, int]] = []  # when, under which plan, with how many ranks
+    told = [(time_s, one) for one in history.supervisor() if (time_s := number(one, "t")) is not None]
+    known = run.launches()
+    ends = [time_s for time_s, one in told if one["event"] == "end"]
+    for time_s, one in told:
+        if one["event"] != "epoch":
+            continue
+        under, world = plans.of(one)[1], max(1, integer(one, "world") or 1)
+        if one.get("reason") == "start" or not began:
+            launched = max((launch_s for launch_s in known if launch_s <= time_s), default=time_s)
+            began.append((launched, under, world))
+        else:  # devices that a launch has lost are rented on
+            began[-1] = (began[-1][0], began[-1][1], max(world, began[-1][2]))
+    newest_s = max([*(time_s for time_s, _ in told), number(history.latest("step") or {}, "t") or 0.0], default=0.0)
+    for count, (launched, under, world) in enumerate(began):
+        until = began[count + 1][0] if count + 1 < len(began) else newest_s
+        end_s = next((time_s for time_s in ends if launched < time_s <= until), until)
+        found.append(Launch(seconds=max(0.0, end_s - launched), world=world, plan=under))
+    return found
+
+
+def _goes_on(before: LayoutSpan, after: LayoutSpan) -> bool:
+    return before.layout == after.layout and before.world == after.world and before.under == after.under
+
+
+class _Plans:
+    """The plans that a run had, oldest first: plan-1.json and so on, then plan.json."""
+
+    def __init__(self, run: Run) -> None:
+        numbers = sorted(int(match.group(1)) for match in map(PLAN.fullmatch, _names(run)) if match)[:MOST_PLANS]
+        self._plans = [_read(run, f"plan-{number}.json") for number in numbers] + [_read(run, "plan.json")]
+        self._at = 0  # plans are used in the order in which they were made
+
+    @property
+    def newest(self) -> Table:
+        return self._plans[-1]
+
+    def of(self, event: Table) -> tuple[Table, Table]:
+        """The plan of a formation's layout (empty where it has another), and the plan it was made under.
+
+        An `epoch` event says which plan it was made under; in older records that is the next one with its layout.
+        """
+        told, layout = integer(event, "plan"), at(event, "layout")
+        if told is not None and 1 <= told <= len(self._plans):
+            self._at = told - 1
+        elif layout:
+            later = range(self._at, len(self._plans))
+            self._at = next((count for count in later if _is_of(self._plans[count], layout)), self._at)
+        else:  # a record without layouts has one plan that can be told
+            self._at = len(self._plans) - 1
+        plan = self._plans[self._at]
+        return (plan if not layout or _is_of(plan, layout) else {}), plan
+
+
+def _is_of(plan: Table, layout: Table) -> bool:
+    planned = at(plan, "layout")
+    return bool(planned) and all(planned.get(key) == value for key, value in layout.items() if key in planned)
+
+
+def _names(run: Run) -> list[str]:
+    try:
+        return [path.name for path in run.path.iterdir()]
+    except OSError:
+        return []
+
+
+def _read(run: Run, name: str) -> Table:
+    try:
+        return read_json(run.path / name)
+    except PhalanxError:
+        return {}

@@ -1,0 +1,417 @@
+"""The book behind the ledger: walks the marks of a run once, and puts the time between them into accounts."""
+
+from __future__ import annotations
+
+import bisect
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.io.values import integer, seconds
+from phalanx.record.account.memberships import JUMP_S, Membership
+from phalanx.record.events import Event
+from phalanx.units import HOUR_S, format_seconds
+
+if TYPE_CHECKING:
+    from phalanx.record.account.stragglers import Waited
+
+
+Floats = NDArray[np.float64]
+MOST_POINTS = 1024  # of the trail; then every second one goes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accounts:
+    """Seconds, by what they were spent on."""
+
+    productive: float = 0.0  # steps that stayed, without what follows
+    init: float = 0.0  # from a launch to its first step
+    compile: float = 0.0  # in steps that stayed, or before the first: kernels were made
+    data: float = 0.0  # in steps that stayed: the batch was not there yet
+    stragglers: float = 0.0  # in steps that stayed: what ranks slower than their peers cost all the others
+    evaluate: float = 0.0
+    checkpoint: float = 0.0  # training stood still for one, or for a copy in memory
+    guard: float = 0.0  # copies of the state were compared, or compiled code with eager code
+    detect: float = 0.0  # from the last sign of progress until a failure was noticed
+    restore: float = 0.0  # from there, or from a planned change of members, to the next step
+    lost_work: float = 0.0  # steps that were done and then undone
+    stopping: float = 0.0  # from the last step's end, without what is counted above
+    other: float = 0.0  # between steps, with nothing to say what for
+
+    @property
+    def stepping(self) -> float:
+        """Effective time: steps that stayed, slow or not, but for compiling."""
+        return self.productive + self.data + self.stragglers
+
+
+Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective ones of them
+
+
+class EffectiveTrail:
+    """How the accounts grew: a bounded number of points, evenly thinned."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._every, self._count = 1, 0
+        self._last: Point | None = None
+
+    def add(self, point: Point) -> None:
+        """The next point in time."""
+        self._last = point
+        if self._count % self._every == 0:
+            self.points.append(point)
+            if len(self.points) >= MOST_POINTS:
+                self.points, self._every = self.points[::2], 2 * self._every
+        self._count += 1
+
+    def add_all(self, time_s: Floats, wall_s: Floats, effective_s: Floats) -> None:
+        """Many points at once; the same are kept as if they had come one by one."""
+        done, last = 0, len(time_s) - 1
+        while done <= last:
+            skip = min(-self._count % self._every, last - done)  # to the next that is kept, or to the newest
+            done, self._count = done + skip, self._count + skip
+            self.add((float(time_s[done]), float(wall_s[done]), float(effective_s[done])))
+            done += 1
+
+    def close(self) -> list[Point]:
+        """All that was kept, the newest included."""
+        last = [self._last] if self._last is not None and self.points[-1] != self._last else []
+        return [*self.points, *last]
+
+
+@dataclass(kw_only=True, slots=True)
+class Recovery:
+    """From the last step before a failure to the first one after it, as Unix times."""
+
+    epoch: int
+    before_s: float
+    after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStretch:
+    """Steps of one formation, nothing between them; 0 where an event does not say."""
+
+    time_s: Floats  # Unix times, going up
+    step: NDArray[np.int64]
+    taken_s: Floats
+    copied_s: Floats
+    compared_s: Floats
+    compile_s: Floats
+    data_s: Floats
+
+
+class LedgerBuilder:
+    """Everything before `_at_s` is in an account; the next mark says what the time up to it was."""
+
+    def __init__(
+        self,
+        *,
+        launches: Sequence[float],
+        formations: Sequence[Membership],
+        supervised: bool,
+        waited: Waited,
+    ) -> None:
+        self._launches, self._formations, self._supervised = sorted(launches), formations, supervised
+        self._waited = waited  # seconds of a step that slow ranks cost
+        self._numbers = {one.epoch: count for count, one in enumerate(formations)}
+        self._spent_s = dict.fromkeys((one.name for one in fields(Accounts)), 0.0)
+        self.wall_s = self.overlap_s = 0.0
+        self._phase = "off"  # off, init, training, down: what goes on until the next step
+        self._began_s = self._at_s = self._last_s = 0.0
+        self._newest = -1  # formation
+        self.steps = self.lost = self.incidents = self.jumps = 0
+        self.trail = EffectiveTrail()
+        self.recoveries: list[Recovery] = []
+        self._recovering: deque[Recovery] = deque()
+        self._stepped_s: float | None = None  # end of the last step
+        self._loose_s = 0.0  # since then, in `other`
+
+    def take(self, time_s: float, formation: int, event: Event) -> None:
+        """The next mark."""
+        if self._phase != "off" and self._is_new_launch(time_s, event):
+            self._end(self._last_s)  # nobody was left to say that the launch before had ended
+        if self._phase == "off" and not self._begins(time_s, formation, event):
+            return
+        self._last_s = max(self._last_s, time_s)
+        if formation < 0:
+            self._supervisor_says(time_s, event)
+        elif formation >= self._newest:  # else somebody speaks from the past
+            self._rank_says(time_s, self._formation(formation), event)
+
+    def take_steps(self, formation: int, steps: StepStretch) -> bool:
+        """Steps that follow each other with no mark between; False where they must be taken one by one.
+
+        The same arithmetic as `_step`, for all at once. It asks that the mark before was a step too: then nothing of a
+        copy, and nothing loose, lies before the first.
+        """
+        at_s, end_s = self._at_s, float(steps.time_s[-1])
+        made = self._formation(formation)
+        plain = self._phase == "training" and formation >= self._newest and at_s == self._stepped_s
+        launched = bisect_right(self._launches, end_s) != bisect_right(self._launches, self._last_s)
+        pending = bool(self._recovering) and self._recovering[0].epoch < made.epoch
+        if not plain or launched or pending or int(steps.step.max()) >= made.floor:
+            return False
+        gap_s = np.diff(steps.time_s, prepend=at_s)
+        if float(gap_s.min()) < 0.0 or float(gap_s.max()) > JUMP_S:
+            return False
+        self._spend_steps(steps, gap_s)
+        self._at_s = self._last_s = self._stepped_s = end_s
+        self._loose_s, self.steps = 0.0, self.steps + len(steps.step)
+        return True
+
+    def _spend_steps(self, steps: StepStretch, gap_s: Floats) -> None:
+        spent, time_s = self._spent_s, steps.time_s
+        stepping_s = spent["productive"] + spent["data"] + spent["stragglers"]
+        before_s = gap_s - steps.copied_s - steps.taken_s - steps.compared_s
+        self.overlap_s += float(np.maximum(-before_s, 0.0).sum())
+        at_s = time_s - gap_s
+        moved_s = at_s + np.maximum(before_s, 0.0)
+        spent["other"] += float((moved_s - at_s).sum())
+        at_s, moved_s = moved_s, np.minimum(moved_s + steps.copied_s, time_s)
+        spent["checkpoint"] += float((moved_s - at_s).sum())
+        at_s, until_s, grown_s = moved_s, np.maximum(moved_s, time_s - steps.compared_s), np.zeros(len(time_s))
+        waited_s = self._waited.of_all(steps.step)
+        for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("stragglers", waited_s)):
+            moved_s = np.minimum(at_s + claimed_s, until_s)
+            spent[account] += float((moved_s - at_s).sum())
+            grown_s += 0.0 if account == "compile" else moved_s - at_s
+            at_s = moved_s
+        spent["productive"] += float((until_s - at_s).sum())
+        spent["guard"] += float((time_s - until_s).sum())
+        wall_s, grown_s = self.wall_s + time_s - self._began_s, stepping_s + np.cumsum(grown_s + until_s - at_s)
+        self.trail.add_all(time_s, wall_s, grown_s)
+
+    def close(self) -> Accounts:
+        """The end of the record."""
+        if self._phase != "off":
+            self._end(self._last_s)
+        return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
+
+    def _formation(self, count: int) -> Membership:
+        """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
+        return self._formations[count] if count < len(self._formations) else Membership(epoch=count, world=1)
+
+    # ---- launches
+
+    def _is_new_launch(self, time_s: float, event: Event) -> bool:
+        known = self._launched(time_s)
+        return known is not None or (not self._supervised and event["event"] == "ready" and self._phase == "training")
+
+    def _launched(self, time_s: float) -> float | None:
+        """The last launch since the last mark: of those before it nobody lived to say a word."""
+        count = bisect_right(self._launches, time_s)
+        return self._launches[count - 1] if count and self._launches[count - 1] > self._last_s else None
+
+    def _begins(self, time_s: float, formation: int, event: Event) -> bool:
+        """A launch begins with what an agent or a rank first says; a rank that ends late begins none."""
+        if event["event"] == "step" and (formation == self._newest or not self._supervised):
+            # The supervisor's clock and this one disagree about the end, or the start was not recorded.
+            self._began_s = self._at_s = max(self._last_s, time_s - (seconds(event, "duration_s") or 0.0))
+            self._phase = "training"
+            return True
+        if formation >= 0 and event["event"] not in ("ready", "run_start"):
+            return False
+        launched, ready_s = self._launched(time_s), seconds(event, "seconds") or 0.0
+        known = launched is not None and time_s <= launched + JUMP_S
+        self._began_s = launched if known and launched is not None else max(self._last_s, time_s - ready_s)
+        self._at_s, self._phase = self._began_s, "init"
+        return True
+
+    def _end(self, time_s: float) -> None:
+        self._until(time_s, self._idle)
+        self.wall_s += self._at_s - self._began_s
+        self._phase = "off"
+        self._note_point(self._at_s, self.wall_s)
+
+    # ---- marks
+
+    def _supervisor_says(self, time_s: float, event: Event) -> None:
+        if event["event"] == "epoch":
+            if self._phase == "training":
+                self._until(time_s, "restore")
+                self._phase = "down"
+            self._newest = self._numbers.get(integer(event, "epoch") or 0, self._newest)
+        elif event["event"] == "incident":
+            self.incidents += 1
+            before_s = time_s if self._stepped_s is None else self._stepped_s
+            self.recoveries.append(Recovery(epoch=integer(event, "epoch") or 0, before_s=before_s))
+            self._recovering.append(self.recoveries[-1])
+            if self._phase == "training":
+                self._until(max(self._at_s, time_s - (seconds(event, "waited_s") or 0.0)), "detect")
+                self._until(time_s, "restore")
+                self._phase = "down"
+        elif event["event"] == "end":
+            self._until(time_s, "stopping" if self._phase == "training" else self._idle)
+            self._end(time_s)
+
+    def _rank_says(self, time_s: float, formation: Membership, event: Event) -> None:
+        kind = event["event"]
+        if kind == "step":
+            self._step(time_s, formation, event)
+        elif kind == "evaluate":
+            self._spend(time_s, "evaluate", seconds(event, "seconds"))
+        elif kind == "checkpoint":
+            self._until(time_s, "checkpoint")
+        elif kind == "compile_check":
+            self._until(max(self._at_s, time_s - (seconds(event, "seconds") or 0.0)), self._idle)
+            self._until(min(self._at_s + (seconds(event, "compile_s") or 0.0), time_s), "compile")
+            self._until(time_s, "guard")
+        elif kind in ("stop", "sample", "run_end"):
+            self._until(time_s, "stopping")
+            if kind == "run_end" and not self._supervised:
+                self._end(time_s)
+        elif kind in ("ready", "run_start"):
+            self._until(time_s, self._idle)
+
+    def _step(self, time_s: float, formation: Membership, event: Event) -> None:
+        """A step tells how long it took; what came before it in the same gap was waiting for it."""
+        stays = (integer(event, "step") or 0) < formation.floor
+        self.steps, self.lost = self.steps + stays, self.lost + (not stays)
+        copied_s, compared_s = seconds(event, "hold_s") or 0.0, seconds(event, "guard_s") or 0.0
+        taken_s = seconds(event, "duration_s")
+        gap_s = time_s - self._at_s
+        copied_s -= self._copied_before(copied_s - max(0.0, gap_s - (taken_s or 0.0) - compared_s))
+        before_s = 0.0 if taken_s is None else gap_s - copied_s - taken_s - compared_s
+        if self._phase == "training":
+            self.overlap_s += max(-before_s, 0.0)
+        self._until(self._at_s + max(before_s, 0.0), self._idle)
+        if copied_s:
+            self._until(min(self._at_s + copied_s, time_s), "checkpoint")
+        self._spend_step(max(self._at_s, time_s - compared_s), event, stays=stays)
+        if compared_s or time_s > self._at_s:
+            self._until(time_s, "guard")
+        self._phase, self._stepped_s, self._loose_s = "training", time_s, 0.0
+        while self._recovering and self._recovering[0].epoch < formation.epoch:
+            self._recovering.popleft().after_s = time_s
+        self._note_point(time_s, self.wall_s + self._at_s - self._began_s)
+
+    def _copied_before(self, excess_s: float) -> float:
+        """How much of a copy that does not fit before the step is in an account already.
+
+        Whatever is told between the copy and the step takes the time up to it: a checkpoint all of it as its own, an
+        evaluation leaves what is not its own to `other`, and there the copy gets it back.
+        """
+        if self._phase != "training" or self._stepped_s is None:
+            return 0.0
+        found_s = max(0.0, min(excess_s, self._at_s - self._stepped_s))
+        moved_s = min(found_s, self._loose_s)
+        self._spent_s["other"] -= moved_s
+        self._spent_s["checkpoint"] += moved_s
+        return found_s
+
+    def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
+        """The step itself: an undone one is lost whole; of one that stayed, what it says it was held up by."""
+        if not stays:
+            self._until(until_s, "lost_work")
+            return
+        held_up = (
+            ("compile", seconds(event, "compile_s")),
+            ("data", seconds(event, "data_s")),
+            ("stragglers", self._waited.of(integer(event, "step") or 0)),
+        )
+        for account, claimed_s in held_up:
+            if claimed_s:
+                self._until(min(self._at_s + claimed_s, until_s), account)
+        self._until(until_s, "productive")
+
+    def _note_point(self, time_s: float, wall_s: float) -> None:
+        spent = self._spent_s
+        self.trail.add((time_s, wall_s, spent["productive"] + spent["data"] + spent["stragglers"]))
+
+    # ---- accounts
+
+    @property
+    def _idle(self) -> str:
+        """What time is that no step, and nothing else, claims."""
+        return {"init": "init", "down": "restore"}.get(self._phase, "other")
+
+    def _spend(self, time_s: float, account: str, claimed_s: float | None) -> None:
+        """Time up to a mark that says how much of it was its own."""
+        gap_s = time_s - self._at_s
+        if claimed_s is not None and claimed_s < gap_s:
+            self._until(time_s - claimed_s, self._idle)
+        self._until(time_s, account)
+        self.overlap_s += max((claimed_s or 0.0) - gap_s, 0.0)
+
+    def _until(self, time_s: float, account: str) -> None:
+        """Put the time up to a mark into an account; a mark from before the last one claims what is claimed."""
+        gap_s = time_s - self._at_s
+        if abs(gap_s) > JUMP_S:  # a clock, not a month of waiting: nobody's time
+            self.jumps += 1
+            self._began_s += max(gap_s, 0.0)
+        elif gap_s >= 0.0:
+            self._spent_s[account] += gap_s
+            self._loose_s += gap_s if account == "other" else 0.0
+        else:
+            self.overlap_s -= gap_s
+        if gap_s > 0.0:
+            self._at_s = time_s
+
+
+# ---- effective training time as a curve: cumulative, and over the last hour ------------------------------------------
+
+
+LEAST_WINDOWS = 4  # a run shorter than this many hours is looked at through a shorter window
+LEAST_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effective:
+    """Shares of the time until each moment `t`; unpacks as (t, cumulative, last_hour)."""
+
+    t: tuple[float, ...]  # Unix time
+    cumulative: tuple[float, ...]
+    last_hour: tuple[float, ...]  # over the last `window_s`
+    window_s: float
+
+    def __iter__(self) -> Iterator[tuple[float, ...]]:
+        return iter((self.t, self.cumulative, self.last_hour))
+
+    @property
+    def window(self) -> str:
+        """What `last_hour` looks back on, in words."""
+        return "the last hour" if self.window_s >= HOUR_S else f"the last {format_seconds(self.window_s)}"
+
+
+def from_trail(trail: Sequence[Point], points: int = 400) -> Effective:
+    """At most `points` moments of a run, by the trail of `ledger.walk`; pauses between launches are not its time."""
+    wall_s = trail[-1][1] if trail else 0.0
+    window_s = min(HOUR_S, max(LEAST_S, wall_s / LEAST_WINDOWS))
+    kept = [point for point in _thin(trail, max(2, points)) if point[1] > 0.0]
+    walls = [wall for _, wall, _ in trail]
+    return Effective(
+        t=tuple(point[0] for point in kept),
+        cumulative=tuple(_share(spent_s, wall_s) for _, wall_s, spent_s in kept),
+        last_hour=tuple(_recent(point, trail, walls, window_s) for point in kept),
+        window_s=window_s,
+    )
+
+
+def _thin(trail: Sequence[Point], points: int) -> list[Point]:
+    if len(trail) <= points:
+        return list(trail)
+    return [trail[round(number * (len(trail) - 1) / (points - 1))] for number in range(points)]
+
+
+def _recent(point: Point, trail: Sequence[Point], walls: Sequence[float], window_s: float) -> float:
+    """The share since `window_s` before; between two points of the trail time is taken to have been spent evenly."""
+    _, wall_s, spent_s = point
+    since_s = wall_s - window_s
+    if since_s <= 0.0:
+        return _share(spent_s, wall_s)
+    index = bisect.bisect_left(walls, since_s)
+    _, after_wall, after_spent = trail[min(index, len(trail) - 1)]
+    _, before_wall, before_spent = trail[index - 1] if index else (0.0, 0.0, 0.0)
+    gap_s = after_wall - before_wall
+    part = (since_s - before_wall) / gap_s if gap_s > 0.0 else 1.0
+    return _share(spent_s - before_spent - part * (after_spent - before_spent), window_s)
+
+
+def _share(spent_s: float, wall_s: float) -> float:
+    return min(1.0, max(0.0, spent_s / wall_s)) if wall_s > 0.0 else 0.0

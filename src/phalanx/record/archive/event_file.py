@@ -1,0 +1,294 @@
+"""One file of events in blocks: those its index tells of, and those made by reading where none is to be believed."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.io.files import open_regular
+from phalanx.record.archive.index import (
+    BLOCK,
+    BLOCK_TYPE,
+    EMPTY,
+    LISTED,
+    PLACES,
+    SUFFIX,
+    BlockMaker,
+    Index,
+    Rows,
+    bits_of,
+    code_of,
+    is_crowded,
+    read_index,
+    take,
+)
+from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
+from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
+
+# How our own writer begins a line: enough to leave events of unknown kinds unread.
+_OURS = re.compile(rb'\{"v":\d{1,9},"event":"([\w.-]{1,60})","t":(\d{1,12}(?:\.\d{1,9})?),"rank":')
+_NAMES = [series.name for series in SERIES]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Gap:
+    """A stretch that no index covers, as far as it has been read."""
+
+    start: int
+    stop: int | None  # None: to the end of the file, which may still grow
+    maker: BlockMaker
+    lines: LineSplitter = field(default_factory=LineSplitter)
+    read_to: int = 0
+
+
+class EventFile:
+    """A file of events, read only where needed. `refresh` before the first use, and to see what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self.replaced = False  # it once was longer than it is
+        self.is_odd = False  # a folder, a pipe or a device has its name
+        self.content = object()  # tells what it holds from what any other holds or held; stays when it is renamed
+        self._index = EMPTY
+        self._stamp: tuple[int, int] | None = None
+        self._gaps: list[_Gap] = []
+        self._blocks: NDArray[np.void] | None = None
+        self._places: NDArray[np.void] | None = None
+
+    @property
+    def index(self) -> Index:
+        """What its index said."""
+        return self._index
+
+    def refresh(self) -> bool:
+        """Look what is new; whether there was anything."""
+        size = _size(self.path)
+        self.is_odd = not size and self.path.exists() and not self.path.is_file()
+        stamp = _stamp(self.path.with_suffix(SUFFIX))
+        if (size, stamp) == (self.size, self._stamp):
+            return False
+        if size < self.size:
+            self.replaced, self.content, self._gaps = True, object(), []
+        if stamp != self._stamp or size < self.size:
+            self._index, self._stamp = read_index(self.path), stamp
+            size = max(size, _size(self.path))  # the index may tell of what came meanwhile
+        self.size, self._blocks, self._places = size, None, None
+        self._fit_gaps()
+        return True
+
+    def _fit_gaps(self) -> None:
+        """Gaps between the blocks of the index; those read before keep what was read."""
+        blocks, known = self._index.blocks, {(gap.start, gap.stop): gap for gap in self._gaps}
+        starts = np.concatenate([[0], blocks["end"].astype(np.int64)])
+        stops = np.concatenate([blocks["start"].astype(np.int64), [self.size + 1]])
+        steps = np.concatenate([[0], blocks["last"]])
+        self._gaps = []
+        for number in np.flatnonzero(starts < stops):
+            start = int(starts[number])
+            stop = int(stops[number]) if number < len(blocks) else None
+            maker = BlockMaker(start, step=int(steps[number]))
+            self._gaps.append(known.get((start, stop), _Gap(start=start, stop=stop, maker=maker, read_to=start)))
+
+    @property
+    def unread(self) -> int:
+        """Bytes that would have to be read for `blocks`."""
+        return sum((self.size if gap.stop is None else gap.stop) - gap.read_to for gap in self._gaps)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether what was read of it ends within a line."""
+        return any(gap.lines.held > 0 for gap in self._gaps)
+
+    @property
+    def known_blocks(self) -> NDArray[np.void]:
+        """The blocks that are known without reading more."""
+        return self._index.blocks if self._blocks is None else self._blocks
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory this takes, about."""
+        return int(self._index.blocks.nbytes + self._index.places.nbytes) + 4096
+
+    def blocks(self) -> NDArray[np.void]:
+        """All blocks, in the order of the file."""
+        if self._blocks is None:
+            for gap in self._gaps:
+                self._read(gap)
+            made = _records([gap.maker for gap in self._gaps])
+            self._blocks, self._places = self._known(), self._index.places
+            if len(made):
+                blocks = np.concatenate([self._blocks, take(made, made["type"] == BLOCK_TYPE)])
+                self._blocks = take(blocks, np.argsort(blocks["start"], kind="stable"))
+                lists = take(made, made["type"] != BLOCK_TYPE).view(PLACES)
+                places = np.concatenate([self._places, lists["places"][np.arange(LISTED) < lists["listed"][:, None]]])
+                self._places = places[np.argsort(places["offset"], kind="stable")]
+        return self._blocks
+
+    def _known(self) -> NDArray[np.void]:
+        """The blocks of the index, with the columns of this version."""
+        blocks, columns = self._index.blocks, self._index.columns
+        if not len(blocks) or list(columns) == _NAMES:
+            return blocks
+        moved = blocks.copy()
+        moved["series"] = np.zeros((), BLOCK["series"].base)
+        for number, name in enumerate(_NAMES):
+            if name in columns:
+                moved["series"][:, number] = blocks["series"][:, columns[name]]
+        return moved
+
+    def _read(self, gap: _Gap) -> None:
+        stop = self.size if gap.stop is None else gap.stop
+        if gap.read_to >= stop:
+            return
+        for data in self._chunks(gap.read_to, stop):
+            begins, ends = gap.read_to - gap.lines.held, gap.read_to + data.find(b"\n") + 1
+            gap.read_to += len(data)
+            _take(gap.maker, gap.lines.feed(data), begins, ends)
+        if gap.stop is not None and gap.lines.held:  # blocks begin at a line: what is left is torn
+            gap.lines.finish()
+            gap.maker.skip(stop)
+
+    # ---- the events themselves -------------------------------------------------------------------------------------
+
+    def lines(self, block: np.void) -> Iterator[bytes]:
+        """The lines of a block."""
+        splitter = LineSplitter()
+        for data in self._chunks(int(block["start"]), int(block["end"])):
+            yield from splitter.feed(data)
+
+    def rows(self, block: np.void) -> Rows:
+        """The numbers of a block, event by event."""
+        maker = BlockMaker(0, step=int(block["first"]))
+        for line in self.lines(block):
+            head = _OURS.match(line)
+            if head and head.group(1) not in (b"step", b"monitor", b"run_start"):
+                continue
+            event = parse_event(line)
+            if event is not None:
+                maker.add(event["event"], event, 0, 1)
+        return maker.rows()
+
+    def search(self, block: np.void, kinds: tuple[str, ...]) -> list[Event]:
+        """The events of some kinds in a block; without kinds, all but the frequent ones."""
+        wanted = kinds or None
+        if int(block["kinds"]) & (bits_of(kinds) if wanted else ~bits_of(FREQUENT)) == 0:
+            return []
+        if is_crowded(block) or any(kind in FREQUENT for kind in kinds):
+            return [event for line in self.lines(block) if (event := _wanted(line, kinds)) is not None]
+        places = self._places_in(block)
+        if wanted:
+            places = places[np.isin(places["kind"], [code_of(kind) for kind in kinds])]
+        return [event for place in places if (event := self.at(place)) is not None and _is_wanted(event, kinds)]
+
+    def last(self, block: np.void, kind: str) -> Event | None:
+        """The last event of a kind in a block."""
+        if kind not in FREQUENT and not is_crowded(block):
+            return next(reversed(self.search(block, (kind,))), None)
+        lines = list(self.lines(block))
+        return next((event for line in reversed(lines) if (event := _wanted(line, (kind,))) is not None), None)
+
+    def at(self, place: np.void) -> Event | None:
+        """The event at a place."""
+        data = b"".join(self._chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))
+        return parse_event(data)
+
+    def steps_with(self, block: np.void, kind: str) -> list[int]:
+        """The steps for which a block has a rare event of a kind; read only where their places are not kept."""
+        if is_crowded(block):
+            told = [event.get("step") for event in self.search(block, (kind,))]
+            return [step for step in told if type(step) is int]
+        places = self._places_in(block)
+        return [int(step) for step in places["step"][places["kind"] == code_of(kind)]]
+
+    def at_step(self, block: np.void, kind: str, step: int) -> Event | None:
+        """The last rare event of a kind for a step in a block."""
+        if is_crowded(block):
+            found = [event for event in self.search(block, (kind,)) if event.get("step") == step]
+            return found[-1] if found else None
+        places = self._places_in(block)
+        places = places[(places["kind"] == code_of(kind)) & (places["step"] == step)]
+        return self.at(places[-1]) if len(places) else None
+
+    def _places_in(self, block: np.void) -> NDArray[np.void]:
+        self.blocks()
+        assert self._places is not None
+        offsets = self._places["offset"]
+        return np.asarray(self._places[(offsets >= block["start"]) & (offsets < block["end"])])
+
+    def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
+        """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
+        try:
+            with open_regular(self.path) as file:
+                if os.fstat(file.fileno()).st_size < self.size:
+                    return
+                file.seek(start)
+                while start < stop and (data := file.read(min(READ_BYTES, stop - start))):
+                    start += len(data)
+                    yield data
+        except OSError:
+            return
+
+
+def _size(path: Path) -> int:
+    """Bytes; none when it is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _take(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> None:
+    """Hand whole lines to the maker; the first begins `at`. One that was too long to be kept comes empty."""
+    for number, line in enumerate(lines):
+        end = at + len(line) + 1 if number else first_end
+        head = _OURS.match(line)
+        kind = head.group(1).decode() if head else ""
+        event = (
+            parse_event(line)
+            if kind in KINDS or not head
+            else {"t": float(head.group(2))}
+            if line[-1:] == b"}"
+            else None
+        )
+        if event is not None:
+            maker.add(kind or str(event["event"]), event, at, end - at)
+        elif line.strip() or end - at > len(line) + 1:
+            maker.skip(end)
+        at = end
+
+
+def _records(makers: list[BlockMaker]) -> NDArray[np.void]:
+    return np.frombuffer(b"".join(data for maker in makers for data in (*maker.done, maker.snapshot())), BLOCK)
+
+
+def _wanted(line: bytes, kinds: tuple[str, ...]) -> Event | None:
+    head = _OURS.match(line)
+    if head and not _of_kind(head.group(1).decode(), kinds):
+        return None
+    event = parse_event(line)
+    return event if event is not None and _is_wanted(event, kinds) else None
+
+
+def _is_wanted(event: Event, kinds: tuple[str, ...]) -> bool:
+    return _of_kind(event["event"], kinds)
+
+
+def _of_kind(kind: str, kinds: tuple[str, ...]) -> bool:
+    return kind in kinds if kinds else kind not in FREQUENT

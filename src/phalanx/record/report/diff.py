@@ -1,0 +1,260 @@
+"""What differs between two runs, plans or jobs: settings, cluster, layout, prediction, and what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from phalanx.io.tables import text_table
+from phalanx.io.values import at, integer, number, printable
+from phalanx.record.account.ledger import walk_ledger
+from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.run import Run
+from phalanx.units import format_bytes, format_count, format_energy, format_money, format_seconds
+
+ROUNDING = 1e-9  # relative: the same plan made twice
+NEAR = 20  # steps behind a loss that is compared
+WIDEST = 44  # characters of a value in the table
+
+# A plan holds a job under the names of its fields; the file has others for these (tests/record/page/test_diff.py).
+SPELLING = {("data", "paths"): "path", ("checkpoint", "asynchronous"): "async"}
+
+Value = Any  # a JSON value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One of the two; what it does not have is empty."""
+
+    name: str
+    kind: str  # run, plan or job
+    settings: Mapping[str, Value]  # the job
+    plan: Mapping[str, Value]
+    results: Mapping[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One value that is not the same; None where a side has none."""
+
+    section: str
+    key: str
+    a: Value
+    b: Value
+
+    @property
+    def change(self) -> float | None:
+        """b over a, less one; None where they are no numbers."""
+        one, other = number({"": self.a}, ""), number({"": self.b}, "")
+        return other / one - 1.0 if one and other is not None else None
+
+
+def of_plan(name: str, plan: Mapping[str, Value]) -> Side:
+    """A plan, as `phalanx plan --json` prints it."""
+    return Side(name=name, kind="plan", settings=at(plan, "job"), plan=plan, results={})
+
+
+def of_job(name: str, job: Mapping[str, Value]) -> Side:
+    """A job with every value resolved."""
+    settings = json.loads(json.dumps(job, default=str))  # as a plan's JSON holds it: lists, no tuples
+    return Side(name=name, kind="job", settings=settings, plan={}, results={})
+
+
+def of_runs(a: Run, b: Run) -> tuple[Side, Side]:
+    """Two runs, measured up to where both have come."""
+    one, other = _Measured(a), _Measured(b)
+    return one.side(other), other.side(one)
+
+
+def of_run(run: Run) -> Side:
+    """A run beside a plan or a job: only what those have too."""
+    plan = run.plan()
+    return Side(name=str(run.path), kind="run", settings=at(plan, "job"), plan=plan, results={})
+
+
+def compare_sides(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
+    """Everything that both could have and that is not the same; measured numbers may differ by the share `within`."""
+    sections: list[tuple[str, Mapping[str, Value], Mapping[str, Value], float]] = [
+        ("settings", _as_in_file(a.settings), _as_in_file(b.settings), 0.0)
+    ]
+    if a.plan and b.plan:
+        sections += [
+            ("cluster", at(a.plan, "cluster"), at(b.plan, "cluster"), ROUNDING),
+            ("layout", at(a.plan, "layout"), at(b.plan, "layout"), 0.0),
+            ("prediction", _predicted(a.plan), _predicted(b.plan), ROUNDING),
+        ]
+    if a.results and b.results:
+        sections.append(("results", a.results, b.results, max(within, ROUNDING)))
+    return [one for section in sections for one in _differing(*section)]
+
+
+def _as_in_file(job: Mapping[str, Value]) -> dict[str, Value]:
+    """A job under the names of the job file, without the folder a corpus was built in: each machine has its own."""
+    spelt = {
+        section: {SPELLING.get((section, name), name): value for name, value in settings.items()}
+        if isinstance(settings, Mapping)
+        else settings
+        for section, settings in job.items()
+    }
+    data = spelt.get("data")
+    if isinstance(data, dict) and _is_built(data.get("corpus"), data.get("path")):
+        spelt["data"] = data | {"path": []}
+    return spelt
+
+
+def _is_built(corpus: Value, paths: Value) -> bool:
+    """Whether the only dataset is that of the corpus, and nobody's choice."""
+    if not (isinstance(corpus, str) and corpus and isinstance(paths, list) and len(paths) == 1):
+        return False
+    name = PurePath(paths[0]).name if isinstance(paths[0], str) else ""
+    return re.fullmatch(rf"{re.escape(corpus)}(-\d+)+", name) is not None
+
+
+def _differing(section: str, a: Mapping[str, Value], b: Mapping[str, Value], within: float) -> Iterator[Difference]:
+    one, other = dict(_flat(a)), dict(_flat(b))
+    for key in [*one, *(key for key in other if key not in one)]:
+        if not _same(one.get(key), other.get(key), within):
+            yield Difference(section=section, key=key, a=one.get(key), b=other.get(key))
+
+
+def _flat(tree: Mapping[str, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Value]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and depth < 8:
+            yield from _flat(value, f"{name}.", depth + 1)
+        else:
+            yield name, value
+
+
+def _same(a: Value, b: Value, within: float) -> bool:
+    one, other = number({"": a}, ""), number({"": b}, "")
+    if one is None or other is None:
+        return bool(a == b)
+    return math.isclose(one, other, rel_tol=within, abs_tol=0.0)
+
+
+def _predicted(plan: Mapping[str, Value]) -> dict[str, Value]:
+    """The numbers a person compares plans by."""
+    prediction, bill, reliability = at(plan, "prediction"), at(plan, "bill"), at(plan, "reliability")
+    usd = bill.get("usd")
+    return {
+        "step_s": prediction.get("step_s"),
+        "tokens_per_s": prediction.get("tokens_per_s"),
+        "mfu": prediction.get("mfu"),
+        "parameters": prediction.get("parameters"),
+        "memory_bytes": at(plan, "memory").get("total_bytes"),
+        "steps": at(plan, "duration").get("steps"),
+        "tokens": at(plan, "duration").get("tokens"),
+        "wall_s": at(plan, "duration").get("wall_s"),
+        "usd": usd[1] if isinstance(usd, list) and len(usd) == 3 else usd,
+        "kwh": bill.get("kwh"),
+        "kgco2e": bill.get("kgco2e"),
+        "effective_time": reliability.get("effective_time"),
+        "checkpoint_interval_s": reliability.get("interval_s"),
+    }
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class _Measured:
+    """A run, opened."""
+
+    def __init__(self, run: Run) -> None:
+        self._history = RunHistory.open(run)
+        self.summary: Summary = summarize(run, self._history, walk_ledger(run, self._history))
+        self._plan = run.plan()
+
+    def side(self, other: _Measured) -> Side:
+        """With what it had reached where the other ends too."""
+        results = self._results() | self._losses(other)
+        return Side(name=self.summary.run, kind="run", settings=at(self._plan, "job"), plan=self._plan, results=results)
+
+    def _results(self) -> dict[str, Value]:
+        s = self.summary
+        return {
+            "state": s.state,
+            "steps": s.steps,
+            "tokens": s.tokens,
+            "step_s": s.step_s.measured,
+            "tokens_per_s": s.tokens_per_s.measured,
+            "mfu": s.mfu.measured,
+            "memory_bytes": s.memory_bytes.measured,
+            "wall_s": s.ledger.wall_s if s.ledger is not None else None,
+            "effective_time": s.effective_time.measured,
+            "incidents": len(s.incidents),
+            "usd": s.cost.so_far.usd if s.cost is not None else None,
+            "energy_j": s.cost.so_far.energy_j if s.cost is not None else None,
+            "last_loss": s.last_loss,
+            "bits_per_byte": s.evaluation.bits_per_byte if s.evaluation is not None else None,
+        }
+
+    def _losses(self, other: _Measured) -> dict[str, Value]:
+        last = [one for one in (self._history.last_step, other._history.last_step) if one is not None]
+        if len(last) < 2:
+            return {}
+        step = min(last)
+        found = {f"loss at step {step + 1:,}": self._loss(step)}
+        tokens, per_step = min(self.summary.tokens, other.summary.tokens), self._tokens_per_step
+        if per_step and other._tokens_per_step and per_step != other._tokens_per_step:
+            found[f"loss at {format_count(tokens)} tokens"] = self._loss(int(tokens / per_step) - 1)
+        return found
+
+    @property
+    def _tokens_per_step(self) -> float:
+        return self.summary.tokens / self.summary.steps if self.summary.steps else 0.0
+
+    def _loss(self, step: int) -> float | None:
+        """The mean over the last few steps up to one."""
+        near = self._history.curve("loss", first=max(0, step - NEAR + 1), last=max(0, step), points=1)
+        return next(iter(near.mean), None)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def render_difference(a: Side, b: Side, found: Sequence[Difference]) -> str:
+    """Tables of what differs, by section."""
+    lines = [f"A  {a.kind} {printable(a.name)}", f"B  {b.kind} {printable(b.name)}"]
+    if not found:
+        return "\n".join([*lines, "", "no difference"])
+    for section in dict.fromkeys(one.section for one in found):
+        rows = [("", "A", "B", "")]
+        rows += [_row(one) for one in found if one.section == section]
+        lines += ["", section.upper(), *(f"  {line}" for line in text_table(rows))]
+    return "\n".join(lines)
+
+
+def _row(one: Difference) -> tuple[str, str, str, str]:
+    change = f"{one.change:+.1%}" if one.change is not None and one.section in ("prediction", "results") else ""
+    return printable(one.key, most=60), _shown(one.key, one.a), _shown(one.key, one.b), change
+
+
+def _shown(key: str, value: Value) -> str:
+    if value is None:
+        return "-"
+    known = number({"": value}, "")
+    if known is None or isinstance(value, bool):
+        return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), most=WIDEST)
+    return _number(key.rsplit(".", 1)[-1], known, whole=integer({"": value}, "") is not None)
+
+
+def _number(key: str, value: float, *, whole: bool) -> str:
+    """With the unit that the name ends in."""
+    if key.endswith("_s") and not key.endswith("_per_s") and value:
+        return format_seconds(value)
+    if key.endswith("_bytes"):
+        return format_bytes(value)
+    if key == "usd":
+        return format_money(value)
+    if key == "energy_j":
+        return format_energy(value)
+    if key in ("mfu", "effective_time"):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if whole else f"{value:.6g}"

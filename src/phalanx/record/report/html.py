@@ -1,0 +1,287 @@
+"""A report as one HTML file: nothing is fetched, nothing is run, every text of the run is escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from html import escape
+
+from phalanx.io.style import REPORT_CSS
+from phalanx.io.svg import PLANNED_STYLE, PlotLine, axis_format, line_plot, stacked_bar
+from phalanx.io.values import printable
+from phalanx.record.account.summary import LayoutResult, Pair, Summary
+from phalanx.record.archive.history import Curve
+from phalanx.record.report.run_report import RunReport
+from phalanx.record.report.sections import (
+    Bar,
+    Block,
+    Cell,
+    ColourKey,
+    Items,
+    Paragraph,
+    Quote,
+    Stack,
+    Table,
+    report_headline,
+    report_sections,
+    wall_seconds,
+)
+from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
+
+MOST_ROWS = 64  # ranks, incidents or checkpoints in a table
+MOST_SAMPLE = 4000
+MOST_UNBROKEN = 40  # characters of a cell that stay on one line of a narrow screen
+STATES = ("created", "launching", "running", "done", "stopped", "failed", "gone")
+
+
+def render_html(report: RunReport, *, made: str) -> str:
+    """The whole file; `made` says by what and when, at the bottom."""
+    s = report.summary
+    digest = base64.b64encode(hashlib.sha256(REPORT_CSS.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    sections = report_sections(s, report, most_rows=MOST_ROWS)
+    shown = [(one.title, "\n".join(_block(block) for block in one.blocks)) for one in sections]
+    learnt = [
+        place
+        for place, (title, _) in enumerate(shown)
+        if title in ("Prediction and measurement", "Layouts", "Learning")
+    ]
+    shown.insert(1 + max(learnt, default=-1), ("Over the run", figures(report)))
+    body = "\n".join(f"<section><h2>{title}</h2>\n{text}\n</section>" for title, text in shown if text)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{escape(report_headline(s).name)} · Phalanx</title>
+<style>{REPORT_CSS}</style>
+</head>
+<body>
+<main>
+{_head(s)}
+{body}
+<footer>{escape(printable(made))}</footer>
+</main>
+</body>
+</html>
+"""
+
+
+def _head(s: Summary) -> str:
+    head = report_headline(s)
+    state = s.state if s.state in STATES else "unknown"
+    why = f"<pre>{escape(_lines(s.message))}</pre>" if head.message else ""
+    title = f'<h1>{escape(head.name)} <span class="state {state}">{escape(printable(s.state, most=40))}</span></h1>'
+    return f'<header>{title}\n<p class="lead quiet">{escape(printable(head.subject))}</p>{why}\n{_tiles(s)}</header>'
+
+
+def _tiles(s: Summary) -> str:
+    of = f"of {s.planned_steps:,} steps" if s.planned_steps else "steps"
+    usd = s.cost.so_far.usd if s.cost is not None else None
+    tiles = [
+        (f"{s.steps:,}", of),
+        (f"{s.last_loss:.4f}" if s.last_loss is not None else "", f"loss, from {s.first_loss or 0:.4f}"),
+        (_or(s.tokens_per_s.measured, format_count), "tokens/s" + _planned(s.tokens_per_s, format_count)),
+        (_or(s.mfu.measured, _percent), "MFU" + _planned(s.mfu, _percent)),
+        (_or(s.memory_bytes.measured, format_bytes), "memory" + _planned(s.memory_bytes, format_bytes)),
+        (_or(s.effective_time.measured, _percent), "effective time" + _planned(s.effective_time, _percent)),
+        (_or(usd, format_money), "so far"),
+        (
+            _or(wall_seconds(s), format_seconds),
+            f"wall clock, {plural(s.starts, 'start')}" if s.starts > 1 else "wall clock",
+        ),
+    ]
+    made = [
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in tiles if value
+    ]
+    return f'<div class="tiles">{"".join(made)}</div>'
+
+
+def _or(value: float | None, show: Callable[[float], str]) -> str:
+    return show(value) if value is not None else ""
+
+
+def _planned(pair: Pair, show: Callable[[float], str]) -> str:
+    return f", planned {show(pair.predicted)}" if pair.predicted else ""
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Table():
+            return _table(block)
+        case Stack():
+            return stacked_bar(block.parts)
+        case Paragraph():
+            return f'<p class="quiet">{escape(block.text)}</p>'
+        case Items():
+            kind = ' class="quiet"' if block.quiet else ""
+            return "".join(f"<p{kind}>{escape(text)}</p>" for text in block.texts)
+        case Quote():
+            return "".join(f"<pre>{escape(_lines(text))}</pre>" for text in block.texts)
+
+
+def _table(table: Table) -> str:
+    number = [' class="n"' if column in table.right else "" for column in range(len(table.head))]
+    head = "".join(f'<th scope="col"{kind}>{escape(cell)}</th>' for cell, kind in zip(table.head, number, strict=True))
+    lines = []
+    for place, row in enumerate(table.rows):
+        cells = zip(row, number, strict=True)
+        made = "".join(f"<td{kind or _width_class(cell)}>{_cell(cell)}</td>" for cell, kind in cells)
+        kind = ' class="alarm"' if place in table.alarms else ""
+        lines.append(f"<tr{kind}>{made}</tr>")
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _width_class(cell: Cell) -> str:
+    return ' class="long"' if isinstance(cell, str) and len(cell) > MOST_UNBROKEN else ""
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Bar):
+        rest = max(0.0, cell.whole - sum(size for _, size in cell.parts))
+        return stacked_bar([*cell.parts, ("rest", rest)], height=10).replace('"stack"', '"cell"')
+    if isinstance(cell, ColourKey):
+        kind = escape(cell.name.replace(" ", "-"), quote=True)
+        square = f'<rect class="part {kind}" width="10" height="10"/>'
+        return f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true">{square}</svg>{escape(cell.name)}'
+    return escape(cell)
+
+
+def _lines(text: str) -> str:
+    """A text with its line breaks and without other control characters."""
+    return "\n".join(printable(line, most=MOST_SAMPLE) for line in text[:MOST_SAMPLE].splitlines()[:60])
+
+
+# ---- plots -----------------------------------------------------------------------------------------------------------
+
+
+LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn
+
+
+def figures(report: RunReport) -> str:
+    """Every curve that the run has, each with its words and its legend."""
+    s, curves = report.summary, report.curves
+    drawn = [
+        _figure(report, "Loss", "", [_line(curves, "loss", "training"), _evaluations(report)]),
+        _figure(
+            report,
+            "Tokens per second",
+            "",
+            [_line(curves, "tokens_per_s"), _planned_line(s.layouts, lambda one: one.tokens_per_s)],
+            rough=True,
+        ),
+        _figure(
+            report, "MFU", "share", [_line(curves, "mfu"), _planned_line(s.layouts, lambda one: one.mfu)], rough=True
+        ),
+        _effective(report),
+        _figure(report, "Gradient noise scale, samples", "", [_line(curves, "noise_scale")]),
+        _figure(report, "Gradient norm", "", [_line(curves, "grad_norm")]),
+        _figure(report, "Memory of rank 0", "bytes", _memory(report), zero=True),
+        _figure(report, "A step of rank 0", "s", _step_lines(curves), zero=True, rough=True),
+        _figure(report, "Utilization of rank 0", "share", [_line(curves, "utilization")], zero=True),
+    ]
+    return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+
+
+def _line(curves: dict[str, Curve], name: str, label: str = "measured", style: str = "1") -> PlotLine | None:
+    one = curves.get(name)
+    if one is None:
+        return None
+    return PlotLine(label=label, x=one.step, mean=one.mean, low=one.low, high=one.high, style=style)
+
+
+def _flat(curves: dict[str, Curve], value: float | None) -> PlotLine | None:
+    """A number, from the first step to the last."""
+    steps = next(iter(curves.values())).step if curves else ()
+    if not value or not steps:
+        return None
+    return PlotLine(label="planned", x=(steps[0], steps[-1]), mean=(value, value), style=PLANNED_STYLE)
+
+
+def _planned_line(layouts: Sequence[LayoutResult], pair: Callable[[LayoutResult], Pair]) -> PlotLine | None:
+    """The prediction over the steps, each layout's own."""
+    known = [(one, pair(one).predicted) for one in layouts]
+    if not any(value for _, value in known):
+        return None
+    x = tuple(step for one, _ in known for step in (one.first_step, one.last_step))
+    mean = tuple(value or None for _, value in known for _ in range(2))
+    return PlotLine(label="planned", x=x, mean=mean, style=PLANNED_STYLE)
+
+
+def _evaluations(report: RunReport) -> PlotLine | None:
+    if not report.evaluations:
+        return None
+    steps, losses = zip(*report.evaluations, strict=True)
+    return PlotLine(label="held-out", x=steps, mean=losses, style="2", dots=True)
+
+
+def _memory(report: RunReport) -> list[PlotLine | None]:
+    lines = [_line(report.curves, "memory_used_bytes", "now"), _line(report.curves, "memory_bytes", "most so far", "2")]
+    limit, most = report.memory_limit_bytes, report.summary.memory_bytes.measured
+    if not limit or not most or limit > LIMIT_SEEN * most:  # far away, it would flatten all the rest
+        return [*lines, _planned_line(report.summary.layouts, lambda one: one.memory_bytes)]
+    flat = _flat(report.curves, limit)
+    return [
+        *lines,
+        PlotLine(label="limit", x=flat.x, mean=flat.mean, style=PLANNED_STYLE) if flat is not None else None,
+    ]
+
+
+def _step_lines(curves: dict[str, Curve]) -> list[PlotLine | None]:
+    return [
+        _line(curves, "duration_s", "whole"),
+        _line(curves, "compute_s", "computing", "3"),
+        _line(curves, "wait_s", "not computing", "2"),
+    ]
+
+
+def _figure(
+    report: RunReport,
+    title: str,
+    unit: str,
+    lines: Sequence[PlotLine | None],
+    *,
+    zero: bool = False,
+    rough: bool = False,
+) -> str:
+    known = [line for line in lines if line is not None]
+    if not any(line.style != PLANNED_STYLE for line in known):
+        return ""
+    drawn = line_plot(title, known, show=axis_format(unit), marks=report.marks, zero=zero, rough=rough)
+    return _captioned(title, known, drawn)
+
+
+def _effective(report: RunReport) -> str:
+    found = report.effective
+    if len(found.t) < 2:
+        return ""
+    hours = [(t - found.t[0]) for t in found.t]
+    lines = [
+        PlotLine(label="cumulative", x=hours, mean=found.cumulative, style="1"),
+        PlotLine(label=found.window, x=hours, mean=found.last_hour, style="2"),
+    ]
+    title = "Effective training time"
+    drawn = line_plot(title, lines, show=axis_format("share"), show_x=axis_format("s"), zero=True, most=1.0, times=True)
+    return _captioned(title, lines, drawn)
+
+
+def _captioned(title: str, lines: Sequence[PlotLine], drawn: str) -> str:
+    if not drawn:
+        return ""
+    keys = (
+        "".join(f'<span class="key s{line.style}"></span>{escape(line.label)}' for line in lines)
+        if len(lines) > 1
+        else ""
+    )
+    return f"<figure><figcaption><b>{escape(title)}</b>{keys}</figcaption>{drawn}</figure>"

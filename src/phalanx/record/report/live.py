@@ -1,0 +1,326 @@
+"""A run as it goes: reads rank 0's events while they are written, so that watching costs the ranks nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.errors import PhalanxError
+from phalanx.io.values import at, integer, number, printable, seconds, text
+from phalanx.record.account.incidents import incident_text
+from phalanx.record.account.ledger import walk_ledger
+from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.time_accounts import Effective, from_trail
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.events import Event, EventReader
+from phalanx.record.run import ENDED, Run, is_run_over, last_written
+from phalanx.units import format_bytes, format_count, format_seconds, plural
+
+SLOW_GROUPS_S = 5.0  # process groups that took longer to make are worth a line
+RECENT = 20  # steps behind the rate and the time that is left
+# What the lines hold on which `remark_of_rank` has something to say.
+REMARKED = (
+    *(b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"'),
+    *(b'"communicators"', b'"compile_check"'),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where a run stands after its last step."""
+
+    step: int  # steps done
+    steps: int  # in all; 0 when not known
+    loss: float | None
+    tokens_per_s: float | None
+    left_s: float | None
+    memory_bytes: float | None
+    lr: float | None
+
+    def line(self) -> str:
+        """One line for a person."""
+        of = f"/{self.steps:,}" if self.steps else ""
+        parts = [f"step {self.step:,}{of}"]
+        parts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        parts += [f"{format_count(self.tokens_per_s)} tokens/s"] if self.tokens_per_s else []
+        parts += [f"{format_seconds(self.left_s)} left"] if self.left_s else []
+        parts += [format_bytes(self.memory_bytes)] if self.memory_bytes else []
+        parts += [f"lr {self.lr:.2e}"] if self.lr is not None else []
+        return "  ".join(parts)
+
+
+class Follower:
+    """Turns new events into progress and remarks; ask it as often as you like."""
+
+    def __init__(self, run: Run, *, steps: int, since_s: float) -> None:
+        self._reader = EventReader(run.events(0))
+        self._supervisor = EventReader(run.supervisor)
+        self._steps = steps
+        self._since_s = since_s
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # tokens, seconds
+
+        self.progress: Progress | None = None
+
+    def read(self) -> list[str]:
+        """Look at what is new; the remarks worth a line of their own."""
+        remarks = self._incidents()
+        for event in self._reader.read():
+            if (number(event, "t") or 0.0) < self._since_s:
+                continue  # an earlier start of the same run
+            if event["event"] == "step":
+                self._step(event)
+            else:
+                remarks += remark_of_rank(event)
+                self._steps = integer(event, "steps") or self._steps if event["event"] == "run_start" else self._steps
+        return remarks
+
+    def _incidents(self) -> list[str]:
+        """What fell, and who goes on."""
+        remarks = []
+        for event in self._supervisor.read():
+            if (number(event, "t") or 0.0) >= self._since_s:
+                remarks += remark_of_supervisor(event)
+        return remarks
+
+    def _step(self, event: Event) -> None:
+        seconds, tokens = number(event, "duration_s"), number(event, "tokens")
+        if seconds:
+            self._recent.append((tokens or 0.0, seconds))
+        spent = sum(seconds for _, seconds in self._recent)
+        done = (integer(event, "step") or 0) + 1
+        rate = sum(tokens for tokens, _ in self._recent) / spent if spent else None
+        left = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
+        self.progress = Progress(
+            step=done,
+            steps=self._steps,
+            loss=number(event, "loss"),
+            tokens_per_s=rate,
+            left_s=left,
+            memory_bytes=number(event, "memory_bytes"),
+            lr=number(event, "lr"),
+        )
+
+
+def remark_of_supervisor(event: Event) -> list[str]:
+    """What fell, who goes on, who came and went."""
+    kind, host = event["event"], text(event, "host")
+    if kind == "incident":
+        return [f"step {integer(event, 'step') or 0:,}: failed: {incident_text(event)}"]
+    if kind == "evidence" and event.get("finding"):
+        return [text(event, "finding")]
+    if kind == "replacement":
+        return [f"failed with it and is replaced: {incident_text(event)}"]
+    if kind == "epoch" and event.get("reason") != "start":
+        return [f"generation {integer(event, 'epoch')}: continuing with {plural(integer(event, 'world') or 0, 'rank')}"]
+    if kind == "coordinator":
+        return ["the coordinator failed and another took over; no rank noticed"]
+    if kind == "host" and event.get("state") == "joined" and integer(event, "epoch"):
+        return [f"{host} joined"]
+    if kind == "quarantine":
+        slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
+        return [f"{host}{slot} is quarantined: {text(event, 'reason')}"]
+    return []
+
+
+def remark_of_rank(event: Event) -> list[str]:
+    """What a person wants to see pass by, apart from steps."""
+    step = integer(event, "step") or 0
+    if event["event"] == "evaluate":
+        parts = [f"loss {event['loss']:.4f}"] if number(event, "loss") is not None else []
+        parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if number(event, "bits_per_byte") is not None else []
+        return [f"step {step:,}: held-out {', '.join(parts)}"]
+    if event["event"] == "checkpoint":
+        return _checkpoint(event, step)
+    if event["event"] == "memory":
+        return [f"step {step:,}: {_copies(event)}"]
+    if event["event"] == "remark" and event.get("is_warning") is True:
+        return [f"warning: {text(event, 'text')}"]
+    if event["event"] == "compile_check":
+        return [_compile_check(event)]
+    if event["event"] == "communicators":
+        return _communicators(event)
+    if event["event"] == "ready":
+        seconds = number(event, "seconds")
+        at = f", continuing at step {step:,}" if step else ""
+        given = event.get("warnings")
+        noted = [printable(one) for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        waited = f" after {format_seconds(seconds)}" if seconds else ""
+        return [*(f"warning: {one}" for one in noted), f"ranks ready{waited}{at}"]
+    return []
+
+
+def _compile_check(event: Event) -> str:
+    """What the comparison of compiled and eager code found, and what it cost."""
+    took_s, compile_s = number(event, "seconds") or 0.0, number(event, "compile_s") or 0.0
+    cost = f"{format_seconds(took_s)}, {format_seconds(compile_s)} of it compiling"
+    if event.get("passed") is None:
+        return f"warning: compiled code could not be held against eager code ({cost}): {text(event, 'reason')}"
+    norms = [number(event, name) for name in ("grad_norm", "eager_grad_norm", "gradient_difference", "bound")]
+    if event["passed"] is not True:
+        told = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
+        return f"compiled code is wrong ({cost}){told}"
+    off = f"gradients differ by {norms[2]:.1e}, rounding explains {norms[3]:.1e}" if None not in norms else ""
+    return f"compiled code agrees with eager code ({cost}): {off}"
+
+
+def _communicators(event: Event) -> list[str]:
+    """How long the process groups took, where that is worth a line, and on which ranks the settings differ."""
+    given = event.get("differences")
+    lines = [f"warning: {printable(one)}" for one in given if isinstance(one, str)] if isinstance(given, list) else []
+    took_s = number(event, "seconds") or 0.0
+    if took_s >= SLOW_GROUPS_S:
+        lines.append(f"process groups made in {format_seconds(took_s)} ({text(event, 'backend')})")
+    return lines
+
+
+def _copies(event: Event) -> str:
+    """How the copies of the state in host memory are."""
+    if event.get("is_skipped") is True:
+        return f"in-memory checkpoint skipped: {text(event, 'trouble') or 'the last one is not safe yet'}"
+    trouble = text(event, "trouble")
+    return (
+        f"in-memory checkpoint without a replica: {trouble}" if trouble else "in-memory checkpoints have replicas again"
+    )
+
+
+def _checkpoint(event: Event, step: int) -> list[str]:
+    """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
+    if event.get("error"):
+        return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
+    seconds, size, blocked_s = (number(event, name) for name in ("seconds", "bytes", "blocked_s"))
+    if seconds is None and blocked_s is not None:
+        return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]
+    cost = [format_bytes(size)] if size else []
+    cost += [format_seconds(seconds)] if seconds else []
+    return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]
+
+
+# ---- watching: what is cheap at every look, what is dear now and then ------------------------------------------------
+
+
+# The whole record is read again at most this often, and never for more than a twentieth of the time.
+LEAST_S = 2.0
+SHARE = 0.05
+OVER = (*ENDED, "gone")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A run at one look."""
+
+    state: str
+    progress: Progress | None
+    loss: tuple[float | None, ...]  # over the whole run
+    tokens_per_s: tuple[float | None, ...]
+    summary: Summary
+    effective: Effective
+    scores: Scores
+    saved_step: int | None  # newest checkpoint
+    saved_age_s: float | None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.state in OVER
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Dear:
+    """What takes a look at the whole record."""
+
+    summary: Summary
+    effective: Effective
+    scores: Scores
+    loss: tuple[float | None, ...]
+    tokens_per_s: tuple[float | None, ...]
+
+
+class Watcher:
+    """Looks at a run again and again."""
+
+    def __init__(self, run: Run, *, points: int = 120, clock: Callable[[], float] = time.time) -> None:
+        self.run, self._points, self._clock = run, points, clock
+        self._history = RunHistory.open(run)
+        # Read on from where they stopped: a long run has more of them than can be looked through twice a second.
+        self._rank, self._supervisor = EventReader(run.events(0)), EventReader(run.supervisor)
+        self._changed_s = last_written(run)
+        self._next_s = 0.0
+        self._dear: _Dear | None = None
+
+    def look(self) -> View:
+        """What there is now."""
+        if self._history.refresh():
+            self._changed_s = self._clock()
+        state = self._state()
+        dear = self._read(force=state in OVER)
+        saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
+        saved_s = number(saved[-1], "t") if saved else None
+        return View(
+            state=state,
+            progress=self._progress(),
+            loss=dear.loss,
+            tokens_per_s=dear.tokens_per_s,
+            summary=dear.summary,
+            effective=dear.effective,
+            scores=dear.scores,
+            saved_step=integer(saved[-1], "step") if saved else None,
+            saved_age_s=max(0.0, self._clock() - saved_s) if saved_s is not None else None,
+        )
+
+    def remarks(self) -> list[str]:
+        """What happened since the last time this was asked, a line each."""
+        new = [(event, remark_of_rank) for event in self._rank.stream(only=REMARKED)]
+        new += [(event, remark_of_supervisor) for event in self._supervisor.stream()]
+        new.sort(key=lambda one: number(one[0], "t") or 0.0)
+        return [line for event, remark in new for line in remark(event)]
+
+    def _read(self, *, force: bool) -> _Dear:
+        """The ledger, the curves and all else that needs the whole record."""
+        if self._dear is not None and not force and time.monotonic() < self._next_s:
+            return self._dear
+        began_s = time.monotonic()
+        walked = walk_ledger(self.run, self._history)
+        self._dear = _Dear(
+            summary=summarize(self.run, self._history, walked),
+            effective=from_trail(walked.trail),
+            scores=scores(self._history),
+            loss=self._history.curve("loss", points=self._points).mean,
+            tokens_per_s=self._history.curve("tokens_per_s", points=self._points).mean,
+        )
+        took_s = time.monotonic() - began_s
+        self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
+        return self._dear
+
+    def _state(self) -> str:
+        state = str(self.run.status().get("state", "unknown"))
+        is_gone = state not in ENDED and is_run_over(self.run, heard_s=self._changed_s, now_s=self._clock())
+        return "gone" if is_gone else state
+
+    def _progress(self) -> Progress | None:
+        last = self._history.last_step
+        if last is None:
+            return None
+        recent: list[Event] = list(self._history.steps(self._history.witness, max(0, last - RECENT + 1), last))
+        timed = [(number(one, "tokens") or 0.0, took) for one in recent if (took := seconds(one, "duration_s"))]
+        spent_s, newest = sum(took for _, took in timed), recent[-1] if recent else {}
+        steps = self._steps()
+        return Progress(
+            step=last + 1,
+            steps=steps,
+            loss=number(newest, "loss"),
+            tokens_per_s=sum(tokens for tokens, _ in timed) / spent_s if spent_s else None,
+            left_s=max(0, steps - last - 1) * spent_s / len(timed) if timed and steps else None,
+            memory_bytes=number(newest, "memory_bytes"),
+            lr=number(newest, "lr"),
+        )
+
+    def _steps(self) -> int:
+        begun = self._history.events("run_start")
+        told = integer(begun[-1], "steps") if begun else None
+        try:
+            return told or integer(at(self.run.plan(), "duration"), "steps") or 0
+        except PhalanxError:
+            return told or 0

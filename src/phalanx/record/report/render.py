@@ -1,0 +1,108 @@
+"""A report on a terminal of 100 columns, and as a page of Markdown for an issue or a wiki."""
+
+from __future__ import annotations
+
+import textwrap
+
+from phalanx.io.tables import markdown_table, markdown_text, text_bar, text_table
+from phalanx.io.values import printable
+from phalanx.record.account.summary import Summary
+from phalanx.record.report.run_report import RunReport
+from phalanx.record.report.sections import (
+    Bar,
+    Block,
+    Cell,
+    ColourKey,
+    Items,
+    Paragraph,
+    Quote,
+    Stack,
+    Table,
+    report_headline,
+    report_sections,
+)
+
+WIDTH = 100
+BAR_WIDTH = 24
+MOST_SAMPLE = 4000  # characters of a text that the model wrote
+
+
+# ---- a terminal ------------------------------------------------------------------------------------------------------
+
+
+def render_text(summary: Summary) -> str:
+    """The page: prediction beside measurement, what was learnt, time, ranks, incidents, cost, where everything is."""
+    head = report_headline(summary)
+    lines = [f"{summary.run}: {head.state}, {head.progress}", *(f"  {line}" for line in head.message), head.subject]
+    for section in report_sections(summary):
+        body = [line for block in section.blocks for line in _text_lines(block)]
+        lines += ["", section.title.upper(), *(f"  {line}".rstrip() for line in body)]
+    lines += ["", f"run folder: {summary.run}"]
+    if summary.checkpoints and summary.state != "done":
+        lines.append(f"resume with: phalanx train --resume {summary.run}")  # not wrapped: it is to be copied
+    return "\n".join(lines)
+
+
+def _text_lines(block: Block) -> list[str]:
+    match block:
+        case Table():
+            head = [block.head] if any(block.head) else []
+            return text_table([*head, *([_text_cell(cell) for cell in row] for row in block.rows)], right=block.right)
+        case Paragraph():
+            return textwrap.wrap(block.text, WIDTH - 4)
+        case Items():
+            return [
+                line
+                for text in block.texts
+                for line in textwrap.wrap(printable(text, most=MOST_SAMPLE), WIDTH - 4, subsequent_indent="  ")
+            ]
+        case Quote():
+            wrapped = [textwrap.wrap(printable(text, most=MOST_SAMPLE), WIDTH - 6) or [""] for text in block.texts]
+            return [line for text in wrapped for line in [*(f"│ {line}" for line in text), ""]][:-1]
+        case Stack():
+            return []
+
+
+def _text_cell(cell: Cell) -> str:
+    if isinstance(cell, Bar):
+        if len(cell.parts) == 1:
+            return text_bar(cell.parts[0][1] / cell.whole, BAR_WIDTH)
+        sizes = [round(min(1.0, size / cell.whole) * BAR_WIDTH) for _, size in cell.parts]
+        return "".join(mark * size for mark, size in zip("█░", sizes, strict=True))
+    return cell.name if isinstance(cell, ColourKey) else cell
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def render_markdown(report: RunReport) -> str:
+    """The numbers of the HTML page without its plots."""
+    head = report_headline(report.summary)
+    why = f"\n\n> {markdown_text(' '.join(head.message))}" if head.message else ""
+    told = f"**{markdown_text(head.state)}**, {markdown_text(head.progress)}. {markdown_text(head.subject)}."
+    parts = [f"# {markdown_text(head.name)}\n\n{told}{why}"]
+    for section in report_sections(report.summary, report):
+        body = [text for block in section.blocks if (text := _markdown_block(block))]
+        parts.append("\n\n".join([f"## {section.title}", *body]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_block(block: Block) -> str:
+    match block:
+        case Table():
+            drawn = {column for row in block.rows for column, cell in enumerate(row) if isinstance(cell, Bar)}
+            shown = [column for column in range(len(block.head)) if column not in drawn]
+            rows = [[_markdown_cell(row[column]) for column in shown] for row in block.rows]
+            return markdown_table([block.head[column] for column in shown], rows)
+        case Paragraph():
+            return markdown_text(block.text, most=2000)
+        case Items():
+            return "\n".join(f"- {markdown_text(text)}" for text in block.texts)
+        case Quote():
+            return "\n\n".join(f"> {markdown_text(text, most=1000)}" for text in block.texts[:4])
+        case Stack():
+            return ""
+
+
+def _markdown_cell(cell: Cell) -> str:
+    return "" if isinstance(cell, Bar) else markdown_text(cell.name if isinstance(cell, ColourKey) else cell)

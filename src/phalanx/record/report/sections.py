@@ -1,0 +1,422 @@
+"""The sections of a report, once for all backends: tables, paragraphs, lists and quotes of plain texts.
+
+render.py shows them on a terminal and as Markdown, html.py as a page, `phalanx watch` shows their `brief` lines.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from phalanx.io.values import printable
+from phalanx.record.account.communication import communication_lines
+from phalanx.record.account.cost import Cost
+from phalanx.record.account.ledger import Ledger
+from phalanx.record.account.summary import LayoutResult, Pair, RankTime, Summary
+from phalanx.record.report.run_report import RunReport
+from phalanx.units import format_bytes, format_carbon, format_count, format_energy, format_money, format_seconds, plural
+
+MOST_ROWS = 16  # of a table; a page may show more
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A bar in a cell: names and sizes of its parts, and the size of the whole cell. Markdown leaves it out."""
+
+    parts: tuple[tuple[str, float], ...]
+    whole: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColourKey:
+    """A name with its colour, where there are colours."""
+
+    name: str
+
+
+Cell = str | Bar | ColourKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of cells under a head; the columns in `right` are aligned to the right, the rows in `alarms` stand out."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    right: tuple[int, ...] = ()
+    alarms: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """One bar over the whole width of a page, by parts; only pages draw it."""
+
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paragraph:
+    """A sentence or more."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Items:
+    """Short texts, one per line; `quiet` ones are remarks on what stands above."""
+
+    texts: tuple[str, ...]
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quote:
+    """Texts as somebody else wrote them."""
+
+    texts: tuple[str, ...]
+
+
+Block = Table | Stack | Paragraph | Items | Quote
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BriefLine:
+    """What a screen of 24 lines has room for: a label, a text, and whether it is bad news."""
+
+    label: str
+    text: str
+    is_alarm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A titled part of a report; one without blocks is not shown."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    brief: tuple[BriefLine, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headline:
+    """What a report begins with."""
+
+    name: str  # of the run folder
+    state: str
+    progress: str  # steps, tokens, time
+    subject: str  # model, cluster, layout
+    message: tuple[str, ...]  # why it failed
+
+
+def report_headline(s: Summary) -> Headline:
+    """The first lines of every report."""
+    done = f"{s.steps:,} of {plural(s.planned_steps, 'step')}" if s.planned_steps else plural(s.steps, "step")
+    spent_s = wall_seconds(s)
+    spent = f" in {format_seconds(spent_s)}" if spent_s else ""
+    starts = f", {plural(s.starts, 'start')}" if s.starts > 1 else ""
+    is_bad = s.state in ("failed", "gone")
+    return Headline(
+        name=printable(s.run.rstrip("/").rsplit("/", 1)[-1], most=120),
+        state=s.state,
+        progress=f"{done}, {format_count(s.tokens)} token{'' if s.tokens == 1 else 's'}{spent}{starts}",
+        subject=f"{s.model} ({format_count(s.parameters)} parameters) on {s.cluster}, "
+        f"{plural(s.world, 'rank')}: {s.layout}",
+        message=tuple(printable(line) for line in s.message.splitlines()[:20]) if is_bad else (),
+    )
+
+
+def report_sections(s: Summary, report: RunReport | None = None, *, most_rows: int = MOST_ROWS) -> list[Section]:
+    """All sections that have something to say; `report` adds what takes a look at the whole record."""
+    found = [
+        _measured(s),
+        _layouts(s),
+        _learning(s),
+        time_section(s),
+        _ranks(s, report, most_rows),
+        incident_section(s, most_rows),
+        Section(
+            title="Communication",
+            blocks=_items(line.strip() for line in communication_lines(s.communication)) if s.communication else (),
+        ),
+        _checkpoints(s, report),
+        cost_section(s),
+        Section(title="Samples", blocks=(Quote(texts=s.samples[:8]),) if s.samples else ()),
+        Section(title="Warnings of the plan", blocks=_items(report.reasons) if report is not None else ()),
+        damage_section(s, most_rows),
+    ]
+    return [one for one in found if one.blocks]
+
+
+def wall_seconds(s: Summary) -> float | None:
+    """Seconds the run went on, by its ledger: neither pauses between launches nor leaps of a clock count."""
+    return s.ledger.wall_s if s.ledger is not None and s.ledger.wall_s else s.wall_s
+
+
+# ---- prediction and measurement --------------------------------------------------------------------------------------
+
+
+def _measured(s: Summary) -> Section:
+    title = "Prediction and measurement"
+    if s.step_s.measured is None:
+        return Section(title=title, blocks=(Paragraph(text="No step was finished."),))
+    step = _seconds(s.step_s.measured) + (f" (p90 {format_seconds(s.step_s_p90)})" if s.step_s_p90 else "")
+    guess = _seconds(s.step_s.predicted)
+    if s.step_s_low and s.step_s_high:
+        guess += f" ({format_seconds(s.step_s_low)} to {format_seconds(s.step_s_high)})"
+    rows: list[tuple[Cell, ...]] = [("step", guess, step, _error(s.step_s))]
+    kinds: tuple[tuple[str, Pair, Callable[[float | None], str]], ...] = (
+        ("tokens/s", s.tokens_per_s, _count),
+        ("MFU", s.mfu, _share),
+        ("memory of the fullest rank", s.memory_bytes, _bytes),
+        ("training", s.training_s, _seconds),
+        ("recovery from a failure", s.recovery_s, _seconds),
+        ("effective training time", s.effective_time, _share),
+    )
+    for name, pair, show in kinds:
+        if pair.measured is not None:
+            rows.append((name, show(pair.predicted), show(pair.measured), _error(pair)))
+    if s.first_step_s is not None:
+        rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
+    head = ("", "predicted", "measured", "difference")
+    return Section(title=title, blocks=(Table(head=head, rows=tuple(rows), right=(1, 2, 3)),))
+
+
+def _layouts(s: Summary) -> Section:
+    """Of a run that changed its layout: each with its own prediction."""
+    title = "Layouts"
+    if len(s.layouts) < 2:
+        return Section(title=title, blocks=())
+    newest = s.layouts[-1]
+    told = (
+        f"Predicted → measured, each over its own steps. The table above is of the newest layout, "
+        f"steps {newest.first_step + 1:,} to {newest.last_step + 1:,}."
+    )
+    head = ("steps", "ranks", "layout", "step", "tokens/s", "MFU", "memory")
+    rows = tuple(_layout_row(one) for one in s.layouts)
+    return Section(title=title, blocks=(Table(head=head, rows=rows, right=(1,)), Paragraph(text=told)))
+
+
+def _layout_row(one: LayoutResult) -> tuple[Cell, ...]:
+    steps = f"{one.first_step + 1:,} to {one.last_step + 1:,}"
+    name = one.layout if one.planned else f"{one.layout}, not planned"
+    pairs = ((one.step_s, _seconds), (one.tokens_per_s, _count), (one.mfu, _share), (one.memory_bytes, _bytes))
+    return (steps, f"{one.world:,}", name, *(f"{show(pair.predicted)} → {show(pair.measured)}" for pair, show in pairs))
+
+
+def _learning(s: Summary) -> Section:
+    lines = []
+    if s.first_loss is not None and s.last_loss is not None:
+        lines.append(f"training loss {s.first_loss:.4f} → {s.last_loss:.4f} nats per token")
+    if s.evaluation is not None:
+        e = s.evaluation
+        parts = [f"{e.loss:.4f} nats per token"] if e.loss is not None else []
+        parts += [f"{e.bits_per_byte:.3f} bits per byte"] if e.bits_per_byte is not None else []
+        lines += [f"held-out text {', '.join(parts)} at step {e.step:,}"] if parts else []
+        known = (("unigram", e.unigram_bits_per_byte), ("bigram", e.bigram_bits_per_byte))
+        baselines = [f"{name} {value:.3f}" for name, value in known if value is not None]
+        lines += [f"baselines {', '.join(baselines)} bits per byte on the same text"] if baselines else []
+    if s.noise_scale is not None:
+        lines.append(f"gradient noise scale {format_count(s.noise_scale)} samples: a batch far above it wastes tokens")
+    if s.skipped_steps:
+        lines.append(f"skipped {plural(s.skipped_steps, 'step')} whose gradient was not finite")
+    return Section(title="Learning", blocks=_items(lines))
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def spent_on(ledger: Ledger) -> list[tuple[str, float, float]]:
+    """Accounts that took 0.05 % of the time or more: name, seconds, share; largest first."""
+    spent = [(name.replace("_", " "), took_s) for name, took_s in asdict(ledger.accounts).items()]
+    shares = [(name, took_s, took_s / ledger.wall_s) for name, took_s in spent if ledger.wall_s]
+    return sorted((one for one in shares if one[2] >= 0.0005), key=lambda one: -one[1])
+
+
+def time_section(s: Summary) -> Section:
+    """Every second in one account, largest first."""
+    title, found = "Where the time went", s.ledger
+    if found is None or not found.wall_s:
+        return Section(title=title, blocks=())
+    spent = spent_on(found)
+    rows: list[tuple[Cell, ...]] = [
+        (ColourKey(name=name), format_seconds(took_s), f"{share:.1%}", Bar(parts=((name, share),), whole=1.0))
+        for name, took_s, share in spent
+    ]
+    told = f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: steps that stayed, not compiling."
+    told += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to within 1 %."
+    told += f" But {found.jumped}." if found.jumped else ""
+    told += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
+    brief = [BriefLine(label="time", text="  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8]))]
+    if found.gap:
+        brief.append(BriefLine(label="", text=f"the accounts do not add up: {found.gap}", is_alarm=True))
+    table = Table(head=("account", "time", "share", ""), rows=tuple(rows), right=(1, 2))
+    stack = Stack(parts=tuple((name, took_s) for name, took_s, _ in spent))
+    return Section(title=title, blocks=(stack, table, Paragraph(text=told)), brief=tuple(brief))
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
+    known = [one for one in s.ranks if one.compute_s is not None]
+    if not known:
+        return Section(title="Ranks", blocks=())
+    score = report.scores.score if report is not None else {}
+    slowest = sorted(known, key=lambda one: (-score.get(one.rank, 0.0), -(one.compute_s or 0.0), one.rank))[:most_rows]
+    shown = sorted(slowest, key=lambda one: one.rank)
+    most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
+    head = ["rank", "place", "", "compute", "not computing", "share", "sent", "memory", "score"]
+    rows = [[*_rank_cells(one, most), f"{score[one.rank]:.2f}" if one.rank in score else UNKNOWN] for one in shown]
+    absent = [8] if report is None else []
+    absent += [6] if all(one.bytes_sent is None for one in shown) else []  # counted where gradients are compressed
+    kept = [column for column in range(len(head)) if column not in absent]
+    slow = {one.rank for one in s.stragglers}
+    table = Table(
+        head=tuple(head[column] for column in kept),
+        rows=tuple(tuple(row[column] for column in kept) for row in rows),
+        right=(0, *range(3, len(kept))),
+        alarms=frozenset(number for number, one in enumerate(shown) if one.rank in slow),
+    )
+    told = "Means per step. Not computing: waiting for other ranks, stages, transfers or a core."
+    told += (
+        " The score is a rank’s own time over the median of the ranks with the same work, in the last 100 steps."
+        if report is not None
+        else ""
+    )
+    told += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
+    lines = [f"straggler: {one.text}; the others wait for it" for one in s.stragglers[:MOST_ROWS]]
+    if not lines and len(known) > 1:
+        lines = ["no rank stands out: the work is balanced"]
+    return Section(title="Ranks", blocks=(*_items([*lines, *_imbalance(s)]), table, Paragraph(text=told)))
+
+
+def _rank_cells(one: RankTime, most: float) -> list[Cell]:
+    compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
+    share = f"{wait / (wait + compute):.0%}" if one.wait_s is not None and wait + compute > 0 else UNKNOWN
+    bar = Bar(parts=(("compute", compute), ("wait", wait)), whole=most)
+    cells = (_seconds(one.compute_s), _seconds(one.wait_s), share, _bytes(one.bytes_sent), _bytes(one.memory_bytes))
+    return [str(one.rank), one.place or "the only one", bar, *cells]
+
+
+def _imbalance(s: Summary) -> list[str]:
+    """How unevenly the stages of a pipeline and the experts of a layer are loaded."""
+    lines = []
+    if s.stage_compute_s:
+        slowest = max(s.stage_compute_s) / statistics.fmean(s.stage_compute_s) - 1.0
+        number = s.stage_compute_s.index(max(s.stage_compute_s))
+        lines.append(f"stages: the slowest, {number}, computes {slowest:.0%} longer than the mean of all")
+    if s.expert_imbalance is not None:
+        lines.append(f"experts: the busiest gets {s.expert_imbalance:.2f} times the mean")
+    return lines
+
+
+# ---- failures, checkpoints, cost, damage -----------------------------------------------------------------------------
+
+
+def incident_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
+    """Failures and how the run went on."""
+    title = "Incidents"
+    if not s.incidents:
+        return Section(title=title, blocks=())
+    shown, rows = s.incidents[-most_rows:], []
+    for one in shown:
+        went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "nobody"
+        back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
+        where = f"rank {one.rank} on {one.host}"
+        rows.append((f"{one.step:,}", where, one.what, went, back, _seconds(one.recovery_s)))
+    head = ("step", "where", "what", "continued with", "back to step", "next step after")
+    lines = [f"step {one.step:,}: {one.finding}" for one in shown if one.finding]
+    lines += [f"the last {len(shown)} of {len(s.incidents):,}"] if len(s.incidents) > len(shown) else []
+    last = s.incidents[-1]
+    took = f", next step after {format_seconds(last.recovery_s)}" if last.recovery_s is not None else ""
+    brief = f"{len(s.incidents):,}; step {last.step:,}: rank {last.rank} on {last.host}: {last.what}{took}"
+    return Section(
+        title=title,
+        blocks=(Table(head=head, rows=tuple(rows), right=(0, 4, 5)), *_items(lines)),
+        brief=(BriefLine(label="incidents", text=brief),),
+    )
+
+
+def _checkpoints(s: Summary, report: RunReport | None) -> Section:
+    blocks: list[Block] = []
+    saved = report.saved if report is not None else ()
+    if saved:
+        rows = tuple(
+            (f"{one.step:,}", _seconds(one.blocked_s), _seconds(one.seconds), _bytes(one.size_bytes),
+             f"not saved: {one.error}" if one.error else "")
+            for one in saved[-12:]
+        )  # fmt: skip
+        head = ("step", "training waited", "written in", "size of rank 0’s part", "")
+        blocks.append(Table(head=head, rows=rows, right=(0, 1, 2, 3)))
+    lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
+    if s.checkpoints:
+        size = f", {format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
+        took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
+        steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
+        lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{size}{took}")
+    return Section(title="Checkpoints", blocks=(*blocks, *_items(lines)))
+
+
+def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
+    """Name, so far, projected, predicted, as texts; only what is known of at least one."""
+    kinds: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("money", "usd", format_money),
+        ("energy", "energy_j", format_energy),
+        ("carbon", "kgco2e", format_carbon),
+    )
+    rows = []
+    for name, key, show in kinds:
+        values = [getattr(one, key) for one in (cost.so_far, cost.projected, cost.predicted)]
+        if any(value is not None for value in values):
+            cells = [show(value) if value is not None else UNKNOWN for value in values]
+            rows.append((name, cells[0], cells[1], cells[2]))
+    return rows
+
+
+def cost_section(s: Summary) -> Section:
+    """Money, energy, carbon: so far, at the end, as planned."""
+    title = "Cost, energy and carbon"
+    rows = cost_rows(s.cost) if s.cost is not None else []
+    if s.cost is None or not rows:
+        return Section(title=title, blocks=())
+    table = Table(head=("", "so far", "at the end", "planned"), rows=tuple(rows), right=(1, 2, 3))
+    told = tuple(f"{name}: {source}" for name, source in s.cost.sources.items())
+    brief = [BriefLine(label=row[0], text=f"{row[1]} so far, {row[2]} at the end, planned {row[3]}") for row in rows]
+    return Section(title=title, blocks=(table, Items(texts=told, quiet=True)), brief=tuple(brief))
+
+
+def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
+    """What of the record cannot be read."""
+    rows = tuple((printable(one.where), printable(one.what), f"{one.count:,}") for one in s.damage[:most_rows])
+    blocks: tuple[Block, ...] = (Table(head=("where", "what", "count"), rows=rows, right=(2,)),) if rows else ()
+    if s.unreadable_lines:
+        blocks += _items([f"{plural(s.unreadable_lines, 'line')} of events could not be read"])
+    brief = [BriefLine(label="damaged", text=f"{row[0]}: {row[1]} ({row[2]})", is_alarm=True) for row in rows[:3]]
+    return Section(title="Damage to the record", blocks=blocks, brief=tuple(brief))
+
+
+def _items(texts: Iterable[str]) -> tuple[Block, ...]:
+    found = tuple(texts)
+    return (Items(texts=found),) if found else ()
+
+
+def _error(pair: Pair) -> str:
+    return f"{pair.error:+.1%}" if pair.error is not None else ""
+
+
+def _seconds(value: float | None) -> str:
+    return format_seconds(value) if value is not None else UNKNOWN
+
+
+def _bytes(value: float | None) -> str:
+    return format_bytes(value) if value is not None else UNKNOWN
+
+
+def _count(value: float | None) -> str:
+    return format_count(value) if value is not None else UNKNOWN
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.1%}" if value is not None else UNKNOWN

@@ -1,0 +1,372 @@
+"""What several answers share: the plan's numbers, where ranks stand, how a run goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from phalanx.io.values import at, integer, number, printable, seconds, text
+from phalanx.record.account.cost import Amount
+from phalanx.record.account.incidents import incident_text
+from phalanx.record.account.memberships import measured_mfu
+from phalanx.record.account.summary import Summary, summarize_briefly
+from phalanx.record.archive.history import Curve, RunHistory
+from phalanx.record.archive.series import unit_of
+from phalanx.record.events import Event
+from phalanx.record.run import Run, last_written, read_json
+from phalanx.units import format_bytes, format_seconds, plural
+from phalanx.web.answer import AnswerParts, Json
+from phalanx.web.run_store import NotYetError, RunAccount, RunStore, account_soon, run_account, run_stamp, state_of
+
+RECENT = 20  # steps behind the rate and the time that is left
+
+
+def plan_of(run: Run) -> Json:
+    """plan.json; empty when it is missing or damaged."""
+    try:
+        return run.plan()
+    except Exception:  # whoever needs to say so reads it with Parts
+        return {}
+
+
+def launch_of(run: Run) -> Json:
+    """launch.json; empty when it is missing or damaged."""
+    try:
+        return run.launch()
+    except Exception:
+        return {}
+
+
+def total_steps(plan: Json, history: RunHistory) -> int:
+    """Steps the run is to take; 0 when not known."""
+    start = history.latest("run_start") or {}
+    return integer(start, "steps") or integer(at(plan, "duration"), "steps") or 0
+
+
+def progress(run: Run, plan: Json, history: RunHistory) -> Json:
+    """Where a run stands after its newest step."""
+    state, live = state_of(run)
+    last, steps = history.last_step, total_steps(plan, history)
+    recent = [] if last is None else list(history.steps(history.witness, max(0, last - RECENT + 1), last))
+    timed = [(number(one, "tokens") or 0.0, spent) for one in recent if (spent := seconds(one, "duration_s"))]
+    spent = sum(took for _, took in timed)
+    done = 0 if last is None else last + 1
+    return {
+        "step": done,
+        "steps": steps,
+        "loss": number(recent[-1], "loss") if recent else None,
+        "tokens_per_s": sum(tokens for tokens, _ in timed) / spent if spent else None,
+        "left_s": max(0, steps - done) * spent / len(timed) if timed and steps and live else None,
+        "t": number(recent[-1], "t") if recent else None,
+        "state": state,
+        "live": live,
+    }
+
+
+def curve_json(curve: Curve) -> Json:
+    """A curve as the page draws it."""
+    names = ("unit", "step", "t", "low", "high", "mean")
+    return {name: getattr(curve, name) for name in names}
+
+
+def tokens_per_step(plan: Json) -> float | None:
+    """Of the whole global batch, as planned."""
+    return number(at(plan, "job", "batch"), "global_tokens")
+
+
+# ---- the list of runs: a row each, cheap enough for hundreds of them -------------------------------------------------
+
+
+# Seconds a list may take to work out what it does not know yet; the rest is null until the next time.
+LIST_PATIENCE_S = 2.0
+WHAT = ("model", "job", "cluster", "layout", "world", "started")
+WHERE = ("step", "steps", "loss", "tokens_per_s", "mfu", "incidents", "damage")
+EMPTY = dict.fromkeys((*WHAT, *WHERE, "effective", "usd"))
+
+
+def runs_view(shelf: RunStore) -> Json:
+    """Every run under the root. `settled` is false while some numbers are still being worked out."""
+    until_s = time.monotonic() + LIST_PATIENCE_S
+    found = shelf.runs()
+    # Where all of them stand before what any of them cost: that takes longer, and is less waited for.
+    passes = [[_soon(run, partial(work, shelf), until_s) for run in found] for work in (_now, _spent)]
+    rows = [_row(run, now, spent) for run, now, spent in zip(found, *passes, strict=True)]
+    return {"root": shelf.title, "runs": rows, "settled": None not in (*passes[0], *passes[1])}
+
+
+def _row(run: Run, now: Json | None, spent: Json | None) -> Json:
+    state, live = state_of(run)
+    fresh = {"name": run.name, "state": state, "live": live, "updated": last_written(run) or None}
+    return fresh | EMPTY | (now or {}) | (spent or {})
+
+
+def _soon(run: Run, work: Callable[[Run, float], Json], until_s: float) -> Json | None:
+    """What `work` finds, or None when that takes too long."""
+    try:
+        return work(run, max(0.0, until_s - time.monotonic()))
+    except NotYetError:
+        return None
+    except Exception:  # one run that cannot be read, or that goes away meanwhile, must not hide the others
+        return {"damage": 1}
+
+
+def _now(shelf: RunStore, run: Run, wait_s: float) -> Json:
+    over = not state_of(run)[1]
+    found: Json = shelf.memo.get(("row", run.name), run_stamp(run), lambda: _stand(shelf, run), wait_s=wait_s, now=over)
+    return found
+
+
+def _spent(shelf: RunStore, run: Run, wait_s: float) -> Json:
+    """Dollars, the share of the time that was of use, and of a run that is over its mean rates."""
+    told = run_account(shelf, run, wait_s=wait_s).summary
+    means = {"tokens_per_s": told.tokens_per_s.measured, "mfu": told.mfu.measured}
+    spent = {"effective": told.effective_time.measured, "usd": told.cost.usd if told.cost else None}
+    return spent if state_of(run)[1] else spent | means
+
+
+def _stand(shelf: RunStore, run: Run) -> Json:
+    """What the run is, and where it stands."""
+    parts, going = AnswerParts(), state_of(run)[1]
+    plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)
+    with shelf.history(run.name) as history:
+        now = parts.read("steps", lambda: progress(run, plan, history), {})
+        supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
+        parts.read("events", history.look, None)
+        parts.note(parts.read("events", history.damage, ()))
+    return {
+        "model": text(at(plan, "job", "model"), "name"),
+        "job": text(at(plan, "job"), "name"),
+        "cluster": text(at(plan, "cluster"), "name"),
+        "layout": text(launch, "layout"),
+        "world": run.world(),
+        "started": min((*run.launches(), *filter(None, [number(launch, "started")])), default=None),
+        "step": now.get("step"),
+        "steps": now.get("steps") or integer(at(plan, "duration"), "steps"),
+        "loss": now.get("loss"),
+        # As it goes now; once it is over, `_spent` tells what it came to.
+        "tokens_per_s": now.get("tokens_per_s") if going else None,
+        "mfu": measured_mfu(plan, now.get("tokens_per_s") or None) if going else None,
+        "incidents": sum(one.get("event") == "incident" for one in supervisor),
+        "damage": len(parts.damage),
+    }
+
+
+# ---- one run: summary, curves, marks on their time axis; several beside each other -----------------------------------
+
+
+MOST_MARKS = 2000  # of a kind; the newest
+PATIENCE_S = 1.0  # for the story of a run; without it, what is quickly known
+MOST_RANKS = 256  # rows of the summary's table
+
+
+def run_view(shelf: RunStore, name: str) -> Json:
+    """Everything about a run that is one number or one line. `settled` is false while some are still worked out."""
+    parts, found = AnswerParts(), shelf.run(name)
+    plan = parts.read("plan.json", found.plan, {})
+    launch = parts.read("launch.json", found.launch, {})
+    parts.read("status.json", partial(read_json, found.path / "status.json"))
+    told = parts.read("summary", partial(account_soon, shelf, found, wait_s=PATIENCE_S))
+    with shelf.history(name) as history:
+        now = parts.read("steps", lambda: progress(found, plan, history), {})
+        names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
+        summary = told.summary if told else parts.read("summary", lambda: summarize_briefly(found, history))
+        parts.note(parts.read("events", history.damage, ()))
+        ranks = len(history.ranks)
+    if told is not None and not now.get("live"):
+        _count_torn(parts, told.summary)
+    return {
+        "name": name,
+        "summary": replace(summary, run=name, ranks=summary.ranks[:MOST_RANKS]) if summary else None,
+        "progress": now,
+        "names": names,
+        "ranks": ranks,
+        "tokens_per_step": tokens_per_step(plan),
+        "damage": parts.damage,
+        "launched": number(launch, "started"),
+        "live": bool(now.get("live")),
+        "settled": told is not None or any(one["where"] == "summary" for one in parts.damage),
+    }
+
+
+def _count_torn(parts: AnswerParts, summary: Summary) -> None:
+    """A torn last line is damage only once nobody can complete it: the walk counts it, a history waits for its end."""
+    count = summary.ledger.unreadable_lines if summary.ledger else 0
+    if count and not any("line" in one["what"] for one in parts.damage):
+        parts.add("events", "lines that are no events", count)
+
+
+def curves_view(
+    shelf: RunStore, name: str, *, names: Sequence[str], rank: int, first: int | None, last: int | None, points: int
+) -> Json:
+    """Some series of one rank; `missing` are those this run does not have."""
+    parts = AnswerParts()
+    with shelf.history(name) as history:
+        known = set(parts.read("series", history.names, ()))
+        found = {
+            one: parts.read(one, partial(_curve, history, one, rank=rank, first=first, last=last, points=points))
+            for one in names
+            if one in known
+        }
+        span = {"first_step": history.first_step, "last_step": history.last_step}
+    drawn = {one: curve for one, curve in found.items() if curve is not None}
+    missing = [one for one in names if one not in drawn]
+    tokens = tokens_per_step(plan_of(shelf.run(name)))
+    return {"curves": drawn, "missing": missing, "tokens_per_step": tokens, **span, "damage": parts.damage}
+
+
+def _curve(history: RunHistory, name: str, *, rank: int, first: int | None, last: int | None, points: int) -> Json:
+    return curve_json(history.curve(name, rank=rank, first=first, last=last, points=points))
+
+
+def marks_view(shelf: RunStore, name: str) -> Json:
+    """What happened between steps, with its place on the axes."""
+    parts, found = AnswerParts(), shelf.run(name)
+    with shelf.history(name) as history:
+        count = parts.read("marks", lambda: mark_count(history), 0)
+        saved = parts.read("checkpoints", lambda: _checkpoints(history.events("checkpoint")), [])
+        seen = parts.read("evaluations", lambda: [_evaluation(one) for one in history.events("evaluate")], [])
+        supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
+        launches = parts.read("starts", lambda: history.events("run_start"), [])
+        parts.note(parts.read("events", history.damage, ()))
+    formed = [one for one in supervisor if one["event"] == "epoch"] or launches
+    restored = {integer(one, "epoch"): integer(one, "step") for one in supervisor if one["event"] == "restore"}
+    fallen = [one for one in supervisor if one["event"] == "incident"]
+    rest = {
+        "incidents": parts.read("incidents", lambda: _incidents(shelf, found, fallen), []) if fallen else [],
+        "checkpoints": saved[-MOST_MARKS:],
+        "evaluations": seen[-MOST_MARKS:],
+        "epochs": parts.read("epochs", lambda: [_epoch(one, restored) for one in formed], [])[-MOST_MARKS:],
+    }
+    return {"count": count, **rest, "damage": parts.damage}
+
+
+def mark_count(history: RunHistory) -> int:
+    """Changes whenever `marks_view` does, without reading every event."""
+    # A checkpoint counts once when it is taken, and once more when it is safe.
+    rare = sum(len(history.steps_with(kind)) for kind in ("evaluate", "run_start", "checkpoint", "checkpoint"))
+    newest = history.latest("checkpoint") or {}
+    underway = bool(newest) and number(newest, "seconds") is None and not newest.get("error")
+    return rare - underway + sum(one.get("event") in ("incident", "epoch") for one in history.supervisor())
+
+
+def _incidents(shelf: RunStore, found: Run, fallen: Sequence[Event]) -> list[Json]:
+    told = account_soon(shelf, found, wait_s=PATIENCE_S)
+    after = {(one.t, one.rank): one for one in told.summary.incidents} if told else {}
+    marked = []
+    for event in fallen[-MOST_MARKS:]:
+        one = after.get((number(event, "t") or 0.0, integer(event, "rank") or 0))
+        what = {"rank": integer(event, "rank"), "host": text(event, "host")}
+        came = {key: getattr(one, key, None) for key in ("world", "source", "restored_step", "recovery_s")}
+        came["lost_steps"] = max(0, one.step - one.restored_step) if one and one.restored_step is not None else None
+        marked.append({**_place(event), "text": printable(incident_text(event)), **what, **came})
+    return marked
+
+
+def _checkpoints(events: Sequence[Event]) -> list[Json]:
+    """One mark per checkpoint: when it was safe, or taken where that is all that is known."""
+    by_step: dict[int, Json] = {}
+    for event in events:
+        step = integer(event, "step")
+        if step is not None:
+            before = by_step.get(step, {"blocked_s": None})
+            blocked_s = number(event, "blocked_s")
+            by_step[step] = _checkpoint(event) | {"blocked_s": before["blocked_s"] if blocked_s is None else blocked_s}
+    return list(by_step.values())
+
+
+def _checkpoint(event: Event) -> Json:
+    seconds, size = number(event, "seconds"), number(event, "bytes")
+    error = text(event, "error")
+    cost = [format_bytes(size)] if size else []
+    cost += [format_seconds(seconds)] if seconds else []
+    what = f"checkpoint NOT saved: {error}" if error else "checkpoint saved" if cost else "checkpoint taken"
+    told = what + (f" ({', '.join(cost)})" if cost and not error else "")
+    return {**_place(event), "text": told, "seconds": seconds, "bytes": size, "error": error or None}
+
+
+def _evaluation(event: Event) -> Json:
+    loss, bits = number(event, "loss"), number(event, "bits_per_byte")
+    told = [f"loss {loss:.4f}"] if loss is not None else []
+    told += [f"{bits:.3f} bits per byte"] if bits is not None else []
+    return {**_place(event), "text": f"held-out {', '.join(told)}".strip(), "loss": loss, "bits_per_byte": bits}
+
+
+def _epoch(event: Event, restored: Mapping[int | None, int | None]) -> Json:
+    epoch, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
+    told = f"generation {epoch}: " if epoch is not None else ""
+    told += plural(world, "rank") if world is not None else "ranks join"
+    told += f" ({reason})" if reason else ""
+    step = restored.get(epoch, integer(event, "step"))
+    return {**_place(event), "step": step, "text": told, "epoch": epoch, "world": world, "layout": event.get("layout")}
+
+
+def _place(event: Event) -> Json:
+    return {"t": number(event, "t"), "step": integer(event, "step")}
+
+
+def compare_view(shelf: RunStore, names: Sequence[str], *, name: str, points: int) -> Json:
+    """One series of several runs, with the tokens each had seen."""
+    parts = AnswerParts()
+    found = [parts.read(one, partial(_compared, shelf, one, name=name, points=points)) for one in names]
+    runs = {one["run"]: one for one in found if one is not None}
+    return {"name": name, "unit": unit_of(name), "runs": runs, "damage": parts.damage}
+
+
+def _compared(shelf: RunStore, run_name: str, *, name: str, points: int) -> Json:
+    run = shelf.run(run_name)
+    with shelf.history(run_name) as history:
+        missing = name not in history.names()
+        drawn = None if missing else history.curve(name, points=points)
+        tokens = history.curve("tokens", points=points) if drawn and "tokens" in history.names() else None
+    started = number(launch_of(run), "started")
+    model = text(at(plan_of(run), "job", "model"), "name")
+    known = {"run": run_name, "model": model, "started": started, "missing": missing}
+    return known if drawn is None else {**known, **curve_json(drawn), "tokens": _seen(tokens, drawn)}
+
+
+def _seen(tokens: Curve | None, drawn: Curve) -> list[float | None]:
+    """Tokens up to the end of each bucket: mean per step times the steps in it."""
+    if tokens is None or tokens.step != drawn.step:
+        return [None] * len(drawn.step)
+    width = max((after - before for before, after in zip(tokens.step, tokens.step[1:], strict=False)), default=1)
+    steps = [after - before for before, after in zip(tokens.step, tokens.step[1:], strict=False)] + [width]
+    return list(accumulate((mean or 0.0) * count for mean, count in zip(tokens.mean, steps, strict=True)))
+
+
+# ---- where the time and the money went -------------------------------------------------------------------------------
+
+
+NO_CURVE: Mapping[str, Any] = {"t": (), "cumulative": (), "last_hour": (), "window_s": None}
+NO_LEDGER: Mapping[str, Any] = {"wall_s": None, "accounts": {}, "closes": None, "gap": "", "overlap_s": None}
+NO_BILL: Mapping[str, Any] = {"so_far": Amount(), "projected": Amount(), "predicted": Amount(), "sources": {}}
+
+
+# A walk over 100,000 steps takes about 4 s of one core; a longer one is asked for again.
+LEDGER_PATIENCE_S = 15.0
+
+
+def ledger_view(shelf: RunStore, name: str) -> Json:
+    """Every second of the run in one account, and effective training time over the run."""
+    parts, run = AnswerParts(), shelf.run(name)
+    told = parts.read("ledger", lambda: account_soon(shelf, run, wait_s=LEDGER_PATIENCE_S))
+    book = told.summary.ledger.to_json() if told and told.summary.ledger else dict(NO_LEDGER)
+    share = book.pop("effective", None)
+    curve = {key: getattr(told.effective, key) for key in NO_CURVE} if told else NO_CURVE
+    return {**book, "effective_share": share, "effective": curve, **_state(parts, told)}
+
+
+def cost_view(shelf: RunStore, name: str) -> Json:
+    """Dollars, energy and carbon, so far and to the end, and where each number comes from."""
+    parts, run = AnswerParts(), shelf.run(name)
+    told = parts.read("cost", lambda: account_soon(shelf, run, wait_s=LEDGER_PATIENCE_S))
+    bill = told.summary.cost if told else None
+    known = {one.name: getattr(bill, one.name) for one in fields(bill)} if bill else {}
+    return {**NO_BILL, **known, **_state(parts, told)}
+
+
+def _state(parts: AnswerParts, told: RunAccount | None) -> Json:
+    return {"settled": told is not None or bool(parts.damage), "damage": parts.damage}
