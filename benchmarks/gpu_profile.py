@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from phalanx.train.rank_control import RankControl
 
 from phalanx.io.toml import to_toml
 from phalanx.job.dataset import MANIFEST, TOKENIZER, Manifest, Source

@@ -7,7 +7,6 @@ import pytest
 from phalanx.cli import sim_months
 from phalanx.cli.main import main
 from phalanx.sim.months import simulate_run
-from phalanx.sim.months import simulate_run as months
 
 JOB = """\
 name = "small"

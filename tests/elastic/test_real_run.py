@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from phalanx.validate.calibration_report import calibrate_run
 
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_schema import event_fields, load_schema

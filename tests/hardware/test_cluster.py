@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.hardware import cluster_defaults
-from phalanx.hardware import cluster_defaults as defaults
 from phalanx.hardware.catalog import shipped_accelerators
 from phalanx.hardware.cluster import from_dict, render_cluster, resolve, to_dict
 

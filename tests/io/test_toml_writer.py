@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.job.load import job_to_dict, load
-from phalanx.record.toml import to_toml
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict, load
 

@@ -8,18 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from phalanx.job.hf_config import family_of, to_config
-from phalanx.job.model_section import shape_of_config
 
 from phalanx.errors import UserError
+from phalanx.io.codec import from_json_values, json_values
 from phalanx.job.hf_config import family_of, to_config
 from phalanx.job.load import load
 from phalanx.job.model import ModelShape, known_presets
 from phalanx.job.model_section import shape_of_config
-from phalanx.plan.codec import decode, encode
-from phalanx.io.codec import from_json_values, json_values
-from phalanx.job.load import load
-from phalanx.job.model import ModelShape, known_presets
 
 Write = Callable[[str], Path]
 Complaints = Callable[..., str]

@@ -15,10 +15,6 @@ from phalanx.record.event_batches import TypedDecoder, row_of
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import Run
 from phalanx.rules.facts.log import LogFacts
-from phalanx.rules.log import files as feed
-from phalanx.rules.log import lines as typed
-from phalanx.rules.log.lines import Typed, row
-from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.stream import read_log
 
 STEP = {

@@ -9,8 +9,6 @@ import pytest
 from jsonschema import Draft202012Validator
 from synthetic import write_run
 
-from phalanx.record.schema import load_schema
-from phalanx.rules.log.schema import Columns, breaks, known_kinds
 from phalanx.record.event_schema import EventColumns, breaks, known_kinds, load_schema
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from phalanx.validate.network_claims import is_network_table, read_claims
 
 from phalanx.errors import UserError
 from phalanx.validate.network_claims import is_network_table, read_claims

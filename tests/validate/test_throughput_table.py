@@ -6,7 +6,6 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from phalanx.validate.throughput_table import REQUIRED, number, read_table, why_not_priced
 
 from phalanx.errors import UserError
 from phalanx.validate.throughput_table import REQUIRED, number, read_table, why_not_priced

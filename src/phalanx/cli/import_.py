@@ -10,7 +10,6 @@ from phalanx.cli.options import add_json, add_set
 from phalanx.cli.output import note, print_json, say
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import write_text
-from phalanx.record.values import printable
 from phalanx.io.values import printable
 from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config, find_trainer
 from phalanx.rules.foreign.detect import trainer_of_file

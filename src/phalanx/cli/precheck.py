@@ -24,7 +24,7 @@ def check_before(resolved: ResolvedJob, plan: Plan, *, refuse: bool) -> None:
 
 
 def _tell(report: CheckReport) -> None:
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
     from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
 
     for one in report.problems:

@@ -232,6 +232,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
     made, earlier = old, old.launches() if old is not None else []
     if made is None:
         name = args.name if args.name is not None else plan.job.name
+    from phalanx.io.toml import to_toml
         made = create_run(Path(args.runs), name, job_toml=to_toml(job), job=job, plan_json=plan_json)
     else:
         made.replan(job_toml=to_toml(job), job=job, plan_json=plan_json)
@@ -252,7 +253,7 @@ def _ready(plan: Plan, args: argparse.Namespace, old: Run | None, *, started: fl
 def _launch(made: Run, plan: Plan, args: argparse.Namespace, *, started: float) -> int:
     from phalanx.cli.live import Live
     from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
-    from phalanx.metrics.serving import serving
+    from phalanx.metrics.prometheus import serve_metrics
 
     hosts = (
         _first_of(made, args) if args.join else local_hosts(plan.layout.devices, hosts=args.hosts, spares=args.spares)

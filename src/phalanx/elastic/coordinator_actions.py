@@ -29,7 +29,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.fence import begin_generation, current_generation
 from phalanx.plan.plan import Plan
-from phalanx.record.account.flight import find_culprit, read_flights, recorded_epochs
+from phalanx.record.account.incidents import find_culprit, read_flights, recorded_epochs
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.hardware.tomlfile import TomlFile, read_text, read_toml
 from phalanx.hardware.types import Accelerator
+from phalanx.io.toml import TomlFile, read_text, read_toml
 from phalanx.units import GIB
 
 # Best measured bf16 matmul over dense peak, by family; rows of data/accelerators.csv that carry both, which come from

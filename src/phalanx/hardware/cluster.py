@@ -19,8 +19,8 @@ from phalanx.hardware.catalog import (
 )
 from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.codec import from_dict, to_dict
-from phalanx.hardware.tomlfile import TomlFile, read_toml
 from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.io.toml import TomlFile, read_toml
 
 __all__ = ["from_dict", "resolve", "to_dict"]
 

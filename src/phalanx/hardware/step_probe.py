@@ -29,7 +29,6 @@ from phalanx.hardware.cpu_steps import CpuRates, CpuStep, fit_rates
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import usual_path
 from phalanx.hardware.types import Machine
-from phalanx.io.files import replace_text
 from phalanx.io.files import read_bounded, replace_text
 from phalanx.units import plural
 

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import Problem, nearest
-from phalanx.job import scan
-from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
-from phalanx.job.scan import MOST_DEPTH, TooDeep, key_lines, split_key
-from phalanx.io.toml import KeyPath
+from phalanx.io.toml import MOST_DEPTH, KeyPath, TooDeep, key_lines, split_key
 from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.job.model import ModelShape
-from phalanx.job.textfile import read_text
-from phalanx.errors import UserError, mistake, nearest
 from phalanx.io.files import read_text
+from phalanx.job.model import ModelShape
 
 Shape = dict[str, object]
 

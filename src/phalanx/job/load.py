@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError
+from phalanx.io.toml import read_toml
 from phalanx.job.cross_checks import check_keys, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted
-from phalanx.io.toml import read_toml
-from phalanx.job import draft as override_values
-from phalanx.job.cross_checks import check_keys, use_multiples
-from phalanx.job.draft import DEFAULT, Draft, Origin, dotted
 from phalanx.job.key_rules import rule_of, shown_value, value_kind
 from phalanx.job.model import Preset
 from phalanx.job.model_section import resolve_preset, resolve_shape
 from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage, Waiver
-from phalanx.job.source import read_source
 
 DEFAULT_CLUSTER = "local"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.network.collective_fit import LEAST_BYTES, AlphaBeta
 from phalanx.network.nccl_choice import (
     AlgorithmChoice,
@@ -153,7 +153,7 @@ def show_pairs(one: CollectiveAnswer) -> str:
                 "NCCL's pick" if place == 0 else f"{pair.seconds / best:.3g} x" if best else "",
             )
         )
-    return "\n".join(table(rows, right=(3, 4, 5, 6)))
+    return "\n".join(text_table(rows, right=(3, 4, 5, 6)))
 
 
 def show_expected(one: CollectiveAnswer) -> str:
@@ -186,7 +186,7 @@ def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
         )
         rows.append([format_size(one.nbytes), *by_model, *by_fit])
     left = (1, 5) if modelled else ()
-    return "\n".join(table(rows, right=[place for place in range(len(head)) if place not in left]))
+    return "\n".join(text_table(rows, right=[place for place in range(len(head)) if place not in left]))
 
 
 def _picked(one: CollectiveAnswer) -> list[str]:

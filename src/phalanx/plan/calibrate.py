@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.job.textfile import read_text
+from phalanx.io.files import read_text
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import CalibrationNote
 from phalanx.plan.step import StepTimes, smooth_max

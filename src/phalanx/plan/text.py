@@ -170,7 +170,7 @@ def _mapping(plan: Plan) -> list[str]:
     order = "per device and step; rank order, fastest-varying first: " + ", ".join(plan.rank_order)
     if plan.layout.context > 1:
         notes.append("the data axis includes the context ranks: they share gradients")
-    return [*table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
+    return [*text_table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
 
 
 def amount(value: float) -> str:
@@ -204,7 +204,7 @@ def _pareto(plan: Plan, top: int) -> list[str]:
     notes = ["training time and cost without failures and spare hosts"]
     if all(one.layout != plan.layout for one in plan.pareto):
         notes.append("the chosen layout is not on the front: it is slightly slower and simpler")
-    return [*table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
+    return [*text_table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
 
 
 def _spread(plan: Plan, top: int) -> list[ParetoPoint]:
@@ -385,7 +385,7 @@ def comparison_text(differences: Sequence[PlanDifference]) -> str:
             ratio = one.ratios[index] if one.ratios and index else 1.0
             cells.append(text if ratio == 1.0 else f"{text} ({_change(ratio)})")
         rows.append(cells)
-    return "\n".join(table(rows))
+    return "\n".join(text_table(rows))
 
 
 def _change(ratio: float) -> str:

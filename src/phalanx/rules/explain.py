@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.api import Target, check_evidence, evidence_of, own_rules_of
 from phalanx.rules.edition import find_rule
 from phalanx.rules.evidence import Evidence
@@ -17,13 +17,6 @@ from phalanx.rules.judge import Finding, limits_of
 from phalanx.rules.own_rules import RuleSource, collect_own_rules
 from phalanx.rules.rule import Limits, Rule
 from phalanx.rules.rule_page import rule_page, rule_sections, shown_limit
-from phalanx.io.values import printable
-from phalanx.rules.api import check_evidence
-from phalanx.rules.evidence import Evidence
-from phalanx.rules.formats.text import fix_lines, shown_cost, shown_place
-from phalanx.rules.judge import Finding, limits_of
-from phalanx.rules.rule import Limits, Rule
-from phalanx.rules.rule_page import shown_limit
 from phalanx.units import plural
 
 MOST_TEXT = 400

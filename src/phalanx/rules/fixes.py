@@ -16,9 +16,9 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.files import read_text
+from phalanx.io.toml import key_lines
 from phalanx.job.draft import EXCLUSIVE
-from phalanx.job.scan import key_lines
-from phalanx.job.textfile import read_text
 from phalanx.rules.formats.text import as_toml, shown_setting
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Edit

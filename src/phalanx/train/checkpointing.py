@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import SystemFailure
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.train.callbacks import Callback
 from phalanx.train.engine import StepRequest

@@ -26,8 +26,8 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
-from phalanx.io.user_code import absolute_code
 from phalanx.io.files import read_text
+from phalanx.io.user_code import absolute_code
 from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.inputs import InputFindings, look_at_inputs

@@ -36,7 +36,7 @@ from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.record.run import Run, open_run
 from phalanx.train.drill_hooks import drill_hooks_of
 from phalanx.train.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.io.visible import one_line
 from phalanx.validate.network_claims import (
     NOT_ATTEMPTED,
@@ -220,7 +220,7 @@ def network_card_text(card: NetworkCard) -> str:
     for score in card.sources:
         lines += [one_line(score.source) or "(no source)"]
         mine = [one for one in card.outcomes if one.row.source == score.source]
-        lines += ["  " + line for line in table([_cells(one) for one in mine], right=(1, 2, 3))]
+        lines += ["  " + line for line in text_table([_cells(one) for one in mine], right=(1, 2, 3))]
         lines += [""]
     return "\n".join(lines + network_card_summary(card))
 
@@ -230,7 +230,7 @@ def network_card_summary(card: NetworkCard) -> list[str]:
     counts = ("rows", "reproduced", "within", "by range", "covered", "calibrated", "not attempted")
     head = ("source", *counts, "median error", "worst")
     rows = [head, *(_count_cells(one) for one in (*card.sources, card.total))]
-    return [*table(rows, right=range(1, len(head))), "", *_words(card)]
+    return [*text_table(rows, right=range(1, len(head))), "", *_words(card)]
 
 
 def _words(card: NetworkCard) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from phalanx.validate.calibration_report import _newest_layout
 
 from phalanx.errors import UserError
 from phalanx.io.values import at

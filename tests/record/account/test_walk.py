@@ -15,7 +15,6 @@ from phalanx.record.account.time_accounts import LedgerBuilder
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.rules.log import stream
-from phalanx.rules.log.accounts import Passing, quick_walk
 from phalanx.rules.log.stream import LogStream
 
 

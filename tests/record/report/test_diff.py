@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from phalanx.job.key_rules import rule_of
 from synthetic import make_plan, write_run
 
 from phalanx.job.key_rules import rule_of

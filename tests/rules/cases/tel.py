@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from phalanx.rules.facts.drills import DrillFacts
-from phalanx.rules.facts.trainers import Practice
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_cpu_log, good_log, good_monitor, good_steps, incident, ledger
 
@@ -19,7 +17,6 @@ from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drills import DrillFacts
 from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
 from phalanx.rules.facts.trainers import Practice
-from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
 from phalanx.rules.outcome import Spot
 from phalanx.rules.profiles import scaling_of
 

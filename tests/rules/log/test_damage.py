@@ -17,11 +17,7 @@ from phalanx.record import event_batches
 from phalanx.record.event_batches import EventParser
 from phalanx.record.run import Run
 from phalanx.rules.log import agreement as agree
-from phalanx.rules.log import files as feed
 from phalanx.rules.log import steps, sums
-from phalanx.rules.log.lines import Lines
-from phalanx.rules.log import steps as noise
-from phalanx.rules.log import sums
 from phalanx.rules.log.stream import LogStream, read_log
 
 

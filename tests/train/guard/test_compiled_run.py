@@ -16,7 +16,6 @@ from phalanx.record.account.ledger import read_ledger
 from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
-from phalanx.record.schema import event_fields, load_schema
 from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress

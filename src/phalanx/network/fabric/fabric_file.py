@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.hardware.tomlfile import TomlFile, read_toml
+from phalanx.io.toml import TomlFile, read_toml
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import KINDS, Fabric, Switch
 from phalanx.network.fabric.sizing import (
@@ -21,11 +21,6 @@ from phalanx.network.fabric.sizing import (
     size_fabric,
 )
 from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, unnamed
-from phalanx.errors import Problem, UserError, nearest
-from phalanx.io.toml import TomlFile, read_toml
-from phalanx.io.visible import one_line
-from phalanx.network.fabric.fabric_types import KINDS
-from phalanx.network.fabric.sizing import MOST_NAME, MOST_USD, MOST_WATTS, ClosShape
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",

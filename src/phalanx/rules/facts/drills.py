@@ -27,7 +27,6 @@ from phalanx.record.drill import (
     store_path,
 )
 from phalanx.record.provenance import our_code
-from phalanx.record.values import at, integer, number, printable
 from phalanx.units import plural
 
 

@@ -15,7 +15,7 @@ from phalanx.errors import UserError
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.errors import UserError, mistake
-from phalanx.job.source import read_source
-from phalanx.job.textfile import read_text
-from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, told_value
 from phalanx.io.files import read_text
 from phalanx.io.toml import read_toml
-from phalanx.rules.foreign.conversion import MOST_DEPTH, Leaf, leaves_of, told_value
+from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, told_value
 from phalanx.units import KIB
 
 NOUN = "configuration"

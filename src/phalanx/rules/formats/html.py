@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from phalanx.record.page.style import CSS
-from phalanx.record.values import printable
 from phalanx.io.style import REPORT_CSS
 from phalanx.io.values import printable
 from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake

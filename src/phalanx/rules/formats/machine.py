@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as Tree
 
+from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
-from phalanx.record.values import printable
 from phalanx.rules.formats.text import finite, fix_lines, report_dict, shown_cost, shown_place, summary_of
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot

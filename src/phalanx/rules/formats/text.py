@@ -10,13 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from phalanx.record.values import printable
+from phalanx.io.values import printable
 from phalanx.rules.judge import CheckReport, Finding, is_remark
 from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
-from phalanx.io.values import printable
-from phalanx.rules.formats.text import shown_cost, shown_place, shown_setting, summary_of, total_at_stake
-from phalanx.rules.judge import CheckReport, Finding
-from phalanx.rules.outcome import Outcome
 from phalanx.rules.rule import LETTERS
 from phalanx.units import format_money, plural
 

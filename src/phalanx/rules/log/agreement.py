@@ -14,8 +14,6 @@ from phalanx.io.values import integer
 from phalanx.record.account.stragglers import AXES
 from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import DigestFacts
-from phalanx.rules.log.schema import Columns
-from phalanx.rules.outcome import Spot
 
 MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
 MOST_FORMATIONS = 16_384

@@ -10,7 +10,6 @@ from phalanx.io.values import integer, number, printable
 from phalanx.record.account.cost import MOST_J
 from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import MonitorFacts, PeerFacts
-from phalanx.rules.log.schema import Columns
 from phalanx.rules.log.sums import Histogram, Hours
 
 MOST_SOURCES = 16

@@ -7,25 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.io.files import Spot
+from phalanx.io.values import at, integer, number, printable
 from phalanx.record.account.ledger import LedgerStream
 from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, LineBlock
 from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
-from phalanx.record.values import at, integer, number, printable
-from phalanx.rules.log.accounts import Passing
 from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Formations, Key
 from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
-from phalanx.rules.log.files import Feed, Piece
-from phalanx.rules.log.lines import Batch, Lines
+from phalanx.rules.log.grammar import BACK_S, Grammar
 from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
-from phalanx.rules.log.schema import BACK_S, Columns, Grammar, known_kinds
-from phalanx.rules.log.secrets import Secrets
-from phalanx.rules.log.steps import Steps
-from phalanx.rules.outcome import Spot
-from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Formations, Key
-from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
-from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
-from phalanx.rules.log.schema import BACK_S, Grammar
 from phalanx.rules.log.secrets import Secrets
 from phalanx.rules.log.steps import Steps
 
@@ -300,7 +290,7 @@ class Supervisor:
         self.failures: deque[tuple[float, float]] = deque(maxlen=MOST_TOLD)
         self.ended_s: float | None = None  # time of the newest `end`
 
-    def take(self, piece: Piece, lines: Lines, grammar: Grammar, secrets: Secrets) -> None:
+    def take(self, piece: LineBlock, lines: EventParser, grammar: Grammar, secrets: Secrets) -> None:
         """The next lines."""
         events, numbers, bad = lines.events(piece)
         if bad:

@@ -19,9 +19,6 @@ from phalanx.record.event_batches import LineBlock
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event
 from phalanx.record.run import Run
-from phalanx.rules.log.files import Piece, open_inside
-from phalanx.rules.log.schema import Columns
-from phalanx.rules.outcome import Spot
 
 _FORMS = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS

@@ -12,13 +12,11 @@ import numpy as np
 from phalanx.io.files import Spot
 from phalanx.record.event_schema import EventColumns, Floats
 from phalanx.rules.facts.log import NoiseFacts, StepFacts
-from phalanx.rules.log.schema import Columns, Floats
-from phalanx.rules.log.steps import Noise
 from phalanx.rules.log.sums import Histogram, Sample
 
 WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as many
 MOST_SIZES = 256  # of batches
-NOISE_DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
+DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
 BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
 SETTLED = 4_096  # steps after which 1 − dⁿ is 1
 FIRST = 16  # steps before the first jump can be told: norms fall fast at the start of a run
@@ -188,8 +186,8 @@ class Jump:
         count = len(values)
         powers = _powers()[: count + 1]
         added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
-        means = powers * (self._mean + (1 - NOISE_DECAY) * added)
-        weights = 1.0 - NOISE_DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
+        means = powers * (self._mean + (1 - DECAY) * added)
+        weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
         early = max(0, FIRST - self._count)
         ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
         if len(ratios) and ratios.max() > self.worst:
@@ -243,7 +241,7 @@ class Noise:
         for means in self._means:
             means.is_begun = False
 
-    def take(self, columns: Columns) -> None:
+    def take(self, columns: EventColumns) -> None:
         """Some more steps."""
         if not columns.has("noise_scale"):
             return
@@ -263,7 +261,7 @@ class Noise:
         self._count += len(steps)
         self._last_step, self._last = float(steps[-1]), float(scales[-1])
 
-    def _check(self, columns: Columns, steps: Sequence[int], scales: Sequence[Any]) -> None:
+    def _check(self, columns: EventColumns, steps: Sequence[int], scales: Sequence[Any]) -> None:
         traces, squares, norms = (columns.get(name) for name in ("noise_trace", "grad_squared", "grad_norm"))
         for step, scale, trace, squared, norm in zip(steps, scales, traces, squares, norms, strict=True):
             has_parts = trace is not None and squared is not None

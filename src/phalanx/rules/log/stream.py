@@ -4,7 +4,7 @@
 
 Of a rank that many others stand beside, little is kept: about a kilobyte. Of the witness, the lowest rank that has a
 record, also how its steps went. What needs the order of time over all of them (the ledger, failures) is the record's
-own (walk.py).
+own (accounts.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,9 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
-from phalanx.rules.log import accounts as walk
-from phalanx.rules.log.accounts import Passing
-from phalanx.rules.log.agreement import Formations, skew, skips_differ
-from phalanx.rules.log.files import Feed, Tally, has_provenance, is_job_changed, launch_of, listens
-from phalanx.rules.log.lines import uncollected
-from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
-from phalanx.rules.outcome import Spot
 from phalanx.rules.log import accounts
 from phalanx.rules.log.agreement import Formations, skew, skips_differ
-from phalanx.rules.log.files import has_provenance, is_job_changed, launch_of, listens
+from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
 from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
@@ -163,8 +156,8 @@ class LogStream:
             preflights=told.preflights if told and told.formations else None,
             refused_hosts=told.refused if told else 0,
             incidents=known.incidents,
-            detect_s=walk.detect_s(walked, told.failures if told else (), step_s),
-            recovery_s=walk.recovery_s(known.incidents),
+            detect_s=accounts.detect_s(walked, told.failures if told else (), step_s),
+            recovery_s=accounts.recovery_s(known.incidents),
             most_in_a_row=told.most_in_a_row if told else 0,
             ledger=walked.ledger if walked is not None else None,
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
@@ -202,7 +195,7 @@ class LogStream:
             checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
         )
 
-    def _rest(self, made: LogFacts, known: walk.Account, launch: Mapping[str, Any]) -> LogFacts:
+    def _rest(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
         """Stragglers, money and energy, and the grammar, which looks at all the others."""
         scored = known.scores
         paid = known.cost
@@ -215,7 +208,7 @@ class LogStream:
             grammar=self._grammar(made, launch),
         )
 
-    def _accounts(self, *, ended: bool) -> walk.Account:
+    def _accounts(self, *, ended: bool) -> accounts.Account:
         """The ledger and what goes with it; not again for a run that goes on and has hardly grown."""
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before

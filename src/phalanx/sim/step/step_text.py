@@ -11,7 +11,6 @@ from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
 from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.report import Line, StepReport
 from phalanx.sim.step.timeline import BUBBLE, DEVICE, Span, Timeline
-from phalanx.sim.step.step_text import COLUMNS, picture
 from phalanx.units import format_seconds, plural
 
 COLUMNS = 72

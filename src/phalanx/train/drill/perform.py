@@ -15,11 +15,11 @@ from typing import Any
 
 from phalanx.elastic.local_launch import HostSpec, launch, local_hosts
 from phalanx.errors import PhalanxError
+from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import provenance
 from phalanx.record.run import Run, create_run
-from phalanx.record.toml import to_toml
 from phalanx.train.drill import firings, judge
 from phalanx.train.drill.driver import DrillStuck, FaultDriver
 from phalanx.train.drill.faults import EVERY_TIME, Fault, parse_fault
@@ -268,9 +268,9 @@ def _wall_s(history: DrillHistory) -> float:
 def _effective(run: Run) -> tuple[float | None, float]:
     """Share of the time between launch and end that trained, and that time; a plan knows nothing of start and end."""
     try:
-        from phalanx.record.account.ledger import ledger
+        from phalanx.record.account.ledger import read_ledger
 
-        found = ledger(run)
+        found = read_ledger(run)
     except (PhalanxError, KeyError, ValueError):
         return None, 0.0
     between_s = found.wall_s - found.accounts.init - found.accounts.stopping

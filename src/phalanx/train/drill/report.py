@@ -16,8 +16,8 @@ from typing import Any
 
 from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
-from phalanx.io.columns import table
 from phalanx.io.files import replace_text
+from phalanx.io.tables import text_table
 from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
 from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
@@ -91,7 +91,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"  {line}" for line in table([head, *rows], right=(2, 3, 4, 5)))
+    return "\n".join(f"  {line}" for line in text_table([head, *rows], right=(2, 3, 4, 5)))
 
 
 def _not_fired(texts: Sequence[str]) -> str:

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
-from phalanx.io.files import write_text
 from phalanx.io.files import FileTooLargeError, read_bounded, write_text
 from phalanx.job.hf_config import to_config
 from phalanx.job.model import ModelShape

@@ -22,7 +22,7 @@ from phalanx.elastic.replica_store import (
     next_free_buffer,
     next_sequence_number,
 )
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.snapshot import SnapshotDraft, decode_snapshot_index, seal_snapshot, take_snapshot
 

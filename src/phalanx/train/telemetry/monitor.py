@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from phalanx.job.schema import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
-from phalanx.record.redact import redact
+from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import ParallelDims
 from phalanx.train.telemetry.peers import Peers
 from phalanx.train.telemetry.sensors import Reading, Sensors, sensors_of
