@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.drill import _shrink, keep_record
+from phalanx.api.drills import DrillCall, _shrink, keep_record
 from phalanx.cli.main import main
+from phalanx.cli.output import note
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.make import plan
@@ -129,11 +130,11 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             "nofile: there is no such file\n  name the drill-record.json of a run that phalanx drill made\n",
         ),
         (
-            ["job.toml", "--agents", "0"],
+            ["job.toml", "--hosts", "0"],
             "phalanx drill: --agents 0 is not between 1 and 64\n  use --agents 1\n",
         ),
         (
-            ["job.toml", "--suite", "--fault", "kill", "--agents", "2"],
+            ["job.toml", "--suite", "--fault", "kill", "--hosts", "2"],
             "phalanx drill: --fault and --agents with --suite\n"
             "  the suite says itself what happens, and when\n"
             "  leave it out; --cluster, --set and --runs go with it\n",
@@ -178,12 +179,12 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
 
     monkeypatch.setattr(perform, "perform", fake)
     scene = perform.Scene(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
-    args = SimpleNamespace(job="job.toml", agents=1, spares=2)
-    _shrink(args, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
+    call = DrillCall(job="job.toml", spares=2, tell=note)
+    _shrink(call, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [
         "looking for the smallest schedule that fails, for up to 120 s",
         "2 of 40 faults are enough:",
-        "  phalanx drill job.toml --agents 1 --spares 2 --minutes 0.9 --fault hang:at_s=38 --fault nan:at_s=39",
+        "  phalanx drill job.toml --hosts 1 --spares 2 --minutes 0.9 --fault hang:at_s=38 --fault nan:at_s=39",
     ]
     assert max(lengths) < 1.0
 
@@ -197,8 +198,8 @@ def test_a_store_that_cannot_be_written_loses_no_result(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     result = SimpleNamespace(run=Run(path=tmp_path), ok=True, state="done", outcomes=(), verdicts=(), numbers=None)
-    args = SimpleNamespace(job="job.toml", chaos=False, agents=1, spares=0, out="", seed=0)
-    path = keep_record(args, (), result, plan(load(job), resolve("local-cpu:4")), part="x")  # type: ignore[arg-type]
+    call = DrillCall(job="job.toml", tell=note)
+    path = keep_record(call, (), result, plan(load(job), resolve("local-cpu:4")), part="x")  # type: ignore[arg-type]
     assert json.loads(path.read_text())["part"] == "x"
     assert "cannot be written: " in capsys.readouterr().err
 
@@ -277,7 +278,7 @@ def test_a_job_that_shrinks_computes_what_its_replay_computes(drill: Drill, tmp_
 @pytest.mark.slow
 def test_a_lost_host_with_the_coordinator_on_it(drill: Drill, tmp_path: Path) -> None:
     code, told = drill(
-        "job.toml", "--agents", "2", "--fault", "host:host=0,step=5", "--steps", "16", "--runs", str(tmp_path / "runs")
+        "job.toml", "--hosts", "2", "--fault", "host:host=0,step=5", "--steps", "16", "--runs", str(tmp_path / "runs")
     )
     result = told["result"]
     assert (code, failed(result)) == (0, [])
@@ -319,7 +320,7 @@ def test_two_hundred_faults_in_half_an_hour(drill: Drill, tmp_path: Path, reques
     if "nightly" not in str(request.config.getoption("markexpr")):
         pytest.skip("takes an hour: pytest -m nightly")
     code, told = drill(
-        "job.toml", "--chaos", "--rate", "7", "--minutes", "30", "--seed", "1", "--agents", "2", "--spares", "1",
+        "job.toml", "--chaos", "--rate", "7", "--minutes", "30", "--seed", "1", "--hosts", "2", "--spares", "1",
         "--no-shrink", "--runs", str(tmp_path / "runs"), limit_s=6000,
     )  # fmt: skip
     assert (code, failed(told["result"])) == (0, [])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from phalanx.cli import sim_months
+from phalanx.api import simulating
 from phalanx.cli.main import main
 from phalanx.sim.months import run as months
 
@@ -200,7 +200,7 @@ def test_ctrl_c_shows_finished_rows(job, capsys, monkeypatch):
 
 
 def test_a_long_run_is_announced(job, capsys, monkeypatch):
-    monkeypatch.setattr(sim_months, "FAILURES_PER_S", 1)
+    monkeypatch.setattr(simulating, "FAILURES_PER_S", 1)
     assert main(["sim", job, "--days", "20", "--runs", "3"]) == 0
     assert capsys.readouterr().err.startswith("about 120 failures: 120 s\n")
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from phalanx.cli.watch_check import MOST_TOLD, Known
+from phalanx.api.watching import KnownVerdicts
 from phalanx.record.account.summary import Pair, RankTime
 from phalanx.record.page.report import bar, cost_rows, spent_on
 from phalanx.record.page.view import View
 from phalanx.record.values import printable
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
+MOST_TOLD = 3  # findings on the screen
 TICKS = "▁▂▃▄▅▆▇█"
 MOST_RANKS = 8
 MOST = 1e300  # a larger value is a damaged one, and would make sums infinite
@@ -22,7 +23,7 @@ NARROW = 60  # columns below which bars and sparklines give way
 
 
 def frame(
-    view: View, remarks: Sequence[str], *, name: str, width: int, height: int, check: Known | None = None
+    view: View, remarks: Sequence[str], *, name: str, width: int, height: int, check: KnownVerdicts | None = None
 ) -> list[Text]:
     """At most `height` lines of at most `width` columns, the most important first."""
     blocks = [_head(view, name), _curves(view, width), _check(check), _ranks(view, width), _time(view, width)]
@@ -111,7 +112,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _check(known: Known | None) -> list[Text]:
+def _check(known: KnownVerdicts | None) -> list[Text]:
     """The verdicts of the training specification, and the worst of what it found."""
     if known is None:
         return []

@@ -41,7 +41,7 @@ POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat
 
 def plan(
     job: Job | ResolvedJob | str | Path,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     *,
     calibration: CalibrationNote | None = None,
     hopeless: bool = False,

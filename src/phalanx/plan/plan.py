@@ -17,6 +17,7 @@ from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction
 from phalanx.plan.reasons import Alternative
 from phalanx.plan.reliability import Reliability
+from phalanx.units import format_seconds
 
 SCHEMA = "phalanx.plan/1"
 
@@ -74,6 +75,24 @@ class Plan:
     search: SearchStats
     calibration: CalibrationNote | None
     warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.page()
+
+    def page(self, *, top: int = 6) -> str:
+        """The page that `phalanx plan` prints; `top` limits runners-up and Pareto points."""
+        from phalanx.plan.text import render
+
+        return render(self, top=top)
+
+    def __repr__(self) -> str:
+        step = f"{format_seconds(self.prediction.step_s)} per step"
+        return f"<Plan: {self.job.name} on {self.cluster.name}, {self.layout.name}, {step}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.plan.text import render_html
+
+        return render_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
+from html import escape
 
 from phalanx.io.columns import table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
@@ -40,6 +42,31 @@ def render(plan: Plan, *, top: int = 6) -> str:
         if body:
             lines += ["", title, *(f"  {line}".rstrip() for line in body)]
     return "\n".join(lines)
+
+
+def render_html(plan: Plan) -> str:
+    """The page for a notebook: where the step goes as bars, the rest in sections that open with a click."""
+    head, *sections = re.split(r"\n\n(?=[A-Z])", render(plan))
+    shown = [f"<pre>{escape(head)}</pre>", _step_bars(plan)]
+    for section in sections:
+        title, _, body = section.partition("\n")
+        shown.append(f"<details><summary>{escape(title)}</summary><pre>{escape(body)}</pre></details>")
+    return "\n".join(shown)
+
+
+def _step_bars(plan: Plan) -> str:
+    """Seconds of the step by what they are spent on, as one bar."""
+    parts = [
+        (part_name(name, plan.layout), seconds) for name, seconds in plan.prediction.breakdown_s.items() if seconds > 0
+    ]
+    total = sum(seconds for _, seconds in parts) or 1.0
+    cells = "".join(
+        f'<span title="{escape(name)}: {format_seconds(seconds)}" style="display: inline-block; height: 1.2em; '
+        f'width: {100 * seconds / total:.2f}%; background: hsl({(number * 67 + 210) % 360} 45% 55%)"></span>'
+        for number, (name, seconds) in enumerate(parts)
+    )
+    legend = ", ".join(f"{escape(name)} {seconds / total:.0%}" for name, seconds in parts if seconds / total >= 0.01)
+    return f'<div style="max-width: 60em">{cells}</div><small>{legend}</small>'
 
 
 def _headline(plan: Plan) -> list[str]:

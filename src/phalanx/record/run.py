@@ -27,12 +27,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
 from phalanx.record.events import EventReader, open_file
 from phalanx.record.values import at, finite, integer, number
+
+if TYPE_CHECKING:
+    from phalanx.record.account.summary import Summary
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
@@ -52,6 +55,40 @@ class Run:
     def name(self) -> str:
         """The folder's own name."""
         return self.path.name
+
+    def __str__(self) -> str:
+        """The page that `phalanx train` prints at the end."""
+        from phalanx.record.page.report import render
+
+        return render(self.summary())
+
+    def __repr__(self) -> str:
+        return f"<Run: {self.path}, {self.status().get('state', 'created')}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import document_as_html
+        from phalanx.record.page.html import page
+        from phalanx.record.page.story import tell_story
+
+        return document_as_html(page(tell_story(self), made=str(self.path)))
+
+    def summary(self) -> Summary:
+        """What the run came to, as far as it went: measured beside predicted."""
+        from phalanx.record.account.summary import summarize
+        from phalanx.record.page.story import as_left
+
+        return as_left(self, summarize(self))
+
+    def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
+        """Numbers by step, as `run.frame("loss", "tokens_per_s")`; without names, all that were recorded.
+
+        A pandas DataFrame indexed by step, or a dict of numpy columns with `step` where pandas is not installed. `rank`
+        is the lowest one with a record, unless given. Steps that were done again count once.
+        """
+        from phalanx.io.notebook import as_frame
+        from phalanx.record.archive.history import RunHistory
+
+        return as_frame(RunHistory.open(self).by_step(names, rank=rank, first=first, last=last), index="step")
 
     @property
     def job_toml(self) -> Path:

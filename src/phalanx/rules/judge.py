@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from phalanx.plan.ask import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
@@ -53,6 +54,38 @@ class Report:
     unmapped: tuple[Unmapped, ...] = ()
     notes: tuple[str, ...] = ()  # about the target: files of it that could not be used, what our trainer would refuse
     foreign: bool = False  # another trainer's file, which is not ours to edit
+
+    def __str__(self) -> str:
+        """The page that `phalanx check` prints."""
+        from phalanx.rules.formats.text import render
+
+        return render([self]).removesuffix("\n")
+
+    def __repr__(self) -> str:
+        from phalanx.rules.formats.plain import summary_of
+
+        return f"<Report: {self.target}: {summary_of(self)}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import document_as_html
+        from phalanx.rules.formats.html import render
+
+        return document_as_html(render([self]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `phalanx check --json` prints them for each target."""
+        from phalanx.rules.formats.plain import report_dict
+
+        return report_dict(self)
+
+    def frame(self) -> Any:
+        """One row per finding: a pandas DataFrame, or a dict of numpy columns where pandas is not installed."""
+        from phalanx.io.notebook import as_frame
+        from phalanx.rules.formats.plain import finding_dict
+
+        rows = [finding_dict(one) for one in self.findings]
+        names = ("rule", "slug", "verdict", "severity", "what", "fix", "file", "line")
+        return as_frame({name: [row[name] for row in rows] for name in names})
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
