@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic import write_run
 
 import phalanx
 from phalanx.cli.main import main
 from phalanx.io import notebook
-from tests.synthetic import write_run
 
 JOB = str(Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml")
 FABRIC = "clos2:64x400G/2p/16"

@@ -90,6 +90,19 @@ class Run:
 
         return as_frame(RunHistory.open(self).by_step(names, rank=rank, first=first, last=last), index="step")
 
+    def plot(self, *names: str, rank: int | None = None) -> RunPlot:
+        """Curves over the steps, as `run.plot("loss", "tokens_per_s")`: an SVG each, which a notebook shows."""
+        from phalanx.record.archive.history import RunHistory
+        from phalanx.record.page.plots import Line, plot, shower
+
+        history = RunHistory.open(self)
+        drawn = []
+        for name in names or ("loss",):
+            curve = history.curve(name, rank=rank)
+            line = Line(label=name, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style="1")
+            drawn.append(plot(name, [line], show=shower(curve.unit)))
+        return RunPlot(names=names or ("loss",), svgs=tuple(drawn))
+
     @property
     def job_toml(self) -> Path:
         """The job with every value resolved."""
@@ -309,6 +322,27 @@ class Run:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlot:
+    """Curves of a run."""
+
+    names: tuple[str, ...]
+    svgs: tuple[str, ...]  # empty texts where nothing was recorded
+
+    def __repr__(self) -> str:
+        return f"<RunPlot: {', '.join(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import document_as_html
+        from phalanx.record.page.style import CSS
+
+        figures = "".join(
+            f"<figure><figcaption><b>{name}</b></figcaption>{svg}</figure>"
+            for name, svg in zip(self.names, self.svgs, strict=True)
+        )
+        return document_as_html(f'<style>{CSS}</style><div class="plots">{figures}</div>', height=320)
 
 
 def _lock(file: TextIO, *, patience_s: float) -> bool:
