@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from phalanx.api.planning import backtest, calibrate, compare_plans
     from phalanx.api.planning import plan as plan
     from phalanx.api.proofs import trace, verify
-    from phalanx.api.runs import diff, export, grafana, metrics, report, run, runs, watch, web
+    from phalanx.api.runs import diff, export, grafana, report, run, runs, watch
+    from phalanx.api.runs import metrics as metrics
+    from phalanx.api.runs import web as web
     from phalanx.api.simulating import simulate
     from phalanx.api.training import dry_run, join_run
     from phalanx.api.training import train as train
@@ -65,6 +67,7 @@ _HOMES = {
     "phalanx.record.run": ("Run",),
     "phalanx.rules.judge": ("Finding", "Report"),
 }
+_PACKAGES = ("metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -140,7 +143,7 @@ class _FrontDoor(types.ModuleType):
     """This package. Importing a subpackage binds its name here; one that is a public function too becomes callable."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, types.ModuleType) and name in ("plan", "rules", "train"):
+        if isinstance(value, types.ModuleType) and name in _PACKAGES:
             value.__class__ = _CallablePackage
         super().__setattr__(name, value)
 
@@ -157,7 +160,7 @@ def _public(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("plan", "rules", "train"):
+    if name in _PACKAGES:
         from importlib import import_module
 
         return import_module(f"phalanx.{name}")

@@ -24,7 +24,7 @@ def functions() -> set[str]:
     found = set()
     for name in phalanx.__all__:
         value = getattr(phalanx, name)
-        if inspect.isfunction(value) or name in ("plan", "rules", "train"):
+        if inspect.isfunction(value) or name in phalanx._PACKAGES:
             found.add(name)
         elif inspect.ismodule(value):
             found |= {f"{name}.{one}" for one in value.__all__ if inspect.isfunction(getattr(value, one))}
@@ -100,6 +100,13 @@ def test_packages_that_are_functions_stay_both(first: str) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (run.stdout, run.stderr) == ("8\n", "")
+
+
+def test_no_public_function_is_hidden_by_a_package() -> None:
+    folders = {path.parent.name for path in (ROOT / "src/phalanx").glob("*/__init__.py")}
+    assert folders & set(phalanx.__all__) == set(phalanx._PACKAGES)
+    code = "import phalanx.metrics, phalanx.web, phalanx; print(callable(phalanx.metrics), callable(phalanx.web))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True True\n"
 
 
 def test_signatures_are_those_of_the_functions() -> None:

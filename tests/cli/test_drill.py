@@ -100,12 +100,12 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
         (
             [],
             "phalanx drill: no job file is named\n"
-            "  phalanx drill examples/drill.toml, or phalanx drill --check RECORD\n",
+            "  phalanx drill examples/drill.toml, or phalanx drill --read-record RECORD\n",
         ),
         (
-            ["job.toml", "--check", "x"],
-            "phalanx drill: JOB and --check exclude each other\n"
-            "  phalanx drill examples/drill.toml, or phalanx drill --check RECORD\n",
+            ["job.toml", "--read-record", "x"],
+            "phalanx drill: JOB and --read-record exclude each other\n"
+            "  phalanx drill examples/drill.toml, or phalanx drill --read-record RECORD\n",
         ),
         (
             ["job.toml", "--chaos", "--fault", "kill"],
@@ -122,20 +122,20 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             "  add --chaos --minutes 2, or leave it out\n",
         ),
         (
-            ["--check", "x", "--fault", "kill", "--minutes", "2"],
-            "phalanx drill: --fault and --minutes with --check\n  --check runs nothing\n  leave it out\n",
+            ["--read-record", "x", "--fault", "kill", "--minutes", "2"],
+            "phalanx drill: --fault and --minutes with --read-record\n  --read-record runs nothing\n  leave it out\n",
         ),
         (
-            ["--check", "nofile"],
+            ["--read-record", "nofile"],
             "nofile: there is no such file\n  name the drill-record.json of a run that phalanx drill made\n",
         ),
         (
             ["job.toml", "--hosts", "0"],
-            "phalanx drill: --agents 0 is not between 1 and 64\n  use --agents 1\n",
+            "phalanx drill: --hosts 0 is not between 1 and 64\n  use --hosts 1\n",
         ),
         (
             ["job.toml", "--suite", "--fault", "kill", "--hosts", "2"],
-            "phalanx drill: --fault and --agents with --suite\n"
+            "phalanx drill: --fault and --hosts with --suite\n"
             "  the suite says itself what happens, and when\n"
             "  leave it out; --cluster, --set and --runs go with it\n",
         ),
@@ -153,7 +153,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             ["job.toml", "--fault", "host"],
             "--fault host: hits a host, and there is only one\n"
             "  with its only host a run is gone, and so is its proof\n"
-            "  add --agents 2\n",
+            "  add --hosts 2\n",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
 
     record = Path(told["record"])
     assert json.loads(copy.read_text()) == json.loads(record.read_text())
-    assert drill("--check", str(record))[0] == 0
+    assert drill("--read-record", str(record))[0] == 0
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
     request = Request(drills=(record.parent,), look=False)
     facts = gather(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
@@ -249,7 +249,7 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
     assert {"kill", "save-kill", "hang"} <= set(facts[0].fired)
     with (record.parent / "events-00000.jsonl").open("a") as file:
         file.write('{"event":"step"}\n')
-    code, told = drill("--check", str(record))
+    code, told = drill("--read-record", str(record))
     assert (code, told["wrong"]) == (1, ["events-00000.jsonl has changed"])
 
 

@@ -55,7 +55,7 @@ def test_the_dashboard(capsys: pytest.CaptureFixture[str]) -> None:
         (["--interval", "nan"], "--interval nan cannot be"),
         (["--listen", "nowhere"], "--listen: 'nowhere' is not an address"),
         (["--listen", "0.0.0.0:0"], "there is no token"),
-        (["--token", "auto"], "--token guards --listen, which is not there"),
+        (["--token", "auto"], "--token guards --listen, which is not given"),
         (["--listen", "127.0.0.1:0", "--token", "no/such/file"], "--token no/such/file: cannot be read"),
         (["--otlp", "collector:4318"], "'collector:4318' is not a URL"),
     ],

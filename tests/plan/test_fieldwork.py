@@ -261,7 +261,7 @@ def test_the_page_warns_of_rows_left_out_and_of_measurements_that_disagree():
     page = text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
     assert page.endswith(
         "median error 20.0% before, 30.0% after\n"
-        "2 measured rows could not be priced: left out; phalanx validate says why\n"
+        "2 measured rows could not be priced: left out; phalanx backtest says why\n"
         "warning: these measurements disagree with each other more than with the prediction; plan without"
     )
 

@@ -14,7 +14,7 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.catalog import accelerators as known_accelerators
 from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.cluster import resolve, to_dict
-from phalanx.hardware.defaults import power_w_per_device
+from phalanx.hardware.cluster_text import cluster_page, gibibytes, table_of
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.machine import Machine
@@ -22,12 +22,10 @@ from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER
 from phalanx.hardware.probe import probe as measure
 from phalanx.hardware.profile import Profile, save, usual_path
 from phalanx.hardware.types import Accelerator, Cluster
-from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
+from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
 TORCH_WORKER = "phalanx.train.probe"  # run as a process of its own: this one never imports torch
 LEAST_S, MOST_S = 2.0, 600.0
-
-Rows = list[tuple[str, str]]
 
 
 def cluster(
@@ -64,7 +62,7 @@ class ClusterPage(Result):
     def __str__(self) -> str:
         pages = [table_of("machine", machine_rows(self.machine))] if self.machine is not None else []
         if self.cluster is not None:
-            pages.append(table_of(f"cluster {self.cluster.name}", cluster_rows(self.cluster)))
+            pages.append(cluster_page(self.cluster))
         return "\n\n".join(pages)
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,20 +119,14 @@ def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
     return AcceleratorList(accelerators=tuple(found))
 
 
-def table_of(title: str, rows: Rows) -> str:
-    """A title and labelled lines."""
-    width = max(len(label) for label, _ in rows)
-    return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
-
-
-def machine_rows(machine: Machine) -> Rows:
+def machine_rows(machine: Machine) -> list[tuple[str, str]]:
     """What discovery saw, one line per fact."""
     usable = f"{machine.usable_cores} of {plural(machine.cores, 'core')} usable"
     sockets, nodes = plural(machine.sockets, "socket"), plural(machine.numa_nodes, "NUMA node")
     rows = [
         ("host", machine.hostname),
         ("cpu", f"{machine.cpu_model}, {sockets}, {usable}, {nodes}"),
-        ("memory", _gib(machine.memory_bytes)),
+        ("memory", gibibytes(machine.memory_bytes)),
     ]
     for nic in machine.nics:
         speed = f"{format_bytes(nic.bytes_per_s)}/s" if nic.bytes_per_s else "speed unknown"
@@ -142,86 +134,11 @@ def machine_rows(machine: Machine) -> Rows:
     for gpu in machine.gpus:
         links = f", {gpu.nvlinks} NVLinks {format_bytes(gpu.nvlink_bytes_per_s)}/s" if gpu.nvlinks > 0 else ""
         pcie = f", PCIe {format_bytes(gpu.pcie_bytes_per_s)}/s" if gpu.pcie_bytes_per_s else ""
-        rows.append((f"gpu {gpu.index}", f"{gpu.name}, {_gib(gpu.memory_bytes)}{links}{pcie}{_numa(gpu.numa_node)}"))
+        rows.append(
+            (f"gpu {gpu.index}", f"{gpu.name}, {gibibytes(gpu.memory_bytes)}{links}{pcie}{_numa(gpu.numa_node)}")
+        )
     rows += [(f"path {path.first}-{path.second}", path.kind) for path in machine.gpu_paths]
     return rows if machine.gpus else [*rows, ("gpu", "none")]
-
-
-def cluster_rows(cluster: Cluster) -> Rows:
-    """The cluster as the planner sees it."""
-    device = cluster.accelerator
-    hosts = f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {_gib(cluster.host_memory_bytes)} each"
-    return [
-        ("devices", f"{cluster.devices:,} x {device.name} ({device.vendor} {device.family})"),
-        ("peak", _peaks(device)),
-        ("best matmul", _matmul(cluster)),
-        ("memory", f"{_gib(device.memory_bytes)} per device at {format_bytes(device.memory_bytes_per_s)}/s"),
-        ("fast domain", _domain(cluster)),
-        ("network", _network(cluster)),
-        ("hosts", hosts),
-        ("failures", _failures(cluster)),
-        ("price", _price(cluster)),
-        ("power", _power(cluster)),
-        ("disk", f"{format_bytes(cluster.disk_bytes_per_s)}/s per host" if cluster.disk_bytes_per_s else "not given"),
-        ("source", cluster.source),
-    ]
-
-
-def _peaks(device: Accelerator) -> str:
-    named = (
-        ("bf16", device.peak_bf16_flops),
-        ("fp8", device.peak_fp8_flops),
-        ("fp4", device.peak_fp4_flops),
-        ("fp32", device.peak_fp32_flops),
-    )
-    return ", ".join(f"{name} {format_flops(flops)}" for name, flops in named if flops)
-
-
-def _matmul(cluster: Cluster) -> str:
-    if cluster.matmul_flops:
-        return f"{format_flops(cluster.matmul_flops)} measured here"
-    device = cluster.accelerator
-    flops = matmul_flops(device)
-    kind = "published" if device.matmul_bf16_flops else "assumed from its family"
-    return f"bf16 {format_flops(flops)} ({flops / device.peak_bf16_flops:.0%} of peak, {kind})"
-
-
-def _domain(cluster: Cluster) -> str:
-    if cluster.domain_devices == 1:
-        return "1 device"
-    speed = f"{format_bytes(cluster.link_bytes_per_s)}/s each way, {format_seconds(cluster.link_latency_s)} a step"
-    return f"{plural(cluster.domain_devices, 'device')} over {cluster.accelerator.link}, {speed}"
-
-
-def _network(cluster: Cluster) -> str:
-    if cluster.domains == 1:
-        return "none needed: one domain"
-    gbps = cluster.nic_bytes_per_s * 8 / 1e9
-    latency = format_seconds(cluster.nic_latency_s)
-    return f"{plural(cluster.domains, 'domain')}, {gbps:,.4g} Gb/s per device each way, {latency} a step"
-
-
-def _failures(cluster: Cluster) -> str:
-    per_day = cluster.failures_per_host_day * cluster.hosts
-    rate = f"{cluster.failures_per_host_day:.2g} per host and day"
-    return f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
-
-
-def _price(cluster: Cluster) -> str:
-    if cluster.price_usd_per_device_hour is None:
-        return "unknown: give [cost] usd_per_device_hour in the job"
-    low, middle, high = (format_money(usd) for usd in cluster.price_usd_per_device_hour)
-    total = format_money(cluster.price_usd_per_device_hour[1] * cluster.devices)
-    return f"{low} to {high} per device-hour, middle {middle}; the cluster {total}/h"
-
-
-def _power(cluster: Cluster) -> str:
-    watts = power_w_per_device(cluster)
-    if not watts:
-        return "unknown: give power_w_per_device in a cluster file"
-    assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"
-    kind = "given" if cluster.power_w_per_device else assumed
-    return f"{watts:,.0f} W per device ({kind}), {watts * cluster.devices / 1000:,.4g} kW in all"
 
 
 def _accelerator_row(device: Accelerator) -> tuple[str, ...]:
@@ -232,15 +149,11 @@ def _accelerator_row(device: Accelerator) -> tuple[str, ...]:
         device.family,
         format_flops(device.peak_bf16_flops),
         f"{format_flops(matmul_flops(device))}{'' if device.matmul_bf16_flops else ' *'}",
-        _gib(device.memory_bytes),
+        gibibytes(device.memory_bytes),
         link,
         str(device.domain_devices),
         f"{device.tdp_w:.0f} W" if device.tdp_w else "",
     )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.4g} GiB"
 
 
 def _numa(node: int) -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -224,6 +225,9 @@ def _wishes() -> Iterator[list[int]]:
     def wish(number: int, frame: FrameType | None) -> None:
         wishes.append(number)
 
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may take signals
+        yield wishes
+        return
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         numbers.append(signal.SIGHUP)

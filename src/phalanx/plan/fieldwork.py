@@ -165,7 +165,7 @@ def text(report: Report) -> str:
     lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
     if report.skipped:
         lines.append(
-            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx validate says why"
+            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx backtest says why"
         )
     if report.median_error_after > report.median_error_before:
         lines.append("warning: these measurements disagree with each other more than with the prediction; plan without")

@@ -1,4 +1,4 @@
-"""The scorecard of `phalanx validate` as text, and its predictions as a file."""
+"""The scorecard of `phalanx backtest` as text, and its predictions as a file."""
 
 from __future__ import annotations
 
