@@ -80,9 +80,13 @@ COLUMNS = ("name", "state", "model", "ranks", "step", "loss", "tokens_per_s")
 
 
 def _row(found: Run) -> dict[str, Any]:
-    """A run in a line; of one that is damaged, what can still be read."""
+    """A run in a line, from its index alone; of one that is damaged, what can still be read."""
+    from phalanx.record.account.summary import summarize_briefly
+    from phalanx.record.archive.history import RunHistory
+    from phalanx.record.page.story import as_left
+
     try:
-        s = found.summary()
+        s = as_left(found, summarize_briefly(found, RunHistory.open(found)))
     except (UserError, SystemFailure):
         return {**dict.fromkeys(COLUMNS), "name": found.name, "state": "damaged", "model": ""}
     return {

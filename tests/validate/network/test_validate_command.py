@@ -29,7 +29,7 @@ def claims(tmp_path: Path) -> str:
 def test_the_page(claims: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backtest", claims]) == 0
     out, err = capsys.readouterr()
-    assert err == "1 simulations, about 0 s of CPU; Ctrl-C keeps what is finished\n"
+    assert err == "1 simulation, about 0 s of CPU; Ctrl-C keeps what is finished\n"
     assert out.startswith("paper\n  hosts at full bisection | 2 tiers, 8 planes x 100G, 512-p…  131,072 NICs  131,072")
     assert "not attempted: no reader for 'shoe size': not understood: shoe" in out
     assert "\n4 rows: 2 reproduced (2 within their tolerance), 0 by range (0 covered" in out
