@@ -139,7 +139,7 @@ def test_a_column_keeps_its_kind() -> None:
 
 
 def test_progress_goes_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.api.live import teller
+    from phalanx.api.progress_line import teller
 
     said: list[str] = []
     teller(said.append)("a")

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.api.live import terminal_text
+from phalanx.api.progress_line import terminal_text
 from phalanx.cli.main import main
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.clusterfile import render_cluster

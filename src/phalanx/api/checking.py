@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import look_at_files, override_texts
-from phalanx.api.results import Overrides, Result, Tell, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Job
@@ -184,7 +184,7 @@ def check_before_training(resolved: ResolvedJob, plan: Plan, *, refuse: bool, te
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class FixedJob(Result):
+class FixedJob(PublicResult):
     """The edits that cure findings of a job file, whether they are written, and what is left."""
 
     target: str
@@ -273,7 +273,7 @@ def _refuse_unmendable(path: Path, source: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RuleList(Result):
+class RuleList(PublicResult):
     """Rules of the training specification; with a hardware profile, its limits."""
 
     rules: tuple[Rule, ...]
@@ -373,7 +373,7 @@ def rules(select: str = "", *, profile: str | None = None) -> RuleList:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RulePage(Result):
+class RulePage(PublicResult):
     """One rule, with the numbers of a target in it where one was named."""
 
     rule: Rule

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.api.results import Result, Tell, plain, silent
+from phalanx.api.results import PublicResult, Tell, plain, silent
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.catalog import accelerators as known_accelerators
 from phalanx.hardware.catalog import matmul_flops
@@ -52,7 +52,7 @@ def cluster(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ClusterPage(Result):
+class ClusterPage(PublicResult):
     """A cluster as the planner sees it and, for this machine, what was found on it."""
 
     machine: Machine | None
@@ -98,7 +98,7 @@ def describe_cluster(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class AcceleratorList(Result):
+class AcceleratorList(PublicResult):
     """The accelerators that Phalanx knows."""
 
     accelerators: tuple[Accelerator, ...]
@@ -164,7 +164,7 @@ def _numa(node: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class MachineProfile(Result):
+class MachineProfile(PublicResult):
     """What was measured on this machine, and the file it is stored in."""
 
     profile: Profile

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import Result, Tell, plain, silent
+from phalanx.api.results import PublicResult, Tell, plain, silent
 from phalanx.errors import mistake
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
@@ -22,7 +22,7 @@ Count = int | str  # 8192 or "8k"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Dataset(Result):
+class Dataset(PublicResult):
     """A dataset folder and its manifest."""
 
     path: Path
@@ -171,7 +171,7 @@ def show(path: str | Path) -> Dataset:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Checksum(Result):
+class Checksum(PublicResult):
     """Every file of a dataset is what its manifest says."""
 
     path: Path

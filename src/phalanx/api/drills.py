@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import override_texts
-from phalanx.api.results import Overrides, Result, Tell, plain, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
 from phalanx.errors import SystemFailure, mistake
 from phalanx.units import MINUTE_S, format_seconds, plural
 
@@ -54,7 +54,7 @@ class DrillCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class DrillResult(Result):
+class DrillResult(PublicResult):
     """What the faults did to a run, the verdicts, and the signed record."""
 
     outcome: DrillOutcome
@@ -322,7 +322,7 @@ class SuiteDrill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class DrillSuite(Result):
+class DrillSuite(PublicResult):
     """The standard drills, what each proved, and the rules it answers."""
 
     drills: tuple[SuiteDrill, ...]
@@ -443,7 +443,7 @@ def _suite_text(one: SuiteDrill) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class DrillRecord(Result):
+class DrillRecord(PublicResult):
     """A record of a drill: whether its signature and evidence are as they were written, and which verdicts failed."""
 
     path: Path

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.api.results import Result, plain
+from phalanx.api.results import PublicResult, plain
 from phalanx.errors import mistake, nearest
 from phalanx.units import plural
 
@@ -23,7 +23,7 @@ MOST_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class CollectiveTimes(Result):
+class CollectiveTimes(PublicResult):
     """Which algorithm and protocol NCCL picks for each message size, and how long the collective takes."""
 
     kind: Operation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.fabric_traffic import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, Result, Tell, plain, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.units import parse_count
 
@@ -28,7 +28,7 @@ BUDGET_S = 60.0  # after this no further design is begun; 16,384 GPUs take about
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class FabricDesigns(Result):
+class FabricDesigns(PublicResult):
     """Every fabric that joins so many GPUs, the one to take, and the step of a job on the best of each kind."""
 
     designs: tuple[Design, ...]
@@ -326,7 +326,7 @@ def _step(plan: Plan, fabric: Fabric) -> JobStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class FabricDecisions(Result):
+class FabricDecisions(PublicResult):
     """Planes, paths and recovery: the three decisions behind a fabric, in numbers."""
 
     decisions: Decisions
@@ -397,7 +397,7 @@ def decisions(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class FabricPage(Result):
+class FabricPage(PublicResult):
     """One fabric: its parts, weak points and failures per day."""
 
     fabric: Fabric
@@ -431,7 +431,7 @@ def show(fabric: str | Path, *, tell: Tell = silent) -> FabricPage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class FabricCatalogue(Result):
+class FabricCatalogue(PublicResult):
     """The fabrics and switches that have names."""
 
     fabrics: dict[str, tuple[str, str]]  # name -> short form, source

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from phalanx.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.api.fabric_traffic import Traffic
+    from phalanx.api.fabric_traffic import FabricTraffic
 
 
-def incast_text(traffic: Traffic) -> list[str]:
+def incast_text(traffic: FabricTraffic) -> list[str]:
     """Hosts of an incast, whose numbers nobody gave."""
     if traffic.watched is None:
         return []

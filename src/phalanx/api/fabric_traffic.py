@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api import fabric_text as text
-from phalanx.api.results import INTERRUPTED, Result, Tell, plain, silent
+from phalanx.api.results import INTERRUPTED, PublicResult, Tell, plain, silent
 from phalanx.errors import mistake
 from phalanx.io.visible import one_line
 from phalanx.units import format_bytes, format_seconds, parse_count, plural
@@ -32,7 +32,7 @@ _JOB = re.compile(r"^(?P<file>.+\.toml)(?::(?P<axis>[a-z_-]+))?$", re.IGNORECASE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class FabricTraffic:
     """Flows, what they are called, when they start, what fails in their file, and what of it is not simulated."""
 
     name: str
@@ -92,7 +92,7 @@ def named_fabric(name: str, tell: Tell = silent) -> Fabric:
     return fabric
 
 
-def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric, tell: Tell) -> Traffic:
+def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric, tell: Tell) -> FabricTraffic:
     """By name, or from a CSV matrix or a job."""
     from phalanx.sim.matrices import INCAST, traffic
 
@@ -106,10 +106,10 @@ def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric
     except ValueError as error:
         raise mistake("--bytes", f"{error}"[:160], fix="write it as 2M or 2000000") from None
     made = traffic(name, fabric, size, seed=seed)
-    return Traffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
+    return FabricTraffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
 
 
-def load_matrix(call: TrafficCall, fabric: Fabric) -> Traffic:
+def load_matrix(call: TrafficCall, fabric: Fabric) -> FabricTraffic:
     """From a .cm file."""
     from phalanx.sim.htsim.cm import read_cm
 
@@ -122,7 +122,7 @@ def load_matrix(call: TrafficCall, fabric: Fabric) -> Traffic:
         raise mistake(str(call.cm), what, fix="use a larger fabric, or the .topo file of this matrix")
     # The fluid engine and comparisons have no clock of starts.
     timed = call.engine == "packets" and not call.compare
-    return Traffic(
+    return FabricTraffic(
         name=one_line(path.name),
         flows=matrix.flows(),
         schedule=matrix.schedule() if timed else None,
@@ -136,14 +136,14 @@ def says_bytes(name: str) -> bool:
     return re.search(r"\.(csv|toml(:[a-z_-]+)?)$", name.strip().lower()) is not None
 
 
-def _traffic_file(name: str, nbytes: str | None, fabric: Fabric, tell: Tell) -> Traffic:
+def _traffic_file(name: str, nbytes: str | None, fabric: Fabric, tell: Tell) -> FabricTraffic:
     if nbytes:
         raise mistake("--bytes", f"{name[:80]} already says who sends how much", fix="leave out --bytes")
     if name.lower().endswith(".csv"):
         from phalanx.sim.matrix_file import read_matrix
 
-        return Traffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
-    return Traffic(name=one_line(Path(name).name), flows=_plan_flows(name, fabric, tell))
+        return FabricTraffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
+    return FabricTraffic(name=one_line(Path(name).name), flows=_plan_flows(name, fabric, tell))
 
 
 def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
@@ -186,7 +186,7 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class TrafficSimulation(Result):
+class TrafficSimulation(PublicResult):
     """What the flows on a fabric got, and when they were done; one dict per way of sending, by scenario."""
 
     page: str
@@ -331,14 +331,14 @@ def _check_call(call: TrafficCall) -> None:
         raise mistake("--cpu", f"{call.cpu:g} seconds", fix="use 60, or 600")
 
 
-def _broken_by(call: TrafficCall, traffic: Traffic) -> Break:
+def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> Break:
     """What fails, by the call and by a file of connections."""
     from phalanx.sim.failures import Break
 
     return Break(failed=(*call.fail, *traffic.failed), left=call.left, loss=call.loss or 0.0, denied=call.deny)
 
 
-def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: Traffic) -> TrafficSimulation:
+def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """Rates that settle, with what is broken from the start; or over time, where something fails on the way."""
     from phalanx.sim.compare import one_fluid_run, unsaid
     from phalanx.sim.packets.budget import Budget
@@ -381,7 +381,7 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: Traffic) -> Traf
     return _one_simulation(found, page, traffic, notes, said, interrupted=bool(found["stopped"]))
 
 
-def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: Traffic) -> TrafficSimulation:
+def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     from phalanx.sim.compare import unsaid
     from phalanx.sim.packets.budget import Budget
     from phalanx.sim.simulate_packets import simulate_packets
@@ -416,7 +416,7 @@ def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: Traffic) -> Tr
 def _one_simulation(
     found: dict[str, Any],
     page: str,
-    traffic: Traffic,
+    traffic: FabricTraffic,
     notes: Sequence[str],
     said: Sequence[str],
     *,
@@ -436,7 +436,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 # ---- compare ---------------------------------------------------------------------------------------------------------
 
 
-def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: Traffic) -> TrafficSimulation:
+def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """One failure, a column for each way of sending."""
     from phalanx.sim.compare import unsaid
 
@@ -476,7 +476,7 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     values = {"scenarios": [{"scenario": name, "compare": found} for name, found in done.items()], "notes": notes}
     if len(picked) == 1:
         one = picked[0]
-        incast = text.incast_text(Traffic(name="", flows=questions[0].flows, watched=questions[0].watched))
+        incast = text.incast_text(FabricTraffic(name="", flows=questions[0].flows, watched=questions[0].watched))
         hint = text.job_hint(call.fabric, one.broken.failed, loss=one.broken.loss > 0)
         head = [f"{one.name}: {one.what}", text.columns_text(done[one.name]), *incast]
     else:
@@ -486,7 +486,7 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     return TrafficSimulation(page=page, values=_plain(values), interrupted=interrupted)
 
 
-def _question(call: TrafficCall, fabric: Fabric, traffic: Traffic) -> Question:
+def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> Question:
     """What the call asks to compare."""
     from phalanx.network.fabric.recovery import CONVERGE_S
     from phalanx.sim import compare
@@ -574,7 +574,7 @@ def _tell_beside(one: dict[str, Any], tell: Tell) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class HtsimFiles(Result):
+class HtsimFiles(PublicResult):
     """A fabric and its traffic as files of htsim, and what they do not hold."""
 
     fabric: str

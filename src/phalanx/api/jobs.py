@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import Overrides, Result, Tell, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, warn
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.job.load import ResolvedJob
 from phalanx.job.load import load as load_file
@@ -88,7 +88,7 @@ def look_at_files(resolved: ResolvedJob, tell: Tell) -> InputFindings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class JobTable(Result):
+class JobTable(PublicResult):
     """Every resolved value of a job and where it came from; of a run, also how its ranks communicate."""
 
     resolved: ResolvedJob
@@ -177,7 +177,7 @@ def auto_tokens(resolved: ResolvedJob) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class NewJob(Result):
+class NewJob(PublicResult):
     """A job file that was written, and the commands that come next."""
 
     path: str
@@ -284,7 +284,7 @@ def _write_new(path: Path, text: str, *, force: bool) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ImportedJob(Result):
+class ImportedJob(PublicResult):
     """Another trainer's configuration as a job file, and what of it could not be translated."""
 
     converted: Converted

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, look_at_files, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, Result, Tell, plain, silent
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent
 from phalanx.errors import mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
@@ -76,7 +76,7 @@ def plan(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class PlanComparison(Result):
+class PlanComparison(PublicResult):
     """Several plans side by side."""
 
     names: tuple[str, ...]
@@ -104,7 +104,7 @@ def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanCompa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Calibration(Result):
+class CalibrationResult(PublicResult):
     """Factors of your system, and how well they fit; `phalanx.plan(job, calibration=...)` takes the file."""
 
     report: CalibrationReport
@@ -127,16 +127,16 @@ class Calibration(Result):
         write(Path(path), self.report)
 
 
-def calibrate(measured: str | Path) -> Calibration:
+def calibrate(measured: str | Path) -> CalibrationResult:
     """Refit five factors of the cost model from a run folder, or from a table of measured steps."""
     from phalanx.plan.fieldwork import calibrate_run, calibrate_table
 
     source = Path(measured)
-    return Calibration(report=calibrate_run(source) if source.is_dir() else calibrate_table(source))
+    return CalibrationResult(report=calibrate_run(source) if source.is_dir() else calibrate_table(source))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Backtest(Result):
+class Backtest(PublicResult):
     """Predictions of a table of published runs, and how far they are from what was measured."""
 
     scorecard: Scorecard
@@ -164,7 +164,7 @@ class Backtest(Result):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class NetworkBacktest(Result):
+class NetworkBacktest(PublicResult):
     """The same for a table of network claims."""
 
     card: NetworkCard

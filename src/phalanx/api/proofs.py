@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, override_texts, read_job
-from phalanx.api.results import Overrides, Result, Tell, plain, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
 from phalanx.errors import mistake
 from phalanx.hardware.sharing import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
@@ -32,7 +32,7 @@ MOST_RANKS = 64  # of `ranks="all"`: a minute or two each for a large model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class LayoutProof(Result):
+class LayoutProof(PublicResult):
     """Whether a layout computes the same numbers as a single process, and where it does not."""
 
     proof: Proof
@@ -171,7 +171,7 @@ def _terms(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Trace(Result):
+class Trace(PublicResult):
     """The steps of some ranks, whether they would meet in every operation, and how they compare with the plan."""
 
     plan: Plan

@@ -28,7 +28,7 @@ def warn(problems: Iterable[Problem], tell: Tell) -> None:
         tell(f"warning: {problem.render()}")
 
 
-class Result(ABC):
+class PublicResult(ABC):
     """Base of results that are more than one value; a notebook shows them as the terminal does."""
 
     __slots__ = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import Result, Tell, own_version, plain, silent, warn
+from phalanx.api.results import PublicResult, Tell, own_version, plain, silent, warn
 from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.record.run import Run, list_runs, open_run
 from phalanx.units import format_count, plural
@@ -120,7 +120,7 @@ def runs(folder: str | Path = "runs") -> RunList:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RunReport(Result):
+class RunReport(PublicResult):
     """What a run came to, with its curves, checkpoints and incidents; `str()` is the Markdown page."""
 
     run: Run
@@ -192,7 +192,7 @@ def report(path: AnyRun) -> RunReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Comparison(Result):
+class RunComparison(PublicResult):
     """What differs between two runs, plans or jobs."""
 
     a: Side
@@ -222,7 +222,7 @@ class Comparison(Result):
         return 1 if self.differences else 0
 
 
-def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> Comparison:
+def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> RunComparison:
     """What differs between two runs, plans (JSON) or jobs (TOML).
 
     Measured numbers that are closer than the share `within` count as equal.
@@ -236,7 +236,7 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> C
         left, right = of_runs(open_run(names[0]), open_run(names[1]))
     else:
         left, right = (_side(name, tell) for name in names)
-    return Comparison(a=left, b=right, differences=tuple(compare(left, right, within=within)))
+    return RunComparison(a=left, b=right, differences=tuple(compare(left, right, within=within)))
 
 
 def _side(name: str, tell: Tell) -> Side:
@@ -270,7 +270,7 @@ def _side(name: str, tell: Tell) -> Side:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ExportedWeights(Result):
+class ExportedWeights(PublicResult):
     """Weights of a checkpoint, written as a Hugging Face folder."""
 
     out: Path
@@ -306,7 +306,7 @@ INTERVAL_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class MetricsSnapshot(Result):
+class MetricsSnapshot(PublicResult):
     """What a scrape of Prometheus would see now."""
 
     readings: Readings
@@ -330,7 +330,7 @@ class MetricsSnapshot(Result):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ExportedMetrics(Result):
+class ExportedMetrics(PublicResult):
     """What was sent or written."""
 
     values: dict[str, object]

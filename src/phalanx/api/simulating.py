@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.fabric_traffic import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, Result, Tell, plain, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.types import Cluster
 from phalanx.plan.make import plan as make_plan
@@ -153,7 +153,7 @@ def _step_problems(step: StepCall, months: MonthsCall) -> list[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class StepSimulation(Result):
+class StepSimulation(PublicResult):
     """One step of a plan on a fabric, and what a failed part does to it."""
 
     plan: Plan
@@ -268,7 +268,7 @@ def _outside(option: str, value: float, least: float, most: float) -> Problem | 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class MonthsForecast(Result):
+class MonthsForecast(PublicResult):
     """How much of the time a plan trains over so many days, with its interval and what costs the rest."""
 
     plan: Plan
@@ -294,7 +294,7 @@ class MonthsForecast(Result):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class MonthsComparison(Result):
+class MonthsComparison(PublicResult):
     """A conventional network beside recovery at the edge, with three recovery times."""
 
     plan: Plan

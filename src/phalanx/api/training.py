@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.checking import check_before_training
 from phalanx.api.jobs import AnyJob, override_texts, read_job
-from phalanx.api.live import ProgressLine, tell_stderr, teller
+from phalanx.api.progress_line import ProgressLine, tell_stderr, teller
 from phalanx.api.results import Overrides, Tell, warn
 from phalanx.errors import PhalanxError, Problem, TrainingFailure, mistake
 from phalanx.job.load import ResolvedJob

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import Result, plain
+from phalanx.api.results import PublicResult, plain
 from phalanx.record.page.view import View, Watcher
 from phalanx.record.run import Run
 
@@ -116,7 +116,7 @@ class BackgroundCheck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RunLook(Result):
+class RunLook(PublicResult):
     """A run at one moment: its state and numbers, what is new since the look before, and the findings so far."""
 
     view: View

@@ -8,12 +8,12 @@ import shutil
 import sys
 from collections.abc import Iterable
 
-from phalanx.api.results import Result, plain
+from phalanx.api.results import PublicResult, plain
 from phalanx.errors import Problem
 from phalanx.io.visible import visible, visible_json
 
 
-def show(result: Result, *, as_json: bool) -> int:
+def show(result: PublicResult, *, as_json: bool) -> int:
     """Print what a public function returned; the exit code that it stands for."""
     if as_json:
         print_json(result.to_dict())
