@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
-    from phalanx.rules.judge import Finding, Report
+    from phalanx.rules.judge import CheckReport, Finding
 
     __version__: str
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.elastic.secret import make_secret
+from phalanx.elastic.handshake import make_secret
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, make
 

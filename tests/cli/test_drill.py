@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from phalanx.train.drill.faults import parse_faults
 
 from phalanx.api.drills import DrillCall, _shrink, keep_record
 from phalanx.cli.main import main
@@ -22,12 +23,11 @@ from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.make import plan
 from phalanx.record.run import Run
-from phalanx.rules.gather import Request, gather
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.rules.gather import Request, gather_evidence
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
 from phalanx.train.drill import perform
-from phalanx.train.drill.fault import parse_all
 
 JOB = """\
 name = "drilled"
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
     (folder / "job.toml").write_text(JOB)
     return folder
 
@@ -170,15 +170,17 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 40 faults two are guilty together; each attempt lasts as long as its own faults, not the whole drill."""
-    faults = [dataclasses.replace(fault, at_s=float(fault.id)) for fault in parse_all(["kill"] * 38 + ["hang", "nan"])]
+    faults = [
+        dataclasses.replace(fault, at_s=float(fault.id)) for fault in parse_faults(["kill"] * 38 + ["hang", "nan"])
+    ]
     lengths: list[float] = []
 
     def fake(scene: Any, some: Any) -> Any:
         lengths.append(scene.minutes)
         return SimpleNamespace(broken={"hang", "nan"} <= {fault.kind for fault in some})
 
-    monkeypatch.setattr(perform, "perform", fake)
-    scene = perform.Scene(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(perform, "perform_drill", fake)
+    scene = perform.DrillSettings(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
     call = DrillCall(job="job.toml", spares=2, tell=note)
     _shrink(call, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [
@@ -237,14 +239,14 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
     assert drill("--read-record", str(record))[0] == 0
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
     request = Request(drills=(record.parent,), look=False)
-    facts = gather(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
+    facts = gather_evidence(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
     assert [Path(one.path).name.startswith("cpu-gloo-other-drilled-") for one in facts] == [True, False], (
         "a copy, newer"
     )
     assert all(one.signed and one.clean and one.bitwise and one.profile == "cpu-gloo" for one in facts)
     assert [(one.job, one.other) for one in facts] == [("drilled", "")] * 2
     another = Request(drills=(record.parent,), look=False, overrides=("name=another",))
-    elsewhere = gather(str(folder / "job.toml"), another, today=date(2026, 11, 16), environ=environ).drills
+    elsewhere = gather_evidence(str(folder / "job.toml"), another, today=date(2026, 11, 16), environ=environ).drills
     assert {one.other for one in elsewhere} == {"job drilled, not another"}
     assert {"kill", "save-kill", "hang"} <= set(facts[0].fired)
     with (record.parent / "events-00000.jsonl").open("a") as file:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from phalanx.network.fabric.fabric_text import percent
+from phalanx.network.fabric.fabric_types import Fabric
 
 from phalanx.api import fabric_design
 from phalanx.api.fabric_design import JobStep, job_steps
@@ -12,16 +14,14 @@ from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.errors import UserError, mistake
 from phalanx.job.load import load
-from phalanx.network.fabric.design import Wish, designs, nominal_ratio
-from phalanx.network.fabric.text import percent
-from phalanx.network.fabric.types import Fabric
+from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.verdict import Prices
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
-from phalanx.sim.months.network import network_share
+from phalanx.sim.months.causes import network_share
 
 JOB = str(Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml")
-FOUND = designs(Wish(gpus=64, nic_gbps=400, tiers=2))
+FOUND = design_fabrics(DesignRequest(gpus=64, nic_gbps=400, tiers=2))
 
 
 def row(fabric: Fabric) -> JobStep:

@@ -11,8 +11,7 @@ import pytest
 
 from phalanx.api.progress_line import terminal_text
 from phalanx.cli.main import main
-from phalanx.hardware.cluster import resolve
-from phalanx.hardware.clusterfile import render_cluster
+from phalanx.hardware.cluster import render_cluster, resolve
 
 ODD = "x\x1b[2J\x9b1m\u202ey"
 FABRIC = "hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 32\n"

@@ -18,7 +18,7 @@ from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.errors import UserError
 from phalanx.job.schema import Telemetry
-from phalanx.metrics.serving import TOKEN_FILE, serving
+from phalanx.metrics.prometheus import TOKEN_FILE, serve_metrics
 from phalanx.record.run import Run
 
 
@@ -94,11 +94,11 @@ def test_serves_until_ctrl_c(run: Run, tmp_path: Path) -> None:
 
 
 def test_training_serves_its_own_metrics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(run, Telemetry(prometheus=True), tell=note):
+    with serve_metrics(run, Telemetry(prometheus=True), tell=note):
         told = capsys.readouterr().err
         with urllib.request.urlopen(told.removeprefix("  metrics: ").strip(), timeout=120) as answer:
             assert b"train_loss" in answer.read()
-    with serving(run, Telemetry(prometheus=False), tell=note):
+    with serve_metrics(run, Telemetry(prometheus=False), tell=note):
         assert capsys.readouterr() == ("", "")
 
 
@@ -107,7 +107,7 @@ def test_training_makes_a_token_where_others_reach_it(tmp_path: Path, capsys: py
     path = run.path / TOKEN_FILE
     tokens = []
     for _ in range(2):  # resumed: the same token, or every Prometheus would have to be told
-        with serving(run, Telemetry(prometheus=True, listen="0.0.0.0:0"), tell=note):
+        with serve_metrics(run, Telemetry(prometheus=True, listen="0.0.0.0:0"), tell=note):
             url = capsys.readouterr().err.split()[1].replace("0.0.0.0", "127.0.0.1")
             with pytest.raises(urllib.error.HTTPError) as caught:
                 urllib.request.urlopen(url, timeout=120)
@@ -121,7 +121,7 @@ def test_training_makes_a_token_where_others_reach_it(tmp_path: Path, capsys: py
 def test_an_address_that_cannot_be_stops_before_the_ranks(run: Run) -> None:
     with (
         pytest.raises(UserError) as caught,
-        serving(run, Telemetry(prometheus=True, listen="no-such-host.invalid:9400"), tell=note),
+        serve_metrics(run, Telemetry(prometheus=True, listen="no-such-host.invalid:9400"), tell=note),
     ):
         pass
     assert str(caught.value).startswith("telemetry.listen no-such-host.invalid:9400: the host is not known")

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.api import simulating
 from phalanx.cli.main import main
-from phalanx.sim.months import run as months
+from phalanx.sim.months import simulate_run as months
 
 JOB = """\
 name = "small"
@@ -221,7 +221,7 @@ def test_one_run_has_no_interval(job, capsys):
 
 
 def stopped_after(monkeypatch, count):
-    simulate, done = months.simulate, []
+    simulate, done = months.simulate_run, []
 
     def step(*args, **options):
         if len(done) == count:
@@ -229,7 +229,7 @@ def stopped_after(monkeypatch, count):
         done.append(1)
         return simulate(*args, **options)
 
-    monkeypatch.setattr(months, "simulate", step)
+    monkeypatch.setattr(months, "simulate_run", step)
 
 
 def test_ctrl_c_shows_what_is_finished(job, capsys, monkeypatch):

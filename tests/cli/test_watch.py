@@ -18,16 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from phalanx.record.report.view import View, Watcher
 from synthetic import write_run
 
 from phalanx.api.watching import BackgroundCheck, KnownVerdicts
 from phalanx.cli import watch
 from phalanx.cli.main import main
-from phalanx.cli.watch_screen import frame, spark
+from phalanx.cli.watch_screen import frame, sparkline
 from phalanx.record.account.summary import Pair
-from phalanx.record.over import SILENT_S
-from phalanx.record.page.view import View, Watcher
-from phalanx.record.run import Run
+from phalanx.record.run import SILENT_S, Run
 from phalanx.rules.live import LiveCheck
 
 Output = pytest.CaptureFixture[str]
@@ -242,9 +241,9 @@ def test_a_damaged_run(tmp_path: Path, capsys: Output, content: bytes) -> None:
 
 
 def test_small_bars() -> None:
-    assert spark([], 5) == spark([None, None], 5) == spark([1.0], 0) == ""
-    assert spark([3.0], 5) == "▁"
-    assert len(spark([float(number) for number in range(500)], 30)) == 30
+    assert sparkline([], 5) == sparkline([None, None], 5) == sparkline([1.0], 0) == ""
+    assert sparkline([3.0], 5) == "▁"
+    assert len(sparkline([float(number) for number in range(500)], 30)) == 30
 
 
 def test_a_terminal_gets_a_screen(done: Run) -> None:

@@ -5,15 +5,20 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from phalanx.validate.calibration_report import (
+    CalibrationReport,
+    calibrate_run,
+    calibrate_table,
+    calibration_text,
+    write_calibration,
+)
+from phalanx.validate.throughput_rows import predict_rows
 
 import phalanx
 from phalanx.errors import SystemFailure, UserError
-from phalanx.plan import fieldwork
-from phalanx.plan.calibrate import GROUPS, Calibration
-from phalanx.plan.calibration_file import read
-from phalanx.plan.fieldwork import Report, calibrate_run, calibrate_table, text, write
-from phalanx.plan.rows import predict_rows
+from phalanx.plan.calibrate import GROUPS, Calibration, read_calibration
 from phalanx.units import plural
+from phalanx.validate import calibration_report as fieldwork
 
 COLUMNS = ("id", "source", "model_name", "layers", "hidden", "seq", "gpu", "gpus", "global_batch", "tp", "dp", "step_s")
 # Different splits of one model: what each scalar multiplies has another share in each.
@@ -163,8 +168,8 @@ def test_a_run_far_off_writes_factors_that_plan_takes(run, tmp_path, make_job):
     slow = 50 * phalanx.plan(make_job("gpt2", "8xH100:1", sequence=1024, batch=64)).prediction.step_s
     folder, _ = run([step(slow)] * 5, preset="gpt2", cluster="8xH100:1", sequence=1024, batch=64)
     report = calibrate_run(folder)
-    write(tmp_path / "c.json", report)
-    taken = read(tmp_path / "c.json").scalars
+    write_calibration(tmp_path / "c.json", report)
+    taken = read_calibration(tmp_path / "c.json").scalars
     assert taken == asdict(report.scalars)
     assert max(taken.values()) > 1.5  # it did move, within what plan accepts
 
@@ -222,11 +227,11 @@ def test_an_endless_log_is_refused(run, monkeypatch):
 
 def test_what_is_written_can_be_read_back(table, tmp_path):
     report = calibrate_table(table(slowed(1.3)))
-    write(tmp_path / "mine.json", report)
-    assert read(tmp_path / "mine.json").scalars == asdict(report.scalars)
+    write_calibration(tmp_path / "mine.json", report)
+    assert read_calibration(tmp_path / "mine.json").scalars == asdict(report.scalars)
 
 
-REPORT = Report(
+REPORT = CalibrationReport(
     version=1, source="mine.csv", measurements=1, skipped=0, median_error_before=0.2, median_error_after=0.031,
     scalars=Calibration(compute=1.25, memory=0.9, host=1.0, inner_traffic=2.0, outer_traffic=1.5),
 )  # fmt: skip
@@ -234,13 +239,13 @@ REPORT = Report(
 
 def test_an_unwritable_place(tmp_path):
     with pytest.raises(SystemFailure) as caught:
-        write(tmp_path / "no" / "mine.json", REPORT)
+        write_calibration(tmp_path / "no" / "mine.json", REPORT)
     assert "cannot be written: No such file or directory\n  name a writable file" in str(caught.value)
 
 
 def test_the_page():
     assert (
-        text(REPORT)
+        calibration_text(REPORT)
         == """\
 1 measurement from mine.csv
 
@@ -258,7 +263,7 @@ fewer than 3 measurements: the factors stay close to 1; three to five are better
 
 
 def test_the_page_warns_of_rows_left_out_and_of_measurements_that_disagree():
-    page = text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
+    page = calibration_text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
     assert page.endswith(
         "median error 20.0% before, 30.0% after\n"
         "2 measured rows could not be priced: left out; phalanx backtest says why\n"

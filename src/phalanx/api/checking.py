@@ -18,13 +18,13 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.rules.api import check as check_path
 from phalanx.rules.api import check_evidence, this_day
-from phalanx.rules.gather import Request, gather, is_plan, of_job
+from phalanx.rules.gather import Request, gather_evidence, is_plan, of_job
 from phalanx.units import MB, plural
 
 if TYPE_CHECKING:
     from phalanx.rules.explain import Answer
-    from phalanx.rules.judge import Report
-    from phalanx.rules.mend import Cure
+    from phalanx.rules.fixes import JobFix
+    from phalanx.rules.judge import CheckReport
     from phalanx.rules.profiles import Profile
     from phalanx.rules.rule import Rule
 
@@ -46,7 +46,7 @@ def check(
     ignore: str = "",
     require_evidence: bool = False,
     tell: Tell = silent,
-) -> Report:
+) -> CheckReport:
     """What the training specification says of a job, a plan, a run, or another trainer's configuration.
 
     `target` is a path, or what `load`, `plan`, `train` or `run` returned. `select` and `ignore` are rule ids or their
@@ -84,7 +84,7 @@ def check(
 
 def _check_value(
     target: Plan | ResolvedJob | Job, request: Request, *, select: str, ignore: str, require_evidence: bool
-) -> Report:
+) -> CheckReport:
     """A job or a plan in memory; a plan without its file has no lines to point at."""
     made = target if isinstance(target, Plan) else None
     job = target.job if isinstance(target, Plan) else target
@@ -130,9 +130,9 @@ def _request(
 
 
 def _is_foreign(path: Path, request: Request) -> bool:
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
 
-    return bool(request.source or kind_of(path))
+    return bool(request.source or trainer_of_file(path))
 
 
 class ReadProgress:
@@ -154,10 +154,9 @@ class ReadProgress:
 def check_before_training(resolved: ResolvedJob, plan: Plan, *, refuse: bool, tell: Tell) -> None:
     """What `train` asks first: errors are told in full, warnings in a line each. With `refuse`, errors raise."""
     from phalanx.errors import RuleError
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
     from phalanx.rules.api import check_plan
-    from phalanx.rules.formats.plain import place_of, summary_of
-    from phalanx.rules.formats.text import MOST_TEXT, finding_lines
+    from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
 
     report = check_plan(resolved, plan)
     for one in report.problems:
@@ -165,7 +164,7 @@ def check_before_training(resolved: ResolvedJob, plan: Plan, *, refuse: bool, te
             for _, text in finding_lines(one, report):
                 tell(printable(text, most=MOST_TEXT))
         elif one.severity == "warning":
-            text = f"{place_of(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
+            text = f"{shown_place(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
             tell(f"check: {printable(text, most=MOST_TEXT)}")
     tell(f"check: {summary_of(report)}")
     if report.errors and refuse:
@@ -188,10 +187,10 @@ class FixedJob(PublicResult):
     """The edits that cure findings of a job file, whether they are written, and what is left."""
 
     target: str
-    cure: Cure
+    cure: JobFix
     diff: str  # unified; empty where nothing changes
     written: bool
-    report: Report  # after the edits; of the file as it is where nothing was written
+    report: CheckReport  # after the edits; of the file as it is where nothing was written
 
     def __str__(self) -> str:
         return self.diff.removesuffix("\n")
@@ -204,12 +203,12 @@ class FixedJob(PublicResult):
     @property
     def notes(self) -> list[str]:
         """What was edited, what was left alone, and how many findings that cures."""
-        from phalanx.rules.formats.plain import setting
+        from phalanx.rules.formats.text import shown_setting
 
         lines = [f"{self.target}: left alone: {line}" for line in self.cure.left]
         if self.written:
             for remedy in self.cure.remedies:
-                lines.append(f"{self.target}: {remedy.rule}: {', '.join(setting(edit) for edit in remedy.edits)}")
+                lines.append(f"{self.target}: {remedy.rule}: {', '.join(shown_setting(edit) for edit in remedy.edits)}")
         word = "fixed" if self.written else "would be fixed"
         return [*lines, f"{self.target}: {plural(self.cure.cured, 'finding')} {word}"]
 
@@ -221,8 +220,7 @@ def fix(
 
     With `write=False` nothing is written and the result prints as a diff. Further options are those of `check`.
     """
-    from phalanx.rules.edit import difference, edited, read_exactly, write_exactly
-    from phalanx.rules.mend import find_cure
+    from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
 
     path = Path(target)
     _refuse_unmendable(path, options.get("source", ""))
@@ -234,18 +232,18 @@ def fix(
             said.append(text)
             tell(text)
 
-    def checked(sets: Sequence[str] = ()) -> Report:
+    def checked(sets: Sequence[str] = ()) -> CheckReport:
         return check(target, overrides=tuple(sets), tell=tell_once, **options)
 
     before = read_exactly(path)
-    cure = find_cure(checked, unsafe=unsafe)
-    after = edited(before, cure.edits, where=str(target))
+    cure = find_fix(checked, unsafe=unsafe)
+    after = edited_text(before, cure.edits, where=str(target))
     if write and after != before:
         write_exactly(path, before, after)
     return FixedJob(
         target=str(target),
         cure=cure,
-        diff=difference(before, after, name=str(target)),
+        diff=unified_difference(before, after, name=str(target)),
         written=write,
         report=checked(),
     )
@@ -253,7 +251,7 @@ def fix(
 
 def _refuse_unmendable(path: Path, source: str) -> None:
     from phalanx.record.run import EVENTS
-    from phalanx.rules.foreign.detect import kind_of
+    from phalanx.rules.foreign.detect import trainer_of_file
 
     def refuse(what: str, fix: str) -> None:
         raise mistake(str(path), f"{what}, and only job files are edited", fix=fix)
@@ -262,7 +260,7 @@ def _refuse_unmendable(path: Path, source: str) -> None:
         refuse("is a run", "edit the job file that it was started from, and start it again")
     if is_plan(path):
         refuse("is a plan", "edit its job file, and plan again")
-    if path.is_file() and (source or kind_of(path)):
+    if path.is_file() and (source or trainer_of_file(path)):
         refuse("is a configuration of another trainer", "phalanx import writes it as a job file")
     folder = path.resolve().parent
     if folder.is_dir() and any(EVENTS.fullmatch(name) for name in os.listdir(folder)):
@@ -281,7 +279,7 @@ class RuleList(PublicResult):
 
     def __str__(self) -> str:
         from phalanx.rules.edition import EDITION
-        from phalanx.rules.page import TITLES, shown
+        from phalanx.rules.rule_page import TITLES, shown_limit
 
         lines = [f"{plural(len(self.rules), 'rule')}, edition {EDITION}; phalanx explain ID prints one", ""]
         group = ""
@@ -294,7 +292,7 @@ class RuleList(PublicResult):
             )
             if self.profile is not None:
                 values = (
-                    f"{name} {shown(one.profiles.get(self.profile.name, one.value), one.unit)}"
+                    f"{name} {shown_limit(one.profiles.get(self.profile.name, one.value), one.unit)}"
                     for name, one in rule.limits.items()
                 )
                 lines.append(f"           {'; '.join(values)}")
@@ -302,14 +300,14 @@ class RuleList(PublicResult):
 
     def to_markdown(self) -> str:
         """The index page of docs/rules."""
-        from phalanx.rules.page import index
+        from phalanx.rules.rule_page import rule_index
 
-        return index(self.rules)
+        return rule_index(self.rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Every rule with its limits, sources and text."""
         from phalanx.rules.edition import EDITION
-        from phalanx.rules.page import sections
+        from phalanx.rules.rule_page import rule_sections
 
         return {
             "edition": EDITION,
@@ -327,7 +325,7 @@ class RuleList(PublicResult):
                     "softer_in": rule.softer_in,
                     "harder_from": rule.harder_from,
                     "sources": [{"text": one.text, "mark": one.mark} for one in rule.references],
-                    "sections": sections(rule),
+                    "sections": rule_sections(rule),
                 }
                 for rule in self.rules
             ],
@@ -346,9 +344,9 @@ class RuleList(PublicResult):
     def write(self, folder: str | Path) -> int:
         """Write an index and a page per rule; pages of rules that are no more are removed. Returns the number."""
         from phalanx.io.files import write_text
-        from phalanx.rules.page import WROTE, pages
+        from phalanx.rules.rule_page import WROTE, rule_pages
 
-        root, made = Path(folder), pages(self.rules)
+        root, made = Path(folder), rule_pages(self.rules)
         try:
             root.mkdir(parents=True, exist_ok=True)
             for old in root.glob("*.md"):
@@ -364,7 +362,7 @@ class RuleList(PublicResult):
 
 def rules(select: str = "", *, profile: str | None = None) -> RuleList:
     """The rules of the training specification; `select` as in `check`, `profile` one that they hold for."""
-    from phalanx.rules.edition import select as select_rules
+    from phalanx.rules.edition import select_rules as select_rules
     from phalanx.rules.profiles import find_profile
 
     found = find_profile(profile) if profile else None
@@ -381,21 +379,21 @@ class RulePage(PublicResult):
 
     def __str__(self) -> str:
         from phalanx.rules.explain import here
-        from phalanx.rules.page import page
+        from phalanx.rules.rule_page import rule_page
 
-        text = page(self.rule)
+        text = rule_page(self.rule)
         return (f"{here(self.answer)}\n{text}" if self.answer is not None else text).removesuffix("\n")
 
     def to_dict(self) -> dict[str, Any]:
         """The page by section, and the findings."""
-        from phalanx.rules.formats.plain import finding_dict
-        from phalanx.rules.page import sections
+        from phalanx.rules.formats.text import finding_dict
+        from phalanx.rules.rule_page import rule_sections
 
         told: dict[str, Any] = {}
         if self.answer is not None:
             found = [finding_dict(one) for one in self.answer.findings]
             told = {"limits": dict(self.answer.limits.values), "findings": found}
-        return {"rule": self.rule.id, "slug": self.rule.slug, **told, "sections": sections(self.rule)}
+        return {"rule": self.rule.id, "slug": self.rule.slug, **told, "sections": rule_sections(self.rule)}
 
 
 def explain(
@@ -421,5 +419,5 @@ def explain(
     from phalanx.rules.explain import answer
 
     request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
-    evidence = gather(str(target), request, today=this_day(), progress=ReadProgress(str(target), tell))
+    evidence = gather_evidence(str(target), request, today=this_day(), progress=ReadProgress(str(target), tell))
     return RulePage(rule=found, answer=answer(found, evidence))

@@ -17,11 +17,9 @@ from phalanx.hardware.cluster import resolve, to_dict
 from phalanx.hardware.cluster_text import cluster_page, gibibytes, table_of
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import machine_cluster
-from phalanx.hardware.machine import Machine
-from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER
+from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, MachineProfile, save_profile, usual_path
 from phalanx.hardware.probe import probe as measure
-from phalanx.hardware.profile import Profile, save, usual_path
-from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
 TORCH_WORKER = "phalanx.train.probe"  # run as a process of its own: this one never imports torch
@@ -72,7 +70,7 @@ class ClusterPage(PublicResult):
 
     def to_toml(self) -> str:
         """A cluster file to edit."""
-        from phalanx.hardware.clusterfile import render_cluster
+        from phalanx.hardware.cluster import render_cluster
 
         if self.cluster is None:
             raise self.problem or mistake("cluster", "there is none")
@@ -167,7 +165,7 @@ def _numa(node: int) -> str:
 class MachineProfile(PublicResult):
     """What was measured on this machine, and the file it is stored in."""
 
-    profile: Profile
+    profile: MachineProfile
     path: Path
     note: str  # who reads the file
 
@@ -224,7 +222,7 @@ def probe(
         what = f"cannot be written: there is no folder {path.parent}"
         raise SystemFailure(Problem(where=str(path), what=what, fix="make the folder, or name another --out"))
     profile = _measure(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)
-    save(profile, path, folders=path == usual)
+    save_profile(profile, path, folders=path == usual)
     note = "plans of the cluster local on this machine use it now"
     if path.absolute() != read_later.absolute():
         note = (
@@ -233,10 +231,10 @@ def probe(
     return MachineProfile(profile=profile, path=path, note=note)
 
 
-def _measure(machine: Machine, *, engine: str, seconds: float, disk: Path, tell: Tell) -> Profile:
+def _measure(machine: Machine, *, engine: str, seconds: float, disk: Path, tell: Tell) -> MachineProfile:
     installed = importlib.util.find_spec("torch") is not None
 
-    def measured(*, torch: bool) -> Profile:
+    def measured(*, torch: bool) -> MachineProfile:
         gpu = torch and bool(machine.gpus)
         # Two ranks at least on a CPU: a collective needs a partner.
         ranks = len(machine.gpus) if gpu else min(MAX_RANKS, max(2, machine.usable_cores))

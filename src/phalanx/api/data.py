@@ -102,7 +102,7 @@ def build(
     """
     from phalanx.job.dataset import VOCAB, cache_folder
     from phalanx.train.data.build import SHARD_TOKENS, Recipe
-    from phalanx.train.data.build import build as build_dataset
+    from phalanx.train.data.build import build_dataset as build_dataset
     from phalanx.train.data.corpus import corpus as fetch_corpus
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import on_stderr
@@ -163,10 +163,10 @@ def _count(option: str, text: Count | None, default: int) -> int:
 
 def show(path: str | Path) -> Dataset:
     """What a dataset holds; raises UserError where files are missing or have other sizes than the manifest says."""
-    from phalanx.job.dataset import check_files, read_manifest
+    from phalanx.job.dataset import check_dataset_files, read_manifest
 
     manifest = read_manifest(Path(path))
-    check_files(Path(path), manifest)
+    check_dataset_files(Path(path), manifest)
     return Dataset(path=Path(path), manifest=manifest)
 
 
@@ -189,10 +189,10 @@ class Checksum(PublicResult):
 
 def checksum(path: str | Path) -> Checksum:
     """Read every file of a dataset and compare its checksum with the manifest; raises UserError naming what differs."""
-    from phalanx.job.dataset import verify
+    from phalanx.job.dataset import verify_dataset
 
     start = time.monotonic()
-    manifest = verify(Path(path))
+    manifest = verify_dataset(Path(path))
     seconds = time.monotonic() - start
     return Checksum(path=Path(path), files=2 * len(manifest.shards) + 1, digest=manifest.digest, seconds=seconds)
 

@@ -16,10 +16,10 @@ from phalanx.units import MINUTE_S, format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.train.drill.fault import Fault
-    from phalanx.train.drill.perform import Result as DrillOutcome
-    from phalanx.train.drill.perform import Scene
-    from phalanx.train.drill.suite import Part
+    from phalanx.train.drill.faults import Fault
+    from phalanx.train.drill.perform import DrillResult as DrillOutcome
+    from phalanx.train.drill.perform import DrillSettings
+    from phalanx.train.drill.schedule import SuitePart
 
 WHERE = "phalanx drill"
 USUAL_FAULT = "kill:rank=1,step=5,point=collective"
@@ -66,9 +66,9 @@ class DrillResult(PublicResult):
         return self.outcome.ok
 
     def __str__(self) -> str:
-        from phalanx.train.drill.text import render
+        from phalanx.train.drill.report import render_drill
 
-        return f"{render(self.outcome)}\nrecord: {self.record}"
+        return f"{render_drill(self.outcome)}\nrecord: {self.record}"
 
     def to_dict(self) -> dict[str, Any]:
         """Verdict, record and everything behind it."""
@@ -141,16 +141,16 @@ def drill(
     )
     _check_ranges(call)
     _refuse_launcher()
-    from phalanx.train.drill.fault import parse_all
+    from phalanx.train.drill.faults import parse_faults
     from phalanx.train.prepare import need_torch
 
-    parsed = parse_all(list(call.faults))  # before anything is planned: a typing error costs nothing
+    parsed = parse_faults(list(call.faults))  # before anything is planned: a typing error costs nothing
     need_torch()
     plan = make_plan(call)
     if call.chaos:
         parsed = _draw(call, plan)
     elif not parsed:
-        parsed = parse_all([USUAL_FAULT])
+        parsed = parse_faults([USUAL_FAULT])
     needy = [fault.text for fault in parsed if fault.of.host]
     if needy and call.hosts < 2:
         raise mistake(
@@ -162,9 +162,9 @@ def drill(
     scene = make_scene(call, plan)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     tell(f"drill of {plan.job.name} on {on}: {plural(len(parsed), 'fault')}")
-    from phalanx.train.drill.perform import perform
+    from phalanx.train.drill.perform import perform_drill
 
-    outcome = perform(scene, parsed)
+    outcome = perform_drill(scene, parsed)
     found = DrillResult(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
     if outcome.broken and call.chaos and call.shrink:
         _shrink(call, scene, parsed, outcome)
@@ -222,18 +222,18 @@ def make_plan(call: DrillCall) -> Plan:
 
 
 def _draw(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
-    from phalanx.train.drill.schedule import Stage, draw
+    from phalanx.train.drill.schedule import DrillTarget, draw_faults
 
-    stage = Stage(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
-    return draw(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, stage=stage)
+    stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
+    return draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, stage=stage)
 
 
-def make_scene(call: DrillCall, plan: Plan) -> Scene:
+def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:
     """Where and how the run of a drill takes place."""
-    from phalanx.elastic.client import rank_environ
-    from phalanx.train.drill.perform import Scene
+    from phalanx.elastic.local_launch import rank_environ
+    from phalanx.train.drill.perform import DrillSettings
 
-    return Scene(
+    return DrillSettings(
         plan=plan,
         runs=call.runs,
         hosts=call.hosts,
@@ -250,10 +250,10 @@ def make_scene(call: DrillCall, plan: Plan) -> Scene:
 def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome, plan: Plan, **more: object) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.io.files import write_text
-    from phalanx.job.dump import to_dict
+    from phalanx.job.load import job_to_dict
     from phalanx.record.drill import drill_subject, key_path, store_path
     from phalanx.rules.profiles import profile_of
-    from phalanx.train.drill.record import key, store, write_record
+    from phalanx.train.drill.report import drill_key, store_record, write_record
 
     body = {
         "run": outcome.run.name,
@@ -268,13 +268,13 @@ def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome,
         "verdicts": plain(outcome.verdicts),
         "numbers": plain(outcome.numbers),
         "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
-        "subject": drill_subject(to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
+        "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
         **more,
     }
-    path = write_record(outcome.run, body, key(key_path(os.environ)))
+    path = write_record(outcome.run, body, drill_key(key_path(os.environ)))
     if outcome.ok:
         try:
-            store(path, store_path(os.environ))
+            store_record(path, store_path(os.environ))
         except SystemFailure as error:  # the record itself is written: its result is worth more than the copy
             warn(error.problems, call.tell)
     if call.out is not None:
@@ -282,19 +282,19 @@ def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome,
     return path
 
 
-def _shrink(call: DrillCall, scene: Scene, faults: Sequence[Fault], outcome: DrillOutcome) -> None:
+def _shrink(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault], outcome: DrillOutcome) -> None:
     """Look for the smallest schedule that fails, and tell the command that plays it."""
-    from phalanx.train.drill.perform import perform
-    from phalanx.train.drill.shrink import shrink
+    from phalanx.train.drill.perform import perform_drill
+    from phalanx.train.drill.schedule import shrink_schedule
 
     budget_s = max(LEAST_SHRINK_S, SHRINK_FACTOR * outcome.numbers.wall_s)
     call.tell(f"looking for the smallest schedule that fails, for up to {budget_s:.0f} s")
 
     def fails(some: Sequence[Fault]) -> bool:
         quiet = replace(scene, minutes=_length_min(some), tell=silent)
-        return perform(quiet, some).broken
+        return perform_drill(quiet, some).broken
 
-    smallest = shrink(faults, fails, budget_s=budget_s)
+    smallest = shrink_schedule(faults, fails, budget_s=budget_s)
     words = " ".join(f"--fault {fault.text}" for fault in smallest)
     enough = "is enough" if len(smallest) == 1 else "are enough"
     call.tell(f"{len(smallest)} of {plural(len(faults), 'fault')} {enough}:")
@@ -316,7 +316,7 @@ def _length_min(faults: Sequence[Fault]) -> float:
 class SuiteDrill:
     """One drill of the suite, judged and on record."""
 
-    part: Part
+    part: SuitePart
     outcome: DrillOutcome
     record: Path
 
@@ -370,7 +370,7 @@ def drill_suite(
     tell: Tell = silent,
 ) -> DrillSuite:
     """Run the standard drills, which answer rules of `check`; the same for everybody, so that records compare."""
-    from phalanx.train.drill.suite import LEAST_WORLD, parts
+    from phalanx.train.drill.schedule import LEAST_WORLD, suite_parts
     from phalanx.train.prepare import need_torch
 
     _refuse_launcher()
@@ -392,14 +392,14 @@ def drill_suite(
             why="a drill asks what the others do when one is lost",
             fix="--cluster local-cpu:4 drills it on four ranks of this machine",
         )
-    played = tuple(_play(call, part) for part in parts(plan.prediction.step_s))
+    played = tuple(_play(call, part) for part in suite_parts(plan.prediction.step_s))
     return DrillSuite(drills=played, seconds=time.monotonic() - began_s)
 
 
-def _play(call: DrillCall, part: Part) -> SuiteDrill:
+def _play(call: DrillCall, part: SuitePart) -> SuiteDrill:
     """One drill of the suite; what the person set counts before what the part sets."""
-    from phalanx.train.drill.perform import perform
-    from phalanx.train.drill.suite import faults_of, named
+    from phalanx.train.drill.perform import perform_drill
+    from phalanx.train.drill.schedule import judge_slow_rank, suite_faults
 
     mine = replace(
         call,
@@ -409,13 +409,13 @@ def _play(call: DrillCall, part: Part) -> SuiteDrill:
         spares=part.spares,
         replay=part.replay,
     )
-    plan, faults = make_plan(mine), faults_of(part)
+    plan, faults = make_plan(mine), suite_faults(part)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     call.tell(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
-    outcome = perform(make_scene(mine, plan), faults)
+    outcome = perform_drill(make_scene(mine, plan), faults)
     more: dict[str, Any] = {"suite": True, "part": part.name}
     if part.slow_rank is not None:
-        verdict = named(outcome.run, slow_rank=part.slow_rank, world=plan.layout.devices)
+        verdict = judge_slow_rank(outcome.run, slow_rank=part.slow_rank, world=plan.layout.devices)
         outcome = replace(outcome, verdicts=(*outcome.verdicts, verdict))
         more["named_right"] = verdict.ok
     return SuiteDrill(part=part, outcome=outcome, record=keep_record(mine, faults, outcome, plan, **more))
@@ -423,7 +423,7 @@ def _play(call: DrillCall, part: Part) -> SuiteDrill:
 
 def _suite_text(one: SuiteDrill) -> str:
     """What one drill proved, or what went wrong in it."""
-    from phalanx.train.drill.suite import shown
+    from phalanx.train.drill.schedule import claims_shown
 
     numbers = one.outcome.numbers
     counts = f"{plural(numbers.faults, 'fault')}, {plural(numbers.steps, 'step')}"
@@ -434,7 +434,7 @@ def _suite_text(one: SuiteDrill) -> str:
     proved = "proved" if one.outcome.ok else "in doubt"
     lines = [
         f"  {proved if happened else 'not seen':<9} {claim:<52} {' '.join(rules)}"
-        for claim, rules, happened in shown(one.part, one.outcome)
+        for claim, rules, happened in claims_shown(one.part, one.outcome)
     ]
     return "\n".join([head, *wrong, *lines, f"  record: {one.record}"])
 
@@ -471,8 +471,8 @@ class DrillRecord(PublicResult):
 def read_drill_record(path: str | Path) -> DrillRecord:
     """Read the record of a drill, and check its signature and the digests of its evidence."""
     from phalanx.record.drill import check_record, key_path
-    from phalanx.train.drill.record import key
+    from phalanx.train.drill.report import drill_key
 
-    record, wrong = check_record(Path(path), key(key_path(os.environ)))
+    record, wrong = check_record(Path(path), drill_key(key_path(os.environ)))
     failed = tuple(str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"])
     return DrillRecord(path=Path(path), record=record, wrong=tuple(wrong), failed=failed)

@@ -12,10 +12,9 @@ from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster
-    from phalanx.network.collective_answer import Answer, Reign
-    from phalanx.network.fit import AlphaBeta, Operation, Point
-    from phalanx.network.measured import Measured
-    from phalanx.network.nccl_system import System
+    from phalanx.network.collective_answer import CollectiveAnswer, PickRange
+    from phalanx.network.collective_fit import AlphaBeta, Measured, Operation, Point
+    from phalanx.network.nccl_system import NcclSystem
 
 KINDS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all")
 SIZES = "64KiB..16GiB"
@@ -28,14 +27,14 @@ class CollectiveTimes(PublicResult):
 
     kind: Operation
     cluster: Cluster
-    sizes: tuple[Answer, ...]
-    ruled: tuple[Reign, ...]
+    sizes: tuple[CollectiveAnswer, ...]
+    ruled: tuple[PickRange, ...]
     has_model: bool  # of NCCL's choice; else only the measurements speak
     fit: AlphaBeta | None
     measured: Measured | None
 
     def __str__(self) -> str:
-        from phalanx.network import collective_text as text
+        from phalanx.network import collective_answer as text
 
         parts = [f"{self.kind}, {_named(self.cluster)}\n"]
         if len(self.sizes) == 1:
@@ -44,7 +43,7 @@ class CollectiveTimes(PublicResult):
         else:
             parts.append(text.show_sizes(self.sizes))
         if self.ruled and len(self.sizes) > 1:
-            parts.append("\n" + text.show_reigns(self.ruled))
+            parts.append("\n" + text.show_pick_ranges(self.ruled))
         if self.fit is not None and self.measured is not None:
             parts.append(_footing(self.fit, self.measured, self.kind))
         else:
@@ -78,7 +77,7 @@ def collective(
     """
     from phalanx.hardware.cluster import resolve
     from phalanx.hardware.types import Cluster
-    from phalanx.network.collective_answer import answers, reigns
+    from phalanx.network.collective_answer import collective_answers, pick_ranges
     from phalanx.network.sizes import parse_sizes
 
     wanted, sizes = _kind(kind), parse_sizes(str(nbytes), "--bytes")
@@ -91,8 +90,8 @@ def collective(
     return CollectiveTimes(
         kind=wanted,
         cluster=found,
-        sizes=tuple(answers(comm, None if wanted == "all-to-all" else wanted, sizes, line)),
-        ruled=tuple(reigns(comm, wanted, sizes[0], sizes[-1]) if comm and wanted != "all-to-all" else ()),
+        sizes=tuple(collective_answers(comm, None if wanted == "all-to-all" else wanted, sizes, line)),
+        ruled=tuple(pick_ranges(comm, wanted, sizes[0], sizes[-1]) if comm and wanted != "all-to-all" else ()),
         has_model=comm is not None,
         fit=line,
         measured=measured,
@@ -135,7 +134,7 @@ def _model(
     cpu: Literal["intel", "amd", "arm"] | None,
     sharp: bool,
     has_fit: bool,
-) -> System | None:
+) -> NcclSystem | None:
     """None where only the fit can speak."""
     from phalanx.errors import UserError
     from phalanx.network.nccl_cluster import nccl_system
@@ -157,7 +156,7 @@ def _model(
 
 
 def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
-    from phalanx.network.measured import read_points
+    from phalanx.network.collective_fit import read_points
 
     path = Path(name)
     try:
@@ -169,7 +168,7 @@ def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
 
 
 def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
-    from phalanx.network.fit import LEAST_BYTES, fit_points
+    from phalanx.network.collective_fit import LEAST_BYTES, fit_points
 
     usable = [one for one in points if one.nbytes >= LEAST_BYTES]
     if len({one.nbytes for one in usable}) < 2:
@@ -183,11 +182,10 @@ def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaB
 
 
 def _footing(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
-    from phalanx.network.collective_text import show_fit
-    from phalanx.network.fit import LEAST_BYTES
-    from phalanx.network.measured import worst
+    from phalanx.network.collective_answer import show_fit
+    from phalanx.network.collective_fit import LEAST_BYTES, worst_error
 
     usable = [one for one in measured.points if one.nbytes >= LEAST_BYTES]
-    error, at = worst(usable, [fit.seconds(one.nbytes) for one in usable])
+    error, at = worst_error(usable, [fit.seconds(one.nbytes) for one in usable])
     said = show_fit(fit, len(usable), error, at.nbytes)
     return said if measured.named else f"{said}\nthe file names no collective: taken for {kind}"

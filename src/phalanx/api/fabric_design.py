@@ -16,9 +16,9 @@ from phalanx.units import parse_count
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.decisions import Decisions
-    from phalanx.network.fabric.design import Design, Wish
-    from phalanx.network.fabric.types import Fabric, Switch
-    from phalanx.network.fabric.verdict import Prices, Verdict
+    from phalanx.network.fabric.design import Design, DesignRequest
+    from phalanx.network.fabric.fabric_types import Fabric, Switch
+    from phalanx.network.fabric.verdict import DesignVerdict, Prices
     from phalanx.plan.plan import Plan
 
 WHERE = "phalanx fabric design"
@@ -32,7 +32,7 @@ class FabricDesigns(PublicResult):
     """Every fabric that joins so many GPUs, the one to take, and the step of a job on the best of each kind."""
 
     designs: tuple[Design, ...]
-    verdict: Verdict | None
+    verdict: DesignVerdict | None
     job: JobSteps | None
     top: int = 6
 
@@ -46,9 +46,8 @@ class FabricDesigns(PublicResult):
 
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
-        from phalanx.network.fabric.tables import folded
-        from phalanx.network.fabric.text import show_designs
-        from phalanx.network.fabric.verdict_text import show_verdict
+        from phalanx.network.fabric.fabric_text import folded, show_designs
+        from phalanx.network.fabric.verdict import show_verdict
 
         parts = []
         if self.verdict is not None:
@@ -59,7 +58,7 @@ class FabricDesigns(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict, the steps of the job, and every design."""
-        from phalanx.network.fabric.verdict_text import show_verdict
+        from phalanx.network.fabric.verdict import show_verdict
 
         steps = self.job
         return {
@@ -77,14 +76,14 @@ class FabricDesigns(PublicResult):
     def write_csv(self, path: str | Path) -> None:
         """Every design as a line."""
         from phalanx.io.files import write_text
-        from phalanx.network.fabric.save import designs_csv
+        from phalanx.network.fabric.design import designs_csv
 
         write_text(Path(path), designs_csv(self.designs), fix="name another --csv")
 
     def save(self, path: str | Path) -> None:
         """The pick as a fabric file, which `show`, `simulate` and `phalanx.simulate` read."""
         from phalanx.io.files import write_text
-        from phalanx.network.fabric.save import fabric_toml
+        from phalanx.network.fabric.design import fabric_toml
 
         write_text(Path(path), fabric_toml(self.pick), fix="name another --save")
 
@@ -118,14 +117,14 @@ def design(
     >>> found.pick.hosts >= 4096
     True
     """
-    from phalanx.network.fabric.design import Wish, designs
-    from phalanx.network.fabric.verdict import verdict
+    from phalanx.network.fabric.design import DesignRequest, design_fabrics
+    from phalanx.network.fabric.verdict import choose_design
 
     if top < 1:
         raise mistake(WHERE, f"--top {top} shows nothing", fix="use 1 or more")
     switches: tuple[Switch, ...] = ()
     if catalogue is not None:
-        from phalanx.network.fabric.catalogue_file import read_catalogue
+        from phalanx.network.fabric.switch_catalogue import read_catalogue
 
         switches = read_catalogue(Path(catalogue))
     plan = _job_plan(job, overrides, cluster, tell) if job is not None else None
@@ -134,7 +133,7 @@ def design(
     if gpus is None and not known_gpus:
         fix = "give --gpus, as --gpus 131072 --nic-gbps 800, or --job JOB, whose cluster says it"
         raise mistake(WHERE, "--gpus is missing", fix=fix)
-    wish: Wish = Wish(
+    wish: DesignRequest = DesignRequest(
         gpus=whole_gpus(gpus, WHERE) if gpus is not None else known_gpus or 0,
         nic_gbps=nic_gbps if nic_gbps is not None else known_gbps or NIC_GBPS,
         switch=switch,
@@ -147,19 +146,19 @@ def design(
     weights = {"gpu_hour_usd": gpu_hour_usd, "kwh_usd": kwh_usd, "years": years, "recovery_s": recovery_s}
     if plan is None:
         prices = _prices(weights)
-        found = designs(wish)
-        return FabricDesigns(designs=found, verdict=verdict(found, prices), job=None, top=top)
+        found = design_fabrics(wish)
+        return FabricDesigns(designs=found, verdict=choose_design(found, prices), job=None, top=top)
     if wish.gpus < plan.layout.devices:
         what = f"{wish.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
         raise mistake(WHERE, what, fix="leave out --gpus, or name a smaller --cluster")
-    from phalanx.sim.months.network import network_share
+    from phalanx.sim.months.causes import network_share
 
     if gpu_hour_usd is None and plan.bill.usd_per_device_hour:
         weights["gpu_hour_usd"] = plan.bill.usd_per_device_hour[1]
     prices = _prices({**weights, "waits": network_share(plan)})
-    found = designs(wish)
+    found = design_fabrics(wish)
     steps = job_steps(plan, found, prices, tell)
-    return FabricDesigns(designs=found, verdict=verdict(found, prices, steps_s=steps.steps_s), job=steps, top=top)
+    return FabricDesigns(designs=found, verdict=choose_design(found, prices, steps_s=steps.steps_s), job=steps, top=top)
 
 
 def _prices(weights: dict[str, float | None]) -> Prices:
@@ -225,8 +224,7 @@ class JobSteps:
 
     def text(self) -> str:
         """A table, quickest first."""
-        from phalanx.network.fabric.tables import table
-        from phalanx.network.fabric.text import percent
+        from phalanx.network.fabric.fabric_text import percent, table
         from phalanx.units import format_seconds
 
         best = min(row.step_s for row in self.rows)
@@ -293,7 +291,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
 def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     """One of each kind, by what it costs over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
-    from phalanx.network.fabric.verdict import verdict
+    from phalanx.network.fabric.verdict import choose_design
 
     kinds: dict[tuple[float, int, bool], list[Design]] = {}
     for one in found:
@@ -302,7 +300,7 @@ def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
             kinds.setdefault((nominal_ratio(fabric), fabric.rails, fabric.planes == 1), []).append(one)
     picks = []
     for kind in sorted(kinds, key=lambda one: (one[2], one[0], one[1])):
-        choice = verdict(kinds[kind], prices)
+        choice = choose_design(kinds[kind], prices)
         picks.append(choice.pick.design.fabric if choice is not None else kinds[kind][0].fabric)
     return picks
 
@@ -346,9 +344,9 @@ class FabricDecisions(PublicResult):
 
     def picture(self) -> str:
         """The three decisions as an SVG."""
-        from phalanx.network.fabric.picture import picture
+        from phalanx.network.fabric.decisions_picture import decisions_svg
 
-        return picture(self.decisions)
+        return decisions_svg(self.decisions)
 
     def _repr_html_(self) -> str:
         return self.picture()
@@ -367,10 +365,9 @@ def decisions(
     tell: Tell = silent,
 ) -> FabricDecisions:
     """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists."""
-    from phalanx.network.fabric.budget import RESTART_S
     from phalanx.network.fabric.decisions import BOX, decisions_of
     from phalanx.network.fabric.decisions import decisions as decide
-    from phalanx.network.fabric.recovery import EDGE_RECOVERY_S
+    from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
 
     where = "phalanx fabric decisions"
     bypass_s = EDGE_RECOVERY_S if recovery_s is None else recovery_s
@@ -407,17 +404,17 @@ class FabricPage(PublicResult):
 
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
-        from phalanx.network.fabric.text import show_fabric
+        from phalanx.network.fabric.fabric_text import show_fabric
 
         return show_fabric(self.fabric, width=width)
 
     def to_dict(self) -> dict[str, Any]:
         """Parts, bill, what a failure takes, and failures per day."""
-        from phalanx.network.fabric.bill import bill, loss
-        from phalanx.network.fabric.budget import budget
+        from phalanx.network.fabric.bill import fabric_bill, failure_loss
+        from phalanx.network.fabric.failure_budget import failure_budget
 
         one = self.fabric
-        values = {"bill": bill(one), "loss": loss(one), "budget": budget(one)}
+        values = {"bill": fabric_bill(one), "loss": failure_loss(one), "budget": failure_budget(one)}
         return {"fabric": fabric_values(one), **_plain(values)}
 
 
@@ -442,8 +439,7 @@ class FabricCatalogue(PublicResult):
 
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
-        from phalanx.network.fabric.tables import folded, table
-        from phalanx.network.fabric.text import money
+        from phalanx.network.fabric.fabric_text import folded, money, table
 
         fabrics = [(f"  {name}", spec, source) for name, (spec, source) in self.fabrics.items()]
         boxes = [
@@ -468,6 +464,6 @@ class FabricCatalogue(PublicResult):
 
 def catalogue() -> FabricCatalogue:
     """The fabrics and switches that have names."""
-    from phalanx.network.fabric.catalogue import named_fabrics, switches
+    from phalanx.network.fabric.switch_catalogue import named_fabrics, switches
 
     return FabricCatalogue(fabrics=dict(named_fabrics()), switches=tuple(switches()))

@@ -15,12 +15,11 @@ from phalanx.io.visible import one_line
 from phalanx.units import format_bytes, format_seconds, parse_count, plural
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.compare import Question, Run
-    from phalanx.sim.failures import Break
-    from phalanx.sim.matrices import Flows
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.compare_recovery import RecoveryQuestion, RecoveryRun
+    from phalanx.sim.fabric_failures import FabricBreak, Scenario
     from phalanx.sim.packets.schedule import Schedule
-    from phalanx.sim.scenarios import Scenario
+    from phalanx.sim.traffic_matrix import Flows
 
 TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
 ENGINES = ("fluid", "packets")
@@ -75,11 +74,11 @@ class TrafficCall:
 def load_fabric(name: str) -> tuple[Fabric, tuple[str, ...]]:
     """The fabric a text names, and what of its file it cannot hold."""
     if name.strip().lower().endswith(".topo"):
-        from phalanx.sim.htsim.topo import read_topo
+        from phalanx.sim.htsim.topology import read_topo
 
         topo = read_topo(Path(name.strip()))
         return topo.fabric, topo.not_mapped
-    from phalanx.network.fabric.parse import parse_fabric
+    from phalanx.network.fabric.fabric_file import parse_fabric
 
     return parse_fabric(name), ()
 
@@ -94,7 +93,7 @@ def named_fabric(name: str, tell: Tell = silent) -> Fabric:
 
 def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric, tell: Tell) -> FabricTraffic:
     """By name, or from a CSV matrix or a job."""
-    from phalanx.sim.matrices import INCAST, traffic
+    from phalanx.sim.traffic_matrix import INCAST, named_traffic
 
     if seed < 0:  # numpy would refuse it
         raise mistake("--seed", f"{seed} is below zero", fix="use 0 or more")
@@ -105,13 +104,13 @@ def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric
         size = parse_count(nbytes or NBYTES)
     except ValueError as error:
         raise mistake("--bytes", f"{error}"[:160], fix="write it as 2M or 2000000") from None
-    made = traffic(name, fabric, size, seed=seed)
+    made = named_traffic(name, fabric, size, seed=seed)
     return FabricTraffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
 
 
 def load_matrix(call: TrafficCall, fabric: Fabric) -> FabricTraffic:
     """From a .cm file."""
-    from phalanx.sim.htsim.cm import read_cm
+    from phalanx.sim.htsim.connection_matrix import read_cm
 
     if call.traffic or call.nbytes:
         raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
@@ -140,7 +139,7 @@ def _traffic_file(name: str, nbytes: str | None, fabric: Fabric, tell: Tell) -> 
     if nbytes:
         raise mistake("--bytes", f"{name[:80]} already says who sends how much", fix="leave out --bytes")
     if name.lower().endswith(".csv"):
-        from phalanx.sim.matrix_file import read_matrix
+        from phalanx.sim.traffic_matrix import read_matrix
 
         return FabricTraffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
     return FabricTraffic(name=one_line(Path(name).name), flows=_plan_flows(name, fabric, tell))
@@ -152,8 +151,8 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
 
     from phalanx.job.load import load
     from phalanx.plan.make import plan as make_plan
-    from phalanx.sim.collect import collectives
-    from phalanx.sim.matrices import flows
+    from phalanx.sim.plan_flows import plan_collectives
+    from phalanx.sim.traffic_matrix import flows
 
     match = _JOB.match(name.strip())
     assert match is not None, "says_bytes() said so"
@@ -162,7 +161,9 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
         what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
         raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
     sent = {
-        one.axis.replace(" ", "-"): (one.operation, one.flows) for one in collectives(plan) if one.flows is not None
+        one.axis.replace(" ", "-"): (one.operation, one.flows)
+        for one in plan_collectives(plan)
+        if one.flows is not None
     }
     if not sent:
         what = f"nothing of {match['file']} leaves a fast domain"
@@ -267,7 +268,7 @@ def simulate(
     found, said = load_fabric(call.fabric)
     # A fabric of more links than an engine holds is refused before any traffic is made for it; planes that are alike
     # are simulated once by the packet engine.
-    from phalanx.sim.links import links_of
+    from phalanx.sim.fabric_links import links_of
 
     links_of(found if engine == "fluid" else replace(found, planes=1, nic_gbps=found.port_gbps))
     if compare or scenario is not None:
@@ -283,7 +284,7 @@ def simulate(
 
 def _with_usual_bytes(call: TrafficCall, fabric: Fabric) -> TrafficCall:
     """Comparisons need traffic that is still there when something fails, unless the user says how much."""
-    from phalanx.sim.scenarios import usual_bytes
+    from phalanx.sim.fabric_failures import usual_bytes
 
     if call.cm or says_bytes(call.traffic or "") or call.nbytes is not None:
         return call
@@ -292,14 +293,14 @@ def _with_usual_bytes(call: TrafficCall, fabric: Fabric) -> TrafficCall:
 
 def _check_call(call: TrafficCall) -> None:
     """An option that would have no effect is a mistake."""
-    from phalanx.sim.failures import Break, faults_of
+    from phalanx.sim.fabric_failures import FabricBreak, faults_of
 
     for name in TrafficCall.__dataclass_fields__:
         value = getattr(call, name)
         if value == "" or (isinstance(value, tuple) and "" in value):
             raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
     if not call.cm:  # its file may name parts too
-        faults_of(Break(failed=call.fail, left=call.left, loss=call.loss or 0.0))
+        faults_of(FabricBreak(failed=call.fail, left=call.left, loss=call.loss or 0.0))
     if call.engine == "fluid":
         for option, value in {"--transport": call.transport, "--dcqcn": call.dcqcn}.items():
             if value is not None:
@@ -331,17 +332,17 @@ def _check_call(call: TrafficCall) -> None:
         raise mistake("--cpu", f"{call.cpu:g} seconds", fix="use 60, or 600")
 
 
-def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> Break:
+def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> FabricBreak:
     """What fails, by the call and by a file of connections."""
-    from phalanx.sim.failures import Break
+    from phalanx.sim.fabric_failures import FabricBreak
 
-    return Break(failed=(*call.fail, *traffic.failed), left=call.left, loss=call.loss or 0.0, denied=call.deny)
+    return FabricBreak(failed=(*call.fail, *traffic.failed), left=call.left, loss=call.loss or 0.0, denied=call.deny)
 
 
 def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """Rates that settle, with what is broken from the start; or over time, where something fails on the way."""
-    from phalanx.sim.compare import one_fluid_run, unsaid
-    from phalanx.sim.packets.budget import Budget
+    from phalanx.sim.compare_recovery import one_fluid_run, unsaid
+    from phalanx.sim.packets.build import PacketBudget
     from phalanx.sim.simulate import WIRES, choice
     from phalanx.sim.simulate import simulate as settle
 
@@ -373,7 +374,7 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
             wire=call.wire or "mrc",
             seed=call.seed,
             watched=traffic.watched,
-            budget=Budget(cpu_s=call.cpu or CPU_S),
+            budget=PacketBudget(cpu_s=call.cpu or CPU_S),
         )
     _tell_beside(found, call.tell)
     notes = unsaid(_broken_by(call, traffic), [found]) if in_time else ()
@@ -382,10 +383,9 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
 
 
 def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
-    from phalanx.sim.compare import unsaid
-    from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.simulate_packets import simulate_packets
-    from phalanx.sim.transports import transport_of
+    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import simulate_packets, transport_of
 
     found: dict[str, Any] = simulate_packets(
         fabric,
@@ -402,7 +402,7 @@ def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic)
         ),
         broken=_broken_by(call, traffic),
         seed=call.seed,
-        budget=Budget(cpu_s=call.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=call.cpu or CPU_S),
         schedule=traffic.schedule,
         each_plane=call.each_plane,
     )
@@ -438,7 +438,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """One failure, a column for each way of sending."""
-    from phalanx.sim.compare import unsaid
+    from phalanx.sim.compare_recovery import unsaid
 
     question = _question(call, fabric, traffic)
     _announce([question], call)
@@ -457,12 +457,12 @@ def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraff
 
 def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     """Named failures: one as a table, several as a line each."""
-    from phalanx.sim.compare import unsaid
-    from phalanx.sim.scenarios import chosen
+    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.fabric_failures import chosen_scenarios
 
-    picked = chosen(str(call.scenario), fabric)
+    picked = chosen_scenarios(str(call.scenario), fabric)
     done: dict[str, list[dict[str, Any]]] = {}
-    kept: list[Run] = []  # without failure, of the traffic that all but the incast have
+    kept: list[RecoveryRun] = []  # without failure, of the traffic that all but the incast have
     interrupted = False
     questions = [_scenario(call, fabric, one) for one in picked]
     _announce(questions, call)
@@ -486,15 +486,15 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     return TrafficSimulation(page=page, values=_plain(values), interrupted=interrupted)
 
 
-def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> Question:
+def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> RecoveryQuestion:
     """What the call asks to compare."""
-    from phalanx.network.fabric.recovery import CONVERGE_S
-    from phalanx.sim import compare
-    from phalanx.sim.packets.budget import Budget
-    from phalanx.sim.transports import SHORT_CONVERGE_S
+    from phalanx.network.fabric.failure_budget import CONVERGE_S
+    from phalanx.sim import compare_recovery as compare
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import SHORT_CONVERGE_S
 
     usual_s = CONVERGE_S if call.engine == "fluid" else SHORT_CONVERGE_S
-    return compare.Question(
+    return compare.RecoveryQuestion(
         fabric=fabric,
         flows=traffic.flows,
         traffic=traffic.name,
@@ -503,12 +503,12 @@ def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> Ques
         converge_s=compare.checked_converge_s(call.converge, usual_s),
         watched=traffic.watched,
         seed=call.seed,
-        budget=Budget(cpu_s=call.cpu or CPU_S),
+        budget=PacketBudget(cpu_s=call.cpu or CPU_S),
     )
 
 
-def _scenario(call: TrafficCall, fabric: Fabric, one: Scenario) -> Question:
-    from phalanx.sim.matrices import INCAST
+def _scenario(call: TrafficCall, fabric: Fabric, one: Scenario) -> RecoveryQuestion:
+    from phalanx.sim.traffic_matrix import INCAST
 
     call = replace(call, traffic=INCAST if one.incast else None)
     sent = load_traffic(call.traffic, call.nbytes, call.seed, fabric, call.tell)
@@ -516,13 +516,16 @@ def _scenario(call: TrafficCall, fabric: Fabric, one: Scenario) -> Question:
     return replace(made, broken=replace(one.broken, denied=made.broken.denied))
 
 
-def _columns(question: Question, call: TrafficCall, kept: list[Run]) -> tuple[list[dict[str, Any]], bool]:
+def _columns(
+    question: RecoveryQuestion, call: TrafficCall, kept: list[RecoveryRun]
+) -> tuple[list[dict[str, Any]], bool]:
     """What each way of sending gives, up to Ctrl-C, and whether that came."""
-    from phalanx.sim.compare import compare, fluid_runs
-    from phalanx.sim.compare_packets import packet_runs
+    from phalanx.sim.compare_recovery import compare_recoveries, fluid_runs, packet_runs
 
     found: list[dict[str, Any]] = []
-    rows: Iterator[dict[str, Any]] = compare(question, fluid_runs if call.engine == "fluid" else packet_runs, kept)
+    rows: Iterator[dict[str, Any]] = compare_recoveries(
+        question, fluid_runs if call.engine == "fluid" else packet_runs, kept
+    )
     try:
         for one in rows:
             found.append(one)
@@ -534,10 +537,9 @@ def _columns(question: Question, call: TrafficCall, kept: list[Run]) -> tuple[li
     return found, found[-1]["stopped"] == "interrupted"
 
 
-def _announce(questions: Sequence[Question], call: TrafficCall) -> None:
+def _announce(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> None:
     """Say how long all will take, where that is long; raises UserError where it is too long."""
-    from phalanx.sim.compare import fluid_cpu_s, whole_of
-    from phalanx.sim.compare_packets import packet_cpu_s
+    from phalanx.sim.compare_recovery import fluid_cpu_s, packet_cpu_s, whole_of
 
     expected = fluid_cpu_s if call.engine == "fluid" else packet_cpu_s
     cpu_s, seen = 0.0, set()
@@ -601,8 +603,8 @@ def export(
 ) -> HtsimFiles:
     """Write a fabric (.topo) and its traffic (.cm) for the packet simulator htsim."""
     from phalanx.io.files import write_text
-    from phalanx.sim.htsim.cm import matrix_of, write_cm
-    from phalanx.sim.htsim.topo import write_topo
+    from phalanx.sim.htsim.connection_matrix import matrix_of, write_cm
+    from phalanx.sim.htsim.topology import write_topo
 
     where = "phalanx fabric export"
     if not topo and not cm:

@@ -18,11 +18,11 @@ from phalanx.job.schema import Job
 from phalanx.job.template import TINY
 
 if TYPE_CHECKING:
-    from phalanx.job.presets import Preset
+    from phalanx.job.model import Preset
     from phalanx.plan.inputs import InputFindings
     from phalanx.record.account.communication import Communication
     from phalanx.record.run import Run
-    from phalanx.rules.foreign.convert import Converted
+    from phalanx.rules.foreign.convert import ConvertedConfig
 
 AnyJob = str | Path | ResolvedJob | Job
 LOCAL = "local"
@@ -48,7 +48,7 @@ def override_texts(overrides: Overrides) -> list[str]:
     """
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    from phalanx.record.toml import to_toml
+    from phalanx.io.toml import to_toml
 
     return [f"{key}={to_toml({'v': value}).strip().removeprefix('v = ')}" for key, value in overrides.items()]
 
@@ -107,13 +107,13 @@ class JobTable(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """Path, job, origins, and values that follow from others."""
         from phalanx.api.results import plain
-        from phalanx.job.dump import to_dict, to_rows
+        from phalanx.job.load import job_to_dict, job_to_rows
 
         tokens = auto_tokens(self.resolved)
         shown = {
             "path": str(self.resolved.path),
-            "job": to_dict(self.resolved.job),
-            "origins": {key: origin for key, _, origin in to_rows(self.resolved)},
+            "job": job_to_dict(self.resolved.job),
+            "origins": {key: origin for key, _, origin in job_to_rows(self.resolved)},
             "derived": {"data.tokens": tokens} if tokens else {},
         }
         return shown if self.run is None else {**shown, "communication": plain(self.communication)}
@@ -138,16 +138,16 @@ def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
 
 def job_table(resolved: ResolvedJob) -> str:
     """Key, value and origin in three columns, a blank line between sections."""
-    from phalanx.job.dump import to_rows
-    from phalanx.job.rules import shown
+    from phalanx.job.key_rules import shown_value
+    from phalanx.job.load import job_to_rows
     from phalanx.job.schema import TOKENS_PER_PARAMETER
 
     def cell(value: object) -> str:
         if value is None:
             return "not given"
-        return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else shown(value, limit=48)
+        return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else shown_value(value, limit=48)
 
-    rows = [(key, cell(value), origin) for key, value, origin in to_rows(resolved)]
+    rows = [(key, cell(value), origin) for key, value, origin in job_to_rows(resolved)]
     if tokens := auto_tokens(resolved):
         note = f"{TOKENS_PER_PARAMETER} per parameter: {tokens:_}"
         rows = [(key, value, f"{origin}; {note}" if key == "data.tokens" else origin) for key, value, origin in rows]
@@ -228,9 +228,9 @@ def job_name(path: Path) -> str:
 
 
 def _preset(name: str) -> Preset:
-    from phalanx.job.presets import presets
+    from phalanx.job.model import known_presets
 
-    known = presets()
+    known = known_presets()
     if name in known:
         return known[name]
     close = nearest(name, known)
@@ -287,7 +287,7 @@ def _write_new(path: Path, text: str, *, force: bool) -> None:
 class ImportedJob(PublicResult):
     """Another trainer's configuration as a job file, and what of it could not be translated."""
 
-    converted: Converted
+    converted: ConvertedConfig
     path: Path | None  # where it was written
 
     def __str__(self) -> str:
@@ -323,7 +323,7 @@ def import_job(
     nothing is written. Raises UserError where the model or the batch cannot be told.
     """
     from phalanx.io.files import write_text
-    from phalanx.rules.foreign.convert import convert, find_trainer
+    from phalanx.rules.foreign.convert import convert_config, find_trainer
 
     file, target = Path(path), Path(out) if out else None
     if target is not None and target.exists() and not force:
@@ -333,7 +333,7 @@ def import_job(
             why="import never overwrites on its own",
             fix="name another --out, or add --force",
         )
-    found = convert(
+    found = convert_config(
         file,
         find_trainer(trainer or _recognised(file)).name,
         cluster=cluster,
@@ -350,13 +350,13 @@ def import_job(
 
 
 def _recognised(path: Path) -> str:
-    from phalanx.job.textfile import read_text
-    from phalanx.rules.foreign.detect import kind_of
-    from phalanx.rules.foreign.trainers import TRAINERS
+    from phalanx.io.files import read_text
+    from phalanx.rules.foreign.convert import TRAINERS
+    from phalanx.rules.foreign.detect import trainer_of_file
 
     if not path.is_file():
         read_text(path, noun="configuration")  # says what is wrong with it
-    kind = kind_of(path)
+    kind = trainer_of_file(path)
     if not kind:
         raise mistake(
             str(path),

@@ -19,11 +19,11 @@ from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from phalanx.plan.compare import Difference
-    from phalanx.plan.fieldwork import Report as CalibrationReport
-    from phalanx.plan.validate import Prediction as RowPrediction
-    from phalanx.plan.validate import Scorecard
-    from phalanx.validate.network.run import NetworkCard
+    from phalanx.plan.text import PlanDifference
+    from phalanx.validate.calibration_report import CalibrationReport as CalibrationReport
+    from phalanx.validate.network_score import NetworkCard
+    from phalanx.validate.throughput_score import Prediction as RowPrediction
+    from phalanx.validate.throughput_score import Scorecard
 
 MOST_COMPARED = 8
 PROGRESS_S = 5.0  # between lines of progress
@@ -54,9 +54,9 @@ def plan(
     resolved = read_job(job, overrides, where="phalanx.plan")
     note = calibration
     if isinstance(note, str | Path):
-        from phalanx.plan.calibration_file import read  # imports scipy: only when asked for
+        from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
 
-        note = read(Path(note))
+        note = read_calibration(Path(note))
     found = look_at_files(resolved, tell)
 
     def make() -> Plan:
@@ -65,7 +65,7 @@ def plan(
     if not measure or isinstance(cluster, Cluster):
         made = make()
     else:
-        from phalanx.plan.timed import plan_here
+        from phalanx.plan.make import plan_here
 
         if cluster is not None:
             resolve(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
@@ -81,12 +81,12 @@ class PlanComparison(PublicResult):
 
     names: tuple[str, ...]
     plans: tuple[Plan, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[PlanDifference, ...]
 
     def __str__(self) -> str:
-        from phalanx.plan.compare import render
+        from phalanx.plan.text import comparison_text
 
-        return render(self.differences)
+        return comparison_text(self.differences)
 
     def to_dict(self) -> dict[str, Any]:
         """The differences, and every plan whole."""
@@ -95,12 +95,12 @@ class PlanComparison(PublicResult):
 
 def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanComparison:
     """What differs between 2 to 8 plans: layout, time, cost and memory; `names` head the columns."""
-    from phalanx.plan.compare import compare
+    from phalanx.plan.text import compare_plans
 
     if not 2 <= len(plans) <= MOST_COMPARED:
         raise mistake("phalanx.compare_plans", f"{plural(len(plans), 'plan')} given", fix=f"give 2 to {MOST_COMPARED}")
     named = tuple(names) or tuple(one.job.name for one in plans)
-    return PlanComparison(names=named, plans=tuple(plans), differences=tuple(compare(plans, list(named))))
+    return PlanComparison(names=named, plans=tuple(plans), differences=tuple(compare_plans(plans, list(named))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -110,9 +110,9 @@ class CalibrationResult(PublicResult):
     report: CalibrationReport
 
     def __str__(self) -> str:
-        from phalanx.plan.fieldwork import text
+        from phalanx.validate.calibration_report import calibration_text
 
-        return text(self.report)
+        return calibration_text(self.report)
 
     def to_dict(self) -> dict[str, Any]:
         """The fit."""
@@ -122,14 +122,14 @@ class CalibrationResult(PublicResult):
 
     def write(self, path: str | Path) -> None:
         """Write the file that `plan` reads."""
-        from phalanx.plan.fieldwork import write
+        from phalanx.validate.calibration_report import write_calibration
 
-        write(Path(path), self.report)
+        write_calibration(Path(path), self.report)
 
 
 def calibrate(measured: str | Path) -> CalibrationResult:
     """Refit five factors of the cost model from a run folder, or from a table of measured steps."""
-    from phalanx.plan.fieldwork import calibrate_run, calibrate_table
+    from phalanx.validate.calibration_report import calibrate_run, calibrate_table
 
     source = Path(measured)
     return CalibrationResult(report=calibrate_run(source) if source.is_dir() else calibrate_table(source))
@@ -144,9 +144,9 @@ class Backtest(PublicResult):
     predictions: tuple[RowPrediction, ...]
 
     def __str__(self) -> str:
-        from phalanx.plan.scorecard import text
+        from phalanx.validate.throughput_score import scorecard_text
 
-        return text(self.scorecard, calibrated_on=self.calibrated_on)
+        return scorecard_text(self.scorecard, calibrated_on=self.calibrated_on)
 
     def to_dict(self) -> dict[str, Any]:
         """The scores, and every prediction."""
@@ -158,7 +158,7 @@ class Backtest(PublicResult):
 
     def write(self, path: str | Path) -> None:
         """Write the predictions as CSV."""
-        from phalanx.plan.scorecard import write_predictions
+        from phalanx.validate.throughput_score import write_predictions
 
         write_predictions(Path(path), self.predictions)
 
@@ -170,9 +170,9 @@ class NetworkBacktest(PublicResult):
     card: NetworkCard
 
     def __str__(self) -> str:
-        from phalanx.validate.network.text import text
+        from phalanx.validate.network_score import network_card_text
 
-        return text(self.card)
+        return network_card_text(self.card)
 
     def to_dict(self) -> dict[str, Any]:
         """The scores of every claim."""
@@ -202,9 +202,9 @@ def backtest(
     `draw` rows of each source, which are then left out of the score. Of claims, `simulate` also runs what takes more
     than a minute.
     """
-    from phalanx.plan.published import read_table
-    from phalanx.plan.validate import draw_known, predict_table, score
-    from phalanx.validate.network.table import is_network_table
+    from phalanx.validate.network_claims import is_network_table
+    from phalanx.validate.throughput_score import draw_known, predict_table, score_predictions
+    from phalanx.validate.throughput_table import read_table
 
     if is_network_table(Path(table)):
         if calibration or draw:
@@ -220,16 +220,18 @@ def backtest(
     if draw:
         known, rows = draw_known(rows, per_source=draw, seed=seed)
     predictions = predict_table(rows, known=known)
-    return Backtest(scorecard=score(rows, predictions), calibrated_on=len(known), predictions=tuple(predictions))
+    return Backtest(
+        scorecard=score_predictions(rows, predictions), calibrated_on=len(known), predictions=tuple(predictions)
+    )
 
 
 def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBacktest:
     """Network claims: nothing is fitted but the two ends of a series, so the options of runs do not apply."""
-    from phalanx.validate.network.run import plan as plan_rows
-    from phalanx.validate.network.run import validate
-    from phalanx.validate.network.table import read_rows
+    from phalanx.validate.network_claims import read_claims
+    from phalanx.validate.network_score import plan_simulations as plan_rows
+    from phalanx.validate.network_score import score_claims
 
-    rows = read_rows(table)
+    rows = read_claims(table)
     planned = plan_rows(rows, simulate=simulate)
     if planned.keys:
         cpu = f"about {planned.cpu_s:.0f} s of CPU; Ctrl-C keeps what is finished"
@@ -244,4 +246,4 @@ def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBack
             said_s = time.monotonic()
             tell(f"  {done:,} of {of:,} rows")
 
-    return NetworkBacktest(card=validate(rows, simulate=simulate, planned=planned, progress=progress))
+    return NetworkBacktest(card=score_claims(rows, simulate=simulate, planned=planned, progress=progress))

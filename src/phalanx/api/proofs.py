@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.jobs import AnyJob, override_texts, read_job
 from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
 from phalanx.errors import mistake
-from phalanx.hardware.sharing import MOST_RANKS_PER_GPU
+from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
-    from phalanx.train.tracing.against import Line, TracedFit
-    from phalanx.train.tracing.compare import Hang
+    from phalanx.train.tracing.hang_check import TraceHang
     from phalanx.train.tracing.log import RankTrace
-    from phalanx.train.tracing.world import Step
-    from phalanx.train.verify.prove import Proof
+    from phalanx.train.tracing.trace_report import PlanLine, TracedFit
+    from phalanx.train.tracing.traced_ranks import TracedStep
+    from phalanx.train.verify.proof import LayoutProof
     from phalanx.train.verify.terms import Terms
 
 MOST_STEPS = 1000
@@ -35,7 +35,7 @@ MOST_RANKS = 64  # of `ranks="all"`: a minute or two each for a large model
 class LayoutProof(PublicResult):
     """Whether a layout computes the same numbers as a single process, and where it does not."""
 
-    proof: Proof
+    proof: LayoutProof
 
     @property
     def holds(self) -> bool:
@@ -43,9 +43,9 @@ class LayoutProof(PublicResult):
         return self.proof.holds
 
     def __str__(self) -> str:
-        from phalanx.train.verify.page import render
+        from phalanx.train.verify.proof import render_proof
 
-        return render(self.proof)
+        return render_proof(self.proof)
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict and every comparison."""
@@ -99,17 +99,17 @@ def verify(
     made = _verify_plan(job, overrides=overrides, cluster=cluster, plan=plan, ranks_per_gpu=sharing)
     from phalanx.train.models.support import refuse_untrainable
     from phalanx.train.verify.ranks import warm_up
-    from phalanx.train.verify.shrink import refuse_own
+    from phalanx.train.verify.small_trial import refuse_own_model
 
-    refuse_own(made.job)
+    refuse_own_model(made.job)
     refuse_untrainable(made.job.model)
     terms, gpus = _terms(
         made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
     )
     warm_up()  # both processes import torch, side by side
-    from phalanx.train.verify.prove import prove
+    from phalanx.train.verify.proof import prove_layout
 
-    proof = prove(
+    proof = prove_layout(
         made.job,
         made.layout,
         steps=steps,
@@ -153,7 +153,7 @@ def _terms(
     plan: Plan, *, device: str, precision: str, compile: bool, full_size: bool, share: int | None, tell: Tell
 ) -> tuple[Terms, int]:
     """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
-    from phalanx.hardware.sharing import allowed_ranks
+    from phalanx.hardware.local import allowed_ranks
     from phalanx.train.prepare import check_gpus
     from phalanx.train.verify.terms import RANKS, Terms, refuse_terms
 
@@ -176,12 +176,12 @@ class Trace(PublicResult):
 
     plan: Plan
     ranks: tuple[RankTrace, ...]
-    hang: Hang | None
-    against_plan: tuple[Line, ...]
+    hang: TraceHang | None
+    against_plan: tuple[PlanLine, ...]
     fit: TracedFit | None
 
     def __str__(self) -> str:
-        from phalanx.train.tracing import text
+        from phalanx.train.tracing import trace_report as text
 
         pages = []
         if len(self.ranks) == 1:
@@ -200,7 +200,7 @@ class Trace(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Per rank: its place, messages, FLOPs, peak memory; then hang, fit and differences from the plan."""
-        from phalanx.train.tracing.log import rows
+        from phalanx.train.tracing.log import message_rows
 
         def dictionary(value: object) -> dict[str, Any]:
             found = plain(value)
@@ -214,7 +214,7 @@ class Trace(PublicResult):
                 "stages": plain(trace.stages),
                 "layers": plain(trace.layers),
                 "operations": len(trace.operations),
-                "messages": [plain(row) for row in rows(trace)],
+                "messages": [plain(row) for row in message_rows(trace)],
                 "flops": plain(trace.flops),
                 "peak": plain(trace.peak),
                 "seconds": trace.seconds,
@@ -289,10 +289,10 @@ def trace(
     warn(resolved.warnings, tell)
     plan = make_plan(resolved, cluster)
     check_code(plan.job, allowed=allow_code)
-    from phalanx.train.tracing.compare import find_hang
-    from phalanx.train.tracing.world import Step, trace_ranks
+    from phalanx.train.tracing.hang_check import find_hang
+    from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 
-    step = Step.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=allow_code)
+    step = TracedStep.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=allow_code)
     chosen = _traced_ranks(plan, rank=rank, ranks="stages" if against_plan and ranks == "one" else ranks)
     _tell_differences(step, tell)
     tell(f"{plan.job.name}: {plan.layout.name}, {len(chosen)} of {plan.layout.devices:,} ranks")
@@ -308,7 +308,7 @@ def trace(
 
 
 def _traced_ranks(plan: Plan, *, rank: int | None, ranks: str) -> list[int]:
-    from phalanx.train.tracing.world import check_rank, stage_ranks
+    from phalanx.train.tracing.traced_ranks import check_rank, stage_ranks
 
     if ranks == "all":
         if plan.layout.devices > MOST_RANKS:
@@ -325,7 +325,7 @@ def _traced_ranks(plan: Plan, *, rank: int | None, ranks: str) -> list[int]:
     return [rank or 0]
 
 
-def _tell_differences(step: Step, tell: Tell) -> None:
+def _tell_differences(step: TracedStep, tell: Tell) -> None:
     """Where the traced step is not quite the one a GPU runs."""
     if step.settings.compute == "fp8":
         tell("fp8 is traced as bf16: a CPU has no fp8 products")
@@ -335,9 +335,9 @@ def _tell_differences(step: Step, tell: Tell) -> None:
         tell("compressed gradient exchange of replicated weights runs in a thread of its own and is not seen")
 
 
-def _compare_with_plan(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[Line], TracedFit]:
-    from phalanx.plan.ask import from_job
-    from phalanx.train.tracing.against import against_plan, traced_fit
+def _compare_with_plan(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[PlanLine], TracedFit]:
+    from phalanx.plan.request import request_from_job
+    from phalanx.train.tracing.trace_report import against_plan, traced_fit
 
-    ask, _ = from_job(plan.job, plan.cluster)
+    ask, _ = request_from_job(plan.job, plan.cluster)
     return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)

@@ -16,10 +16,10 @@ from phalanx.units import format_count, plural
 if TYPE_CHECKING:
     from phalanx.api.watching import RunLook
     from phalanx.metrics.readings import Readings
-    from phalanx.metrics.steps import Sink
+    from phalanx.metrics.step_export import TrackerSink
     from phalanx.record.account.summary import Summary
-    from phalanx.record.page.diff import Difference, Side
-    from phalanx.record.page.story import Story
+    from phalanx.record.report.diff import Difference, Side
+    from phalanx.record.report.story import RunReport
 
 AnyRun = str | Path | Run
 
@@ -59,12 +59,12 @@ class RunList(Sequence[Run]):
         return f"<RunList: {plural(len(self), 'run')}>"
 
     def __str__(self) -> str:
-        from phalanx.io.columns import table
+        from phalanx.io.tables import text_table
 
         if not self._runs:
             return "no runs"
         cells = [tuple(_cell(value) for value in row.values()) for row in self.rows()]
-        return "\n".join(line.rstrip() for line in table([COLUMNS, *cells], right=(3, 4, 5, 6)))
+        return "\n".join(line.rstrip() for line in text_table([COLUMNS, *cells], right=(3, 4, 5, 6)))
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -83,10 +83,10 @@ def _row(found: Run) -> dict[str, Any]:
     """A run in a line, from its index alone; of one that is damaged, what can still be read."""
     from phalanx.record.account.summary import summarize_briefly
     from phalanx.record.archive.history import RunHistory
-    from phalanx.record.page.story import as_left
+    from phalanx.record.report.story import with_lost_processes
 
     try:
-        s = as_left(found, summarize_briefly(found, RunHistory.open(found)))
+        s = with_lost_processes(found, summarize_briefly(found, RunHistory.open(found)))
     except (UserError, SystemFailure):
         return {**dict.fromkeys(COLUMNS), "name": found.name, "state": "damaged", "model": ""}
     return {
@@ -124,7 +124,7 @@ class RunReport(PublicResult):
     """What a run came to, with its curves, checkpoints and incidents; `str()` is the Markdown page."""
 
     run: Run
-    story: Story
+    story: RunReport
 
     @property
     def summary(self) -> Summary:
@@ -140,16 +140,16 @@ class RunReport(PublicResult):
 
     def to_markdown(self) -> str:
         """One page of Markdown."""
-        from phalanx.record.page.markdown import page
+        from phalanx.record.report.markdown import render_markdown
 
-        return page(self.story)
+        return render_markdown(self.story)
 
     def to_html(self) -> str:
         """One HTML file with figures, without scripts, that needs nothing else."""
-        from phalanx.record.page.html import page
+        from phalanx.record.report.html import render_html
 
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return page(self.story, made=f"phalanx {own_version()}, report of {now}")
+        return render_html(self.story, made=f"phalanx {own_version()}, report of {now}")
 
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
@@ -182,10 +182,10 @@ class RunReport(PublicResult):
 
 def report(path: AnyRun) -> RunReport:
     """Everything a report shows of a run, read once, in whatever state the run is."""
-    from phalanx.record.page.story import tell_story
+    from phalanx.record.report.story import read_run_report
 
     found = run(path)
-    return RunReport(run=found, story=tell_story(found))
+    return RunReport(run=found, story=read_run_report(found))
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------
@@ -200,9 +200,9 @@ class RunComparison(PublicResult):
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
-        from phalanx.record.page.diff import render
+        from phalanx.record.report.diff import render_difference
 
-        return render(self.a, self.b, list(self.differences))
+        return render_difference(self.a, self.b, list(self.differences))
 
     def to_dict(self) -> dict[str, Any]:
         """Every difference with both values."""
@@ -227,7 +227,7 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> R
 
     Measured numbers that are closer than the share `within` count as equal.
     """
-    from phalanx.record.page.diff import compare, of_runs
+    from phalanx.record.report.diff import compare_sides, of_runs
 
     if not 0.0 <= within < 1.0:
         raise mistake("phalanx diff", f"--within {within} is not a share", fix="use a number from 0 to 1, as 0.05")
@@ -236,22 +236,21 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> R
         left, right = of_runs(open_run(names[0]), open_run(names[1]))
     else:
         left, right = (_side(name, tell) for name in names)
-    return RunComparison(a=left, b=right, differences=tuple(compare(left, right, within=within)))
+    return RunComparison(a=left, b=right, differences=tuple(compare_sides(left, right, within=within)))
 
 
 def _side(name: str, tell: Tell) -> Side:
-    from phalanx.record.page.diff import of_job, of_plan, of_run
+    from phalanx.record.report.diff import of_job, of_plan, of_run
 
     path = Path(name)
     if path.is_dir():
         return of_run(open_run(path))
     if path.suffix == ".toml":
-        from phalanx.job.dump import to_dict
-        from phalanx.job.load import load
+        from phalanx.job.load import job_to_dict, load
 
         resolved = load(name)
         warn(resolved.warnings, tell)
-        return of_job(name, to_dict(resolved.job))
+        return of_job(name, job_to_dict(resolved.job))
     if not path.is_file():
         raise mistake(name, "there is no such run, plan or job", fix="name a run folder, a plan.json or a job.toml")
     from phalanx.record.run import read_json
@@ -290,7 +289,7 @@ def export(path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str
     from phalanx.train.prepare import need_torch
 
     need_torch()
-    from phalanx.train.export import export as export_weights
+    from phalanx.train.export import export_weights as export_weights
 
     folder = Path(out)
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
@@ -376,10 +375,10 @@ def metrics(
         raise mistake("phalanx metrics", what, fix="add --listen, or leave --token out")
     found = run(path)
     if named and named[0] not in ("listen", "otlp"):
-        from phalanx.metrics.steps import Exporter
+        from phalanx.metrics.step_export import StepExporter
 
         with _metrics_sink(found, named[0], str(targets[named[0]])) as sink:
-            exporter = Exporter(found, sink, every=every)
+            exporter = StepExporter(found, sink, every=every)
             _repeat(exporter.export, found, follow=follow, interval_s=interval)
         return ExportedMetrics(values={"steps": exporter.written, "where": str(sink.where)})
     from phalanx.metrics.readings import Readings
@@ -397,19 +396,19 @@ def _serve_metrics(
 ) -> None:
     from phalanx.io.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
-    from phalanx.record.over import is_over
+    from phalanx.record.run import is_run_over
 
     secret = None if token is None else read_token(token)
     with MetricsServer(readings, parse_address(listen), token=secret) as server:
         serving(server.url, secret if token == "auto" else None)
-        while not (follow and is_over(readings.run)):
+        while not (follow and is_run_over(readings.run)):
             time.sleep(1.0)
 
 
 def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: float, tell: Tell) -> ExportedMetrics:
-    from phalanx.metrics.to_otlp import Pusher
+    from phalanx.metrics.otlp import OtlpPusher
 
-    with Pusher(readings, url) as pusher:
+    with OtlpPusher(readings, url) as pusher:
 
         def push() -> None:
             try:
@@ -423,20 +422,20 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
     return ExportedMetrics(values={"pushes": count})
 
 
-def _metrics_sink(found: Run, target: str, folder: str) -> Sink:
+def _metrics_sink(found: Run, target: str, folder: str) -> TrackerSink:
     from importlib import import_module
 
-    opened: Sink = import_module(f"phalanx.metrics.to_{target}").open_sink(found, folder)
+    opened: TrackerSink = import_module(f"phalanx.metrics.to_{target}").open_sink(found, folder)
     return opened
 
 
 def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: float) -> int:
     """Once; with `follow`, until the run is over and everything was seen."""
-    from phalanx.record.over import is_over
+    from phalanx.record.run import is_run_over
 
     count = 0
     while True:
-        over = not follow or is_over(found)  # asked before the last look, so that nothing falls between
+        over = not follow or is_run_over(found)  # asked before the last look, so that nothing falls between
         act()
         count += 1
         if over:
@@ -446,9 +445,9 @@ def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: 
 
 def grafana() -> str:
     """The Grafana dashboard for the exported series, as JSON."""
-    from phalanx.metrics.grafana import dashboard
+    from phalanx.metrics.names import grafana_dashboard
 
-    return dashboard()
+    return grafana_dashboard()
 
 
 # ---- web -------------------------------------------------------------------------------------------------------------
@@ -481,11 +480,10 @@ def web(
     from urllib.parse import quote
 
     from phalanx.io.listen import bound_address, open_socket, parse_address
-    from phalanx.web.app import Door
-    from phalanx.web.bind import allowed_hosts, is_any
-    from phalanx.web.guard import Key
-    from phalanx.web.serve import serve
-    from phalanx.web.shelf import open_shelf
+    from phalanx.web.app import AccessPolicy
+    from phalanx.web.guard import AccessKey
+    from phalanx.web.run_store import open_shelf
+    from phalanx.web.serve import allowed_hosts, is_any, serve
 
     shelf, address, secret = open_shelf(str(folder)), parse_address(listen), web_token(token, tell)
     with open_socket(address, guarded=secret is not None) as listener:
@@ -493,8 +491,8 @@ def web(
         url = f"http://{bound if not is_any(bound) else f'{_own_name()}:{bound.port}'}/"
         visit = f"{url}?token={quote(secret, safe='')}" if secret else url
         serving(WebAddress(url=url, token=secret, open=visit, runs=len(shelf.runs())))
-        key = Key(secret, port=bound.port) if secret else None
-        door = Door(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
+        key = AccessKey(secret, port=bound.port) if secret else None
+        door = AccessPolicy(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
         serve(listener, shelf, door=door, complain=tell)
 
 

@@ -19,14 +19,12 @@ from phalanx.plan.plan import Plan
 from phalanx.units import HOUR_S, plural
 
 if TYPE_CHECKING:
-    from phalanx.network.fabric.types import Fabric
-    from phalanx.sim.months.compare import Row
-    from phalanx.sim.months.forecast import Forecast
-    from phalanx.sim.months.ledger import Outcome
-    from phalanx.sim.months.levers import Lever
-    from phalanx.sim.months.network import Network
-    from phalanx.sim.months.policy import Policy
-    from phalanx.sim.months.sites import SiteRange
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.months.causes import NetworkCauses
+    from phalanx.sim.months.forecast import Forecast, Lever, SiteRange
+    from phalanx.sim.months.policy import MonthsPolicy
+    from phalanx.sim.months.recovery_table import RecoveryTableRow
+    from phalanx.sim.months.simulate_run import RunOutcome
     from phalanx.sim.step.breaks import Aftermath
     from phalanx.sim.step.report import StepReport
 
@@ -163,11 +161,11 @@ class StepSimulation(PublicResult):
     interrupted: bool
 
     def __str__(self) -> str:
-        from phalanx.sim.step.text import render, render_break
+        from phalanx.sim.step.step_text import break_text, step_text
 
-        page = render(self.report)
+        page = step_text(self.report)
         if self.broken is not None and self.aftermath:
-            page += "\n\n" + render_break(self.broken, list(self.aftermath))
+            page += "\n\n" + break_text(self.broken, list(self.aftermath))
         return page
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,14 +270,14 @@ class MonthsForecast(PublicResult):
     """How much of the time a plan trains over so many days, with its interval and what costs the rest."""
 
     plan: Plan
-    policy: Policy
+    policy: MonthsPolicy
     forecast: Forecast
     interrupted: bool
 
     def __str__(self) -> str:
-        from phalanx.sim.months.text import render
+        from phalanx.sim.months.text import forecast_text
 
-        return render(self.plan, self.policy, self.forecast)
+        return forecast_text(self.plan, self.policy, self.forecast)
 
     def to_dict(self) -> dict[str, Any]:
         """The forecast."""
@@ -298,7 +296,7 @@ class MonthsComparison(PublicResult):
     """A conventional network beside recovery at the edge, with three recovery times."""
 
     plan: Plan
-    rows: tuple[Row, ...]
+    rows: tuple[RecoveryTableRow, ...]
     days: float
     runs: int
     seed: int
@@ -306,9 +304,11 @@ class MonthsComparison(PublicResult):
     interrupted: bool
 
     def __str__(self) -> str:
-        from phalanx.sim.months.compare import render
+        from phalanx.sim.months.recovery_table import recovery_table_text
 
-        return render(self.plan, list(self.rows), days=self.days, runs=self.runs, seed=self.seed, network=self.network)
+        return recovery_table_text(
+            self.plan, list(self.rows), days=self.days, runs=self.runs, seed=self.seed, network=self.network
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Every row."""
@@ -321,15 +321,15 @@ class MonthsComparison(PublicResult):
         return INTERRUPTED if self.interrupted else 0
 
 
-def _network(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) -> Network:
-    from phalanx.sim.months.network import DEFAULT_PLANES, Network
+def _network(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) -> NetworkCauses:
+    from phalanx.sim.months.causes import DEFAULT_PLANES, NetworkCauses
 
     if fabric is None:
         if call.planes is not None and not (call.edge_recovery or call.compare or call.levers):
             what = "--planes has no effect: only --edge-recovery and --compare use it"
             warn([Problem(where=WHERE, what=what)], tell)
-        return Network(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
-    from phalanx.network.fabric.recovery import sprays
+        return NetworkCauses(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
+    from phalanx.network.fabric.failure_budget import sprays
     from phalanx.sim.step.paths import check_size
 
     check_size(fabric, plan.layout.devices)
@@ -339,13 +339,13 @@ def _network(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) ->
     if (call.edge_recovery or call.compare) and not sprays(fabric):
         what = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
         warn([Problem(where=WHERE, what=what, why="a NIC's lost port or T0 restarts the job under both")], tell)
-    return Network(edge=call.edge_recovery, planes=fabric.planes, fabric=fabric)
+    return NetworkCauses(edge=call.edge_recovery, planes=fabric.planes, fabric=fabric)
 
 
-def _policy(plan: Plan, network: Network, call: MonthsCall) -> Policy:
-    from phalanx.sim.months.policy import policy
+def _policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> MonthsPolicy:
+    from phalanx.sim.months.policy import months_policy
 
-    return policy(
+    return months_policy(
         plan,
         network=network,
         shape=call.weibull,
@@ -354,11 +354,9 @@ def _policy(plan: Plan, network: Network, call: MonthsCall) -> Policy:
     )
 
 
-def _forecast(plan: Plan, network: Network, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
+def _forecast(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
     """All runs, or those that Ctrl-C left finished; then the plan at other sites, and the levers."""
-    from phalanx.sim.months.forecast import forecast
-    from phalanx.sim.months.levers import levers
-    from phalanx.sim.months.sites import site_range
+    from phalanx.sim.months.forecast import forecast_months, site_range, try_levers
 
     policy = _policy(plan, network, call)
     _check_size(policy, days, call.runs, times=1 + MOST_LEVERS * call.levers, tell=tell)
@@ -372,18 +370,18 @@ def _forecast(plan: Plan, network: Network, days: float, call: MonthsCall, tell:
             interrupted = True
     found: tuple[Lever, ...] = ()
     if call.levers and len(outcomes) == call.runs:
-        found = levers(plan, policy, outcomes, days=days, seed=call.seed)
-    made = forecast(plan, policy, outcomes, seed=call.seed, sites=sites, levers=found)
+        found = try_levers(plan, policy, outcomes, days=days, seed=call.seed)
+    made = forecast_months(plan, policy, outcomes, seed=call.seed, sites=sites, levers=found)
     return MonthsForecast(plan=plan, policy=policy, forecast=made, interrupted=interrupted)
 
 
-def _run_all(policy: Policy, days: float, call: MonthsCall, tell: Tell) -> tuple[list[Outcome], bool]:
-    from phalanx.sim.months.run import runs
+def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) -> tuple[list[RunOutcome], bool]:
+    from phalanx.sim.months.simulate_run import simulate_runs
 
-    outcomes: list[Outcome] = []  # those before Ctrl-C are kept
+    outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
     started = told = time.perf_counter()
     try:
-        for one in runs(policy, days=days, count=call.runs, seed=call.seed):
+        for one in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
             outcomes.append(one)
             if time.perf_counter() - told > PROGRESS_S:
                 told = time.perf_counter()
@@ -399,20 +397,20 @@ def _run_all(policy: Policy, days: float, call: MonthsCall, tell: Tell) -> tuple
     return outcomes, False
 
 
-def _compare(plan: Plan, network: Network, days: float, call: MonthsCall, tell: Tell) -> MonthsComparison:
+def _compare(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsComparison:
     """Row by row; those before Ctrl-C are kept."""
-    from phalanx.sim.months.compare import cases, row
-    from phalanx.sim.months.run import runs
-    from phalanx.sim.months.sites import site_range
+    from phalanx.sim.months.forecast import site_range
+    from phalanx.sim.months.recovery_table import recovery_cases, recovery_row
+    from phalanx.sim.months.simulate_run import simulate_runs
 
     both = [_policy(plan, replace(network, edge=edge), call) for edge in (False, True)]
     _check_size(both[0], days, call.runs, times=MOST_CASES, tell=tell)
-    rows: list[Row] = []
-    interrupted, asked = False, list(cases(*both))
+    rows: list[RecoveryTableRow] = []
+    interrupted, asked = False, list(recovery_cases(*both))
     try:
         for one in asked:
-            outcomes = list(runs(one, days=days, count=call.runs, seed=call.seed))
-            rows.append(row(plan, one, outcomes, site_range(plan, one, days=days, seed=call.seed)))
+            outcomes = list(simulate_runs(one, days=days, count=call.runs, seed=call.seed))
+            rows.append(recovery_row(plan, one, outcomes, site_range(plan, one, days=days, seed=call.seed)))
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -430,7 +428,7 @@ def _compare(plan: Plan, network: Network, days: float, call: MonthsCall, tell: 
     )
 
 
-def _check_size(policy: Policy, days: float, runs: int, *, times: int, tell: Callable[[str], None]) -> None:
+def _check_size(policy: MonthsPolicy, days: float, runs: int, *, times: int, tell: Callable[[str], None]) -> None:
     """Refuses what would take minutes, and says how long the rest takes when that is long."""
     from phalanx.sim.months.policy import expected_failures
 

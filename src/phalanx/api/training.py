@@ -25,8 +25,8 @@ from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.elastic.client import HostSpec
     from phalanx.elastic.launchers import RankPlace
+    from phalanx.elastic.local_launch import HostSpec
 
 WHERE = "phalanx train"
 
@@ -163,7 +163,7 @@ def _override_texts(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[st
 
 def _prepared_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
     """The plan with its data, the run it continues, and the seconds that the data took; for ranks that we start."""
-    from phalanx.metrics.serving import check_served
+    from phalanx.metrics.prometheus import check_served
 
     plan, resolved, old = _planned(call, here=not call.join)
     _check_hosts(plan, call)
@@ -252,7 +252,7 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
     _check_files(prepare.with_absolute_files(asked).job, asked, call)
     if not call.measure or find_rank(os.environ) is not None:
         return prepare.make(asked), asked
-    from phalanx.plan.timed import plan_here
+    from phalanx.plan.make import plan_here
 
     target = str(asked.job.cluster.target)
     return plan_here(lambda: prepare.make(asked), target, environ=os.environ, tell=call.tell), asked
@@ -342,12 +342,12 @@ def _describe(plan: Plan, tell: Tell) -> None:
 
 def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float, data_s: float) -> Run:
     """The run folder: a new one, or the old one with what changed written over it."""
-    from phalanx.job.dump import to_dict
+    from phalanx.io.toml import to_toml
+    from phalanx.job.load import job_to_dict
     from phalanx.record.provenance import provenance
     from phalanx.record.run import create_run
-    from phalanx.record.toml import to_toml
 
-    job, plan_json = to_dict(plan.job), plan.to_json()
+    job, plan_json = job_to_dict(plan.job), plan.to_json()
     run, earlier = old, old.launches() if old is not None else []
     if run is None:
         name = call.name if call.name is not None else plan.job.name
@@ -369,14 +369,14 @@ def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float,
 
 
 def _launch(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:
-    from phalanx.elastic.client import launch, local_hosts, rank_environ
-    from phalanx.metrics.serving import serving
+    from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
+    from phalanx.metrics.prometheus import serve_metrics
 
     hosts = (
         _first_host(run, call) if call.join else local_hosts(plan.layout.devices, hosts=call.hosts, spares=call.spares)
     )
     line = ProgressLine(run, steps=plan.duration.steps, world=plan.layout.devices, since_s=started, tell=call.tell)
-    with serving(run, plan.job.telemetry, tell=call.tell), line as shown:
+    with serve_metrics(run, plan.job.telemetry, tell=call.tell), line as shown:
 
         def asked(count: int) -> None:
             shown.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
@@ -416,7 +416,7 @@ def _check_hosts(plan: Plan, call: TrainCall) -> None:
 
 def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
     """This host as the first of several; tells what to start on the others."""
-    from phalanx.elastic.client import HostSpec, address_of, share_of
+    from phalanx.elastic.local_launch import HostSpec, address_of, share_of
 
     run.set_launch(**{**run.launch(), "join": call.join})
     others = plural(call.join - 1, "other host")
@@ -515,8 +515,7 @@ def join_run(
     `run` is the folder that `phalanx train --join N` made, on a disk that all hosts share; `slots` are the ranks this
     host can hold (its share of the plan), `address` is where the other hosts reach it.
     """
-    from phalanx.elastic.client import AGENT, ENDED, share_of
-    from phalanx.elastic.wishes import STOPPING
+    from phalanx.elastic.local_launch import AGENT, ENDED, STOPPING, share_of
     from phalanx.record.run import open_run
     from phalanx.train.prepare import need_torch
 
@@ -553,7 +552,7 @@ def join_run(
 
 def _own_address(run: Run) -> str:
     """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
-    from phalanx.elastic.client import LOOPBACK, is_loopback
+    from phalanx.elastic.local_launch import LOOPBACK, is_loopback
 
     given = str(run.plan()["job"]["fault"]["interface"])
     first = [str(address) for address in run.launch().get("addresses", ())][:1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult, plain
-from phalanx.record.page.view import View, Watcher
+from phalanx.record.report.view import View, Watcher
 from phalanx.record.run import Run
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class KnownVerdicts:
         """The counts; empty before the first judgement."""
         if self.verdicts is None:
             return self.trouble
-        from phalanx.rules.formats.plain import summary_of
+        from phalanx.rules.formats.text import summary_of
 
         return summary_of(self.verdicts.report) + ("" if self.is_last else "; so far")
 
@@ -48,7 +48,7 @@ class KnownVerdicts:
         """For `--json`; None before the first judgement."""
         if self.verdicts is None:
             return {"trouble": self.trouble} if self.trouble else None
-        from phalanx.rules.formats.plain import counts_of, cure_of
+        from phalanx.rules.formats.text import counts_of, fix_of
 
         report = self.verdicts.report
         return {
@@ -57,7 +57,7 @@ class KnownVerdicts:
             "errors": report.errors,
             "so_far": not self.is_last,
             "findings": [
-                {"rule": one.rule.id, "severity": one.severity, "what": one.outcome.what, "fix": cure_of(one.outcome)}
+                {"rule": one.rule.id, "severity": one.severity, "what": one.outcome.what, "fix": fix_of(one.outcome)}
                 for one in self.problems()[:MOST_LISTED]
             ],
         }

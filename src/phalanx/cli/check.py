@@ -17,7 +17,7 @@ from phalanx.io.visible import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.rules.judge import Report
+    from phalanx.rules.judge import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         **evidence_options(args),
         **{name: getattr(args, name) for name in ("select", "ignore", "require_evidence")},
     }
-    reports: list[Report] = []
+    reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
@@ -124,14 +124,14 @@ def _edits(args: argparse.Namespace) -> bool:
     return bool(args.fix or args.unsafe_fixes or args.diff)
 
 
-def _print(form: str, reports: Sequence[Report], args: argparse.Namespace) -> None:
-    from phalanx.rules.formats.render import render
+def _print(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
+    from phalanx.rules.formats.render import render_reports
 
     if form == "text" and not args.out and on_colour_terminal():
         _paint(reports, verbose=args.verbose)
         return
     version = phalanx.__version__ if form == "sarif" else ""
-    text = render(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
+    text = render_reports(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
     if not args.out:
         sys.stdout.write(text)
         return
@@ -141,12 +141,12 @@ def _print(form: str, reports: Sequence[Report], args: argparse.Namespace) -> No
     note(f"wrote {args.out}")
 
 
-def _paint(reports: Sequence[Report], *, verbose: bool) -> None:
+def _paint(reports: Sequence[CheckReport], *, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from phalanx.rules.formats.text import STYLES, lines
+    from phalanx.rules.formats.text import STYLES, report_lines
 
     console = Console(highlight=False, soft_wrap=True)
-    for style, line in lines(reports, verbose=verbose):
+    for style, line in report_lines(reports, verbose=verbose):
         console.print(Text(line, style=STYLES[style]))

@@ -8,8 +8,8 @@ import sys
 import phalanx
 from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json, add_set
-from phalanx.record.values import printable
-from phalanx.rules.foreign.trainers import TRAINERS
+from phalanx.io.values import printable
+from phalanx.rules.foreign.convert import TRAINERS
 from phalanx.units import plural
 
 TYPE_CHECKING = False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from phalanx.api.watching import KnownVerdicts, RunLook
-    from phalanx.record.page.view import View
+    from phalanx.record.report.view import View
 
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
@@ -74,7 +74,7 @@ def _lines(looks: Iterator[RunLook]) -> None:
 
 def _judged(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> None:
     """Rules that are newly broken, each once; at the end how many there are of each verdict."""
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
 
     # What is half read may look broken and not be.
     whole = last or (known.verdicts is not None and known.verdicts.is_settled)
@@ -87,8 +87,8 @@ def _judged(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> No
 
 
 def _last_words(view: View) -> None:
-    from phalanx.record.page.report import cost_rows
-    from phalanx.record.values import printable
+    from phalanx.io.values import printable
+    from phalanx.record.report.report import cost_rows
 
     s = view.summary
     for one in view.scores.named:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from phalanx.api.watching import KnownVerdicts
+from phalanx.io.values import printable
 from phalanx.record.account.summary import Pair, RankTime
-from phalanx.record.page.report import bar, cost_rows, spent_on
-from phalanx.record.page.view import View
-from phalanx.record.values import printable
+from phalanx.record.report.report import cost_rows, spent_on, text_bar
+from phalanx.record.report.view import View
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 MOST_TOLD = 3  # findings on the screen
@@ -61,7 +61,7 @@ def _curves(view: View, width: int) -> list[Text]:
         ("loss", f"{p.loss:.4f}" if p.loss is not None else "-", view.loss, ""),
         ("tokens/s", *_rate(view, p.tokens_per_s)),
     ]
-    lines = [_row(name, value, spark(values, room), beside) for name, value, values, beside in rows]
+    lines = [_row(name, value, sparkline(values, room), beside) for name, value, values, beside in rows]
     if s.mfu.measured is not None:
         lines.append(_row("MFU", f"{s.mfu.measured:.1%}", "", _beside(s.mfu, _percent)))
     if s.memory_bytes.measured is not None:
@@ -90,7 +90,7 @@ def _row(name: str, value: str, drawn: str, beside: str) -> Text:
     return line.append(beside, "dim")
 
 
-def spark(values: Sequence[float | None], room: int) -> str:
+def sparkline(values: Sequence[float | None], room: int) -> str:
     """A line of small bars, the newest at the right.
 
     >>> spark([1.0, 2.0, None, 3.0], 4)
@@ -165,7 +165,7 @@ def _time(view: View, width: int) -> list[Text]:
     line = Text.assemble((f"{'time':<{LABEL}}", "dim"), told)
     lines = [line]
     if width >= NARROW and book.effective:
-        drawn = bar(book.effective, min(60, width - LABEL - 2))
+        drawn = text_bar(book.effective, min(60, width - LABEL - 2))
         lines.insert(0, Text.assemble((f"{'':<{LABEL}}", ""), (drawn, "green")))
     if book.gap:
         lines.append(Text(f"{'':<{LABEL}}the ledger does not close: {book.gap}", "yellow"))

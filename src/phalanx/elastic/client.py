@@ -16,7 +16,7 @@ from types import FrameType
 
 from phalanx.elastic import failure
 from phalanx.elastic.failure import last_checkpoint
-from phalanx.elastic.secret import make_secret
+from phalanx.elastic.handshake import make_secret
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.hardware.catalog import matmul_flops
-from phalanx.hardware.defaults import power_w_per_device
+from phalanx.hardware.cluster_defaults import usual_power_w_per_device
 from phalanx.hardware.types import Accelerator, Cluster
 from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
 
@@ -92,7 +92,7 @@ def _price(cluster: Cluster) -> str:
 
 
 def _power(cluster: Cluster) -> str:
-    watts = power_w_per_device(cluster)
+    watts = usual_power_w_per_device(cluster)
     if not watts:
         return "unknown: give power_w_per_device in a cluster file"
     assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"

@@ -11,22 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.io.files import write_text
-from phalanx.job.textfile import read_text
-from phalanx.plan import ask as asking
+from phalanx.io.files import read_text, write_text
+from phalanx.io.values import seconds
+from phalanx.plan import request as asking
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
-from phalanx.plan.published import number, read_table
-from phalanx.plan.rows import predict_rows
-from phalanx.plan.score import price
+from phalanx.plan.prediction import step_interval
+from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
-from phalanx.plan.uncertainty import interval
-from phalanx.record.account.segments import segments
+from phalanx.record.account.memberships import layout_spans
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.record.values import seconds
 from phalanx.units import plural
+from phalanx.validate.throughput_rows import predict_rows
+from phalanx.validate.throughput_table import number, read_table
 
 VERSION = 1
 # Steps of one system and one program scatter less around their calibrated prediction than the rows of a published
@@ -38,7 +37,7 @@ LARGEST_EVENTS_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CalibrationReport:
     """What was fitted, on how much, and what it changed."""
 
     version: int
@@ -50,7 +49,7 @@ class Report:
     median_error_after: float
 
 
-def calibrate_table(path: Path) -> Report:
+def calibrate_table(path: Path) -> CalibrationReport:
     """Scalars for the one system whose measured steps a table holds."""
     rows = tuple(row for row in read_table(path).rows if (number(row, "step_s") or 0.0) > 0)
     if not rows:
@@ -60,12 +59,12 @@ def calibrate_table(path: Path) -> Report:
     if not found.priced.size:
         raise mistake(str(path), f"has no row that can be priced: {found.reason[0]}", fix="see docs/validation.md")
     measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     skipped = len(rows) - found.priced.size
     return _report(str(path), found.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
 
 
-def calibrate_run(folder: Path) -> Report:
+def calibrate_run(folder: Path) -> CalibrationReport:
     """Scalars from a run folder: `plan.json` and the step durations in its `events*.jsonl`."""
     plan_file = folder / "plan.json"
     if not plan_file.is_file():
@@ -79,8 +78,8 @@ def calibrate_run(folder: Path) -> Report:
             f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
             fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
         )
-    question, _ = asking.from_job(planned.job, planned.cluster)
-    _, times, _ = price(question, [planned.layout])
+    question, _ = asking.request_from_job(planned.job, planned.cluster)
+    _, times, _ = price_layouts(question, [planned.layout])
     return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
 
 
@@ -91,7 +90,7 @@ def _newest_layout(folder: Path) -> list[float]:
     """
     run = Run(path=folder)
     history = RunHistory.open(run)
-    known = segments(run, history)
+    known = layout_spans(run, history)
     if len(known) < 2:
         return []
     newest = run.plan()
@@ -124,11 +123,11 @@ def _durations(folder: Path) -> Iterator[float]:
                     yield float(seconds)
 
 
-def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> Report:
+def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> CalibrationReport:
     fitted = calibrate(times, measured, scatter)
     before = np.abs(times.step_s / measured - 1.0)
     after = np.abs(calibrated(times, fitted).step_s / measured - 1.0)
-    return Report(
+    return CalibrationReport(
         version=VERSION,
         source=source,
         measurements=int(measured.size),
@@ -139,7 +138,7 @@ def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *,
     )
 
 
-def write(path: Path, report: Report) -> None:
+def write_calibration(path: Path, report: CalibrationReport) -> None:
     """The calibration file, whole or not at all."""
     write_text(path, json.dumps(asdict(report), indent=1) + "\n")
 
@@ -153,7 +152,7 @@ MEANING = {
 }
 
 
-def text(report: Report) -> str:
+def calibration_text(report: CalibrationReport) -> str:
     """What a person reads."""
     lines = [
         f"{plural(report.measurements, 'measurement')} from {report.source}",

@@ -17,17 +17,20 @@ from phalanx.errors import Problem, UserError
 from phalanx.job.dataset import (
     LEAST_VOCAB,
     MANIFEST,
+    TOKENIZER,
     Manifest,
+    Vocabulary,
     cache_folder,
+    compare_vocabularies,
     corpus_folder,
     corpus_vocab,
     read_manifest,
+    read_vocabulary,
 )
 from phalanx.job.draft import Origin
-from phalanx.job.hf import read_config
+from phalanx.job.hf_config import read_config
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
-from phalanx.job.vocabulary import TOKENIZER, Vocabulary, compare, read_vocabulary
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
 from phalanx.units import format_count, plural
@@ -327,7 +330,7 @@ class _Look:
         self.warnings.extend(self._nuances(where, ours, theirs))
 
     def _conflict(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
-        found = compare(ours, theirs)
+        found = compare_vocabularies(ours, theirs)
         if not found.conflicts:
             return
         number, word, other = found.conflicts[0]
@@ -344,7 +347,7 @@ class _Look:
         )
 
     def _nuances(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
-        found = compare(ours, theirs)
+        found = compare_vocabularies(ours, theirs)
         if found.conflicts:
             return
         if found.added:

@@ -16,25 +16,24 @@ from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
-from phalanx.plan import ask as asking
-from phalanx.plan.ask import Ask
-from phalanx.plan.bill import bill
-from phalanx.plan.compression import pays
+from phalanx.plan import request as asking
+from phalanx.plan.auto_settings import compression_pays
+from phalanx.plan.bill import run_bill
 from phalanx.plan.compute import element_bytes
 from phalanx.plan.layout import Layout
-from phalanx.plan.mapping import RANK_ORDER, mapping
-from phalanx.plan.messages import with_messages
+from phalanx.plan.mapping import RANK_ORDER, map_axes, with_messages
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
-from phalanx.plan.prediction import Duration, duration, predict, token_budget
-from phalanx.plan.reasons import explain
-from phalanx.plan.reliability import Reliability, effective_time, reliability
-from phalanx.plan.score import price
-from phalanx.plan.search import SearchResult, search
+from phalanx.plan.prediction import Duration, predict_layout, run_duration, token_budget
+from phalanx.plan.reasons import explain_alternative
+from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
+from phalanx.plan.request import PlanRequest
+from phalanx.plan.score import price_layouts
+from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.plan.trainable import trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
-LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
+LONGEST_TIMED_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
 POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
 
@@ -71,12 +70,12 @@ def plan(
         cluster = resolve(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
-    ask, advice = asking.from_job(asked, cluster, origins=origins)
+    ask, advice = asking.request_from_job(asked, cluster, origins=origins)
     noted = (*noted, *advice)
     return _plan(asked, _with_calibration(ask, calibration), noted=noted, calibration=calibration, hopeless=hopeless)
 
 
-def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
+def _with_calibration(ask: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
     if note is None:
         return ask
     from phalanx.plan.calibrate import Calibration  # imports scipy: only when asked for
@@ -84,15 +83,17 @@ def _with_calibration(ask: Ask, note: CalibrationNote | None) -> Ask:
     return replace(ask, calibration=Calibration(**note.scalars))
 
 
-def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool) -> Plan:
+def _plan(
+    job: Job, ask: PlanRequest, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
+) -> Plan:
     cluster = ask.cluster
     started = time.perf_counter()
-    found = search(ask)
+    found = search_layouts(ask)
     seconds = time.perf_counter() - started
     layout = found.best.layout
-    prediction, memory = predict(ask, layout)
+    prediction, memory = predict_layout(ask, layout)
     state = checkpoint_bytes(ask, layout)
-    trouble = reliability(
+    trouble = predict_reliability(
         cluster,
         checkpoint=job.checkpoint,
         fault=job.fault,
@@ -103,7 +104,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
     if trouble.effective_time <= 0 and not hopeless:
         raise _never(ask, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
-    lasting, uneven = duration(
+    lasting, uneven = run_duration(
         ask,
         layout,
         batch=job.batch,
@@ -113,7 +114,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         step_interval_s=(prediction.step_s_low, prediction.step_s_high),
         effective_interval=trouble.effective_time_interval,
     )
-    costs = bill(
+    costs = run_bill(
         cluster,
         cost=job.cost,
         wall_s=lasting.wall_s,
@@ -130,7 +131,7 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         *_too_long(ask, lasting, layout),
         *_host_memory(ask, layout),
         *_untrainable(job, ask, layout),
-        *([wasted] if (wasted := pays(ask, layout, where=ask.place("parallel.compression"))) else []),
+        *([wasted] if (wasted := compression_pays(ask, layout, where=ask.place("parallel.compression"))) else []),
     )
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
@@ -142,11 +143,11 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
         prediction=prediction,
         memory=memory,
         rank_order=RANK_ORDER,
-        mapping=with_messages(job, cluster, layout, mapping(ask, layout)),
+        mapping=with_messages(job, cluster, layout, map_axes(ask, layout)),
         duration=lasting,
         reliability=trouble,
         bill=costs,
-        alternatives=tuple(explain(ask, layout, other) for other in found.others),
+        alternatives=tuple(explain_alternative(ask, layout, other) for other in found.others),
         pareto=_points(ask, found, batch=job.batch, tokens=budget, price_usd=price_usd),
         search=SearchStats(
             legal=found.legal,
@@ -161,9 +162,9 @@ def _plan(job: Job, ask: Ask, *, noted: Sequence[Problem], calibration: Calibrat
     )
 
 
-def checkpoint_bytes(ask: Ask, layout: Layout) -> float:
+def checkpoint_bytes(ask: PlanRequest, layout: Layout) -> float:
     """Bytes of weights and optimizer state of the whole model: what a restart needs."""
-    table, _, _ = price(ask, [layout])
+    table, _, _ = price_layouts(ask, [layout])
     weights = float(np.max(element_bytes(table)))
     each = weights + float(np.max(ask.memory.optimizer_bytes)) + ask.packed_bytes
     tables = ask.model.vocab * ask.model.hidden * (1 if ask.model.tied else 2)
@@ -171,12 +172,12 @@ def checkpoint_bytes(ask: Ask, layout: Layout) -> float:
 
 
 def _points(
-    ask: Ask, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
+    ask: PlanRequest, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
 ) -> tuple[ParetoPoint, ...]:
     """The Pareto set with its time and money to the token budget, the batch ramp walked as for the plan itself."""
     points = []
     for one in found.pareto:
-        lasting, _ = duration(ask, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0)
+        lasting, _ = run_duration(ask, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0)
         hours = lasting.training_s / HOUR_S
         points.append(
             ParetoPoint(
@@ -196,7 +197,7 @@ def _at_best(trouble: Reliability) -> float:
     return effective_time(trouble.blocking_s, trouble.optimal_interval_s, trouble.mtbf_s, lost_s=trouble.lost_s)
 
 
-def _never(ask: Ask, trouble: Reliability) -> UserError:
+def _never(ask: PlanRequest, trouble: Reliability) -> UserError:
     """Failures come faster than the run recovers from them."""
     lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
     total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
@@ -217,7 +218,7 @@ def _better_interval(trouble: Reliability) -> str:
     return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time trains"
 
 
-def _slow_progress(ask: Ask, trouble: Reliability) -> tuple[Problem, ...]:
+def _slow_progress(ask: PlanRequest, trouble: Reliability) -> tuple[Problem, ...]:
     if trouble.effective_time >= POOR_PROGRESS:
         return ()
     if _at_best(trouble) >= POOR_PROGRESS:
@@ -231,7 +232,7 @@ def _slow_progress(ask: Ask, trouble: Reliability) -> tuple[Problem, ...]:
     )
 
 
-def _bad_interval(ask: Ask, trouble: Reliability) -> Problem:
+def _bad_interval(ask: PlanRequest, trouble: Reliability) -> Problem:
     """The checkpoint interval, not the failures, eats the time."""
     return Problem(
         where=ask.place("checkpoint.interval_s"),
@@ -242,9 +243,9 @@ def _bad_interval(ask: Ask, trouble: Reliability) -> Problem:
     )
 
 
-def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
+def _too_long(ask: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
     """A run nobody will wait for, and how many devices would make it one they might."""
-    if not LONGEST_S < lasting.wall_s < float("inf"):
+    if not LONGEST_TIMED_S < lasting.wall_s < float("inf"):
         return ()
     unit = ask.cluster.domain_devices
     needed = math.ceil(layout.devices * lasting.wall_s / BEARABLE_S / unit) * unit
@@ -258,7 +259,7 @@ def _too_long(ask: Ask, lasting: Duration, layout: Layout) -> tuple[Problem, ...
     )
 
 
-def _untrainable(job: Job, ask: Ask, layout: Layout) -> tuple[Problem, ...]:
+def _untrainable(job: Job, ask: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """What our own trainer would refuse of this plan; another framework's limits are its own."""
     if not asking.trains_with_phalanx(job):
         return ()
@@ -268,7 +269,7 @@ def _untrainable(job: Job, ask: Ask, layout: Layout) -> tuple[Problem, ...]:
     )
 
 
-def _host_memory(ask: Ask, layout: Layout) -> tuple[Problem, ...]:
+def _host_memory(ask: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """Offloaded state must fit in the hosts."""
     if layout.offload not in ("optimizer", "parameters"):
         return ()

@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.errors import mistake
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import from_json_values, json_values
 from phalanx.job.schema import Job
 from phalanx.plan.bill import Bill
-from phalanx.plan.codec import decode, encode
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction
@@ -81,9 +81,9 @@ class Plan:
 
     def page(self, *, top: int = 6) -> str:
         """The page that `phalanx plan` prints; `top` limits runners-up and Pareto points."""
-        from phalanx.plan.text import render
+        from phalanx.plan.text import comparison_text
 
-        return render(self, top=top)
+        return comparison_text(self, top=top)
 
     def __repr__(self) -> str:
         step = f"{format_seconds(self.prediction.step_s)} per step"
@@ -96,7 +96,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
-        result = encode(self)
+        result = json_values(self)
         assert isinstance(result, dict)
         return result
 
@@ -115,7 +115,7 @@ class Plan:
                 why="another version of Phalanx wrote it, or it is no plan",
                 fix="write it again with phalanx plan JOB --out",
             )
-        return decode(cls, dict(data), where)
+        return from_json_values(cls, dict(data), where)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Plan:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.io.files import write_text
-from phalanx.plan.validate import LEAST_ROWS, Prediction, Scorecard
 from phalanx.units import plural
+from phalanx.validate.throughput_score import LEAST_ROWS, Prediction, Scorecard
 
 HEADER = ("id", "step_s", "step_s_lo", "step_s_hi", "mem_gb", "fits")
 MOST_REASONS = 8
@@ -30,7 +30,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def text(card: Scorecard, *, calibrated_on: int = 0) -> str:
+def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
     """What a person reads: coverage of the table first, then errors, worst last."""
     lines = [f"{card.priced:,} of {card.rows:,} rows priced" + _calibration(calibrated_on)]
     for reason, count in sorted(card.unpriced.items(), key=lambda item: -item[1])[:MOST_REASONS]:

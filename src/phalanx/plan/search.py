@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import Problem
-from phalanx.plan.ask import UNSPLIT_OWN, Ask
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
-from phalanx.plan.grid import Bools, Ints
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
-from phalanx.plan.legal import DOMAIN, GIVEN
 from phalanx.plan.memory import MEMORY_ERROR
-from phalanx.plan.score import Scores, score
-from phalanx.plan.space import build
+from phalanx.plan.request import UNSPLIT_OWN, PlanRequest
+from phalanx.plan.score import Scores, score_layouts
+from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build_space
 from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %
@@ -65,7 +63,7 @@ class SearchResult:
     warnings: tuple[Problem, ...]
 
 
-def search(ask: Ask) -> SearchResult:
+def search_layouts(ask: PlanRequest) -> SearchResult:
     """Score every legal layout. Raises UserError when there is none or none fits."""
     scores, warnings = _first_that_fits(ask)
     best = _best(scores)
@@ -85,17 +83,17 @@ def search(ask: Ask) -> SearchResult:
     )
 
 
-def _first_that_fits(ask: Ask) -> tuple[Scores, tuple[Problem, ...]]:
+def _first_that_fits(ask: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]:
     """The plain space; when nothing in it fits, optimizer offload, then tensor groups wider than a fast domain."""
-    plain = score(build(ask))
+    plain = score_layouts(build_space(ask))
     if plain.fits.any():
         return plain, ()
     where = ask.cluster.name
-    offloaded = score(build(ask, offload=("optimizer",)))
+    offloaded = score_layouts(build_space(ask, offload=("optimizer",)))
     if "offload" not in ask.fixed and offloaded.fits.any():
         what = "nothing fits in device memory without keeping the optimizer in host memory"
         return offloaded, (Problem(where=where, what=what, fix="more devices would make offload unnecessary"),)
-    wide = score(build(ask, offload=("none", "optimizer"), widest_tensor=ask.cluster.devices))
+    wide = score_layouts(build_space(ask, offload=("none", "optimizer"), widest_tensor=ask.cluster.devices))
     if wide.fits.any():
         what = f"nothing fits unless tensor groups reach beyond the {ask.cluster.domain_devices} devices of a domain"
         return wide, (Problem(where=where, what=what, fix="more devices allow a deeper pipeline instead"),)
@@ -226,7 +224,7 @@ def _add(found: dict[Layout, Candidate], one: Candidate, best: Layout) -> None:
         found[one.layout] = replace(known, idea=f"{known.idea}, {one.idea}")
 
 
-def _pareto(ask: Ask, scores: Scores) -> tuple[Candidate, ...]:
+def _pareto(ask: PlanRequest, scores: Scores) -> tuple[Candidate, ...]:
     """Layouts that nothing beats in time, money and memory at once; smaller parts of the cluster take part."""
     found = _front(scores)
     for part in SMALLER:
@@ -234,8 +232,8 @@ def _pareto(ask: Ask, scores: Scores) -> tuple[Candidate, ...]:
         if domains < 1 or ask.cluster.domains % part:
             break
         devices = domains * ask.cluster.domain_devices
-        space = build(ask, devices=devices, offload=_offloads(scores), most_micro=SMALLER_MICRO_BATCH)
-        found += _front(score(space, hopeless=1.0))
+        space = build_space(ask, devices=devices, offload=_offloads(scores), most_micro=SMALLER_MICRO_BATCH)
+        found += _front(score_layouts(space, hopeless=1.0))
     return tuple(one for one in found if not any(_dominates(other, one) for other in found))
 
 
@@ -270,21 +268,21 @@ def _dominates(a: Candidate, b: Candidate) -> bool:
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _narrow(ask: Ask) -> bool:
+def _narrow(ask: PlanRequest) -> bool:
     return any(name != "compression" for name in ask.fixed)
 
 
-def _unfixed(ask: Ask) -> Scores:
+def _unfixed(ask: PlanRequest) -> Scores:
     """The space as if the job fixed nothing but what is not its choice.
 
     Gradient compression changes the arithmetic; a network of the user's own is not split along every axis.
     """
     needed = ("compression", *(UNSPLIT_OWN if ask.model.module else ()))
     kept = {name: value for name, value in ask.fixed.items() if name in needed}
-    return score(build(replace(ask, fixed=kept)))
+    return score_layouts(build_space(replace(ask, fixed=kept)))
 
 
-def _crowded(ask: Ask, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _crowded(ask: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
     step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if margin >= 1.0 - FULL_MEMORY:
@@ -318,7 +316,7 @@ def _roomy(scores: Scores, than_s: float) -> str:
     )
 
 
-def _better_if_free(ask: Ask, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _better_if_free(ask: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     if everything is scores or not everything.fits.any():
         return ()
     row = _best(everything)

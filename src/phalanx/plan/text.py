@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from html import escape
 
-from phalanx.io.columns import table
+from phalanx.io.tables import text_table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.plan import ParetoPoint, Plan
@@ -24,7 +24,7 @@ SECONDS = {"years": 365.25 * DAY_S, "days": DAY_S, "h": HOUR_S, "min": MINUTE_S,
 SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of the table
 
 
-def render(plan: Plan, *, top: int = 6) -> str:
+def comparison_text(plan: Plan, *, top: int = 6) -> str:
     """The page; `top` limits runners-up and Pareto points."""
     sections = [
         ("WHERE THE STEP GOES", _step(plan)),
@@ -46,7 +46,7 @@ def render(plan: Plan, *, top: int = 6) -> str:
 
 def render_html(plan: Plan) -> str:
     """The page for a notebook: where the step goes as bars, the rest in sections that open with a click."""
-    head, *sections = re.split(r"\n\n(?=[A-Z])", render(plan))
+    head, *sections = re.split(r"\n\n(?=[A-Z])", comparison_text(plan))
     shown = [f"<pre>{escape(head)}</pre>", _step_bars(plan)]
     for section in sections:
         title, _, body = section.partition("\n")
@@ -160,7 +160,7 @@ def _step(plan: Plan) -> list[str]:
         if seconds >= SMALLEST_SHARE * step_s:
             bar = "█" * max(1, round(BAR * seconds / step_s))
             rows.append((part_name(name, plan.layout), format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
-    lines = table(rows, right=(1, 2))
+    lines = text_table(rows, right=(1, 2))
     layout = plan.layout
     count = plural(layout.accumulation, "micro-batch")
     note = f"{count} of {layout.micro_batch} × {plan.job.data.sequence:,} tokens per step"
@@ -173,7 +173,7 @@ def _memory(plan: Plan) -> list[str]:
     m = plan.memory
     rows = [(name, format_bytes(size), f"{size / m.usable_bytes:.1%}") for name, size in m.parts_bytes.items() if size]
     rows.append(("total", format_bytes(m.total_bytes), f"{m.total_bytes / m.usable_bytes:.1%}"))
-    lines = table(rows, right=(1, 2))
+    lines = text_table(rows, right=(1, 2))
     return [
         *lines,
         f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.margin:.1%} margin",
@@ -195,7 +195,7 @@ def _mapping(plan: Plan) -> list[str]:
     order = "per device and step; rank order, fastest first: " + ", ".join(plan.rank_order)
     if plan.layout.context > 1:
         notes.append("data counts the context ranks too: they share gradients")
-    return [*table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
+    return [*text_table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
 
 
 def amount(value: float) -> str:
@@ -229,7 +229,7 @@ def _pareto(plan: Plan, top: int) -> list[str]:
     notes = ["training and money without failures and spares"]
     if all(one.layout != plan.layout for one in plan.pareto):
         notes.append("the chosen layout is not among them: it gives up a little for being simpler")
-    return [*table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
+    return [*text_table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
 
 
 def _spread(plan: Plan, top: int) -> list[ParetoPoint]:

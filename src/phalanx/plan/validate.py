@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from phalanx.plan.calibrate import Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
-from phalanx.plan.published import Row, number
-from phalanx.plan.rows import RowPredictions, predict_rows
+from phalanx.plan.prediction import step_interval
 from phalanx.plan.step import StepTimes
-from phalanx.plan.uncertainty import interval
+from phalanx.validate.throughput_rows import RowPredictions, predict_rows
+from phalanx.validate.throughput_table import PublishedRun, number
 
 LEAST_ROWS = 5  # sources with fewer rows do not count in the mean
 LEAST_CELL = 6  # runs that finished, for a (model, GPUs) cell of a sweep to count in the regret
@@ -84,10 +84,10 @@ class Scorecard:
     regrets: list[Regret] = field(default_factory=list)
 
 
-def predict_table(rows: tuple[Row, ...], *, known: tuple[Row, ...] = ()) -> list[Prediction]:
+def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, ...] = ()) -> list[Prediction]:
     """Predict every row; with `known` rows, each source is first calibrated on its own measured rows there."""
     found = predict_rows(rows)
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     seconds = found.times.step_s
     if known:
         seconds, low, high = _calibrated(rows, found, known, low, high)
@@ -105,36 +105,36 @@ def predict_table(rows: tuple[Row, ...], *, known: tuple[Row, ...] = ()) -> list
     return predictions
 
 
-def fit_sources(known: tuple[Row, ...]) -> dict[str, Calibration]:
+def fit_sources(known: tuple[PublishedRun, ...]) -> dict[str, Calibration]:
     """Scalars per source from the measured rows given."""
     found = predict_rows(known)
-    low, high = interval(found.cases, found.times, found.frameworks)
+    low, high = step_interval(found.cases, found.times, found.frameworks)
     scatter = SCATTER_SHARE * np.log(high / low) / 2.0
     measured = np.array([number(known[index], "step_s") or np.nan for index in found.priced])
     source = np.array([known[index].get("source", "") for index in found.priced])
     fitted = {}
     for name in sorted(set(source)):
         part = source == name
-        fitted[str(name)] = calibrate(take(found.times, part), measured[part], scatter[part])
+        fitted[str(name)] = calibrate(take_rows(found.times, part), measured[part], scatter[part])
     return fitted
 
 
 def _calibrated(
-    rows: tuple[Row, ...], found: RowPredictions, known: tuple[Row, ...], low: Floats, high: Floats
+    rows: tuple[PublishedRun, ...], found: RowPredictions, known: tuple[PublishedRun, ...], low: Floats, high: Floats
 ) -> tuple[Floats, Floats, Floats]:
     seconds, low, high = found.times.step_s.copy(), low.copy(), high.copy()
     source = np.array([rows[index].get("source", "") for index in found.priced])
     for name, fitted in fit_sources(known).items():
         part = source == name
         if part.any():
-            seconds[part] = calibrated(take(found.times, part), fitted).step_s
+            seconds[part] = calibrated(take_rows(found.times, part), fitted).step_s
             shift = seconds[part] / found.times.step_s[part]
             # Calibration moves the middle; single runs scatter around it as much as before.
             low[part], high[part] = low[part] * shift, high[part] * shift
     return seconds, low, high
 
 
-def take(times: StepTimes, part: NDArray[np.bool_]) -> StepTimes:
+def take_rows(times: StepTimes, part: NDArray[np.bool_]) -> StepTimes:
     """The same table restricted to some rows."""
     return times.take(part)
 
@@ -145,7 +145,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
-def score(rows: Sequence[Row], predictions: Sequence[Prediction]) -> Scorecard:
+def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> Scorecard:
     """The scorecard of a table whose measurements are present (or partly so)."""
     by_source: dict[str, list[float]] = defaultdict(list)
     memory: list[float] = []
@@ -193,12 +193,12 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _comparable(row: Row) -> bool:
+def _comparable(row: PublishedRun) -> bool:
     ran = row.get("status", "ok") in ("ok", "")
     return ran and row.get("tier", "A") in ("A", "B", "") and row.get("task", "") in ("", "pretrain")
 
 
-def _idle(row: Row) -> bool:
+def _idle(row: PublishedRun) -> bool:
     mfu = number(row, "measured_mfu_pct")
     return row.get("source") in IDLE_SOURCES and mfu is not None and mfu < IDLE_MFU
 
@@ -211,11 +211,11 @@ def _source_score(name: str, errors: Sequence[float]) -> SourceScore:
     )
 
 
-def _failed(row: Row) -> bool:
+def _failed(row: PublishedRun) -> bool:
     return row.get("status", "ok") not in ("ok", "")
 
 
-def _sweeps(rows: Sequence[Row]) -> set[str]:
+def _sweeps(rows: Sequence[PublishedRun]) -> set[str]:
     """Sources that report failures beside successes: only there does a missing run mean anything."""
     failed = {row.get("source", "") for row in rows if _failed(row)}
     counts: dict[str, int] = defaultdict(int)
@@ -224,7 +224,7 @@ def _sweeps(rows: Sequence[Row]) -> set[str]:
     return {name for name in failed if counts[name] >= 20}
 
 
-def _oom(rows: Sequence[Row], predictions: Sequence[Prediction]) -> tuple[float | None, float | None]:
+def _oom(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> tuple[float | None, float | None]:
     """Precision and recall of "does not fit" over the sweeps."""
     sweeps = _sweeps(rows)
     hit = false = missed = 0
@@ -247,7 +247,7 @@ class _Run:
     measured: float | None  # seconds per token; None where the run failed
 
 
-def _cells(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], list[_Run]]:
+def _cells(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], list[_Run]]:
     """The runs of every (source, model, GPUs) cell of a sweep."""
     sweeps = _sweeps(rows)
     cells: dict[tuple[str, str, str], list[_Run]] = defaultdict(list)
@@ -262,7 +262,7 @@ def _cells(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[tuple
     return cells
 
 
-def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[Regret]:
+def _regrets(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> list[Regret]:
     """Per cell: how much slower the predicted best really ran than the real best; 100 % where it failed."""
     found = []
     for (source, model, gpus), cell in _cells(rows, predictions).items():
@@ -276,7 +276,9 @@ def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[Reg
     return found
 
 
-def draw_known(rows: Sequence[Row], *, per_source: int, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+def draw_known(
+    rows: Sequence[PublishedRun], *, per_source: int, seed: int
+) -> tuple[tuple[PublishedRun, ...], tuple[PublishedRun, ...]]:
     """A seeded split: `per_source` measured rows of every source to calibrate on, and all the others."""
     chooser = random.Random(seed)
     by_source: dict[str, list[int]] = defaultdict(list)

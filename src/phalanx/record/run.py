@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
+from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import EventReader, open_file
-from phalanx.record.values import at, finite, integer, number
 
 if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
@@ -58,26 +58,26 @@ class Run:
 
     def __str__(self) -> str:
         """The page that `phalanx train` prints at the end."""
-        from phalanx.record.page.report import render
+        from phalanx.record.report.report import render_text
 
-        return render(self.summary())
+        return render_text(self.summary())
 
     def __repr__(self) -> str:
         return f"<Run: {self.path}, {self.status().get('state', 'created')}>"
 
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
-        from phalanx.record.page.html import page
-        from phalanx.record.page.story import tell_story
+        from phalanx.record.report.html import render_html
+        from phalanx.record.report.story import read_run_report
 
-        return document_as_html(page(tell_story(self), made=str(self.path)))
+        return document_as_html(render_html(read_run_report(self), made=str(self.path)))
 
     def summary(self) -> Summary:
         """What the run came to, as far as it went: measured beside predicted."""
         from phalanx.record.account.summary import summarize
-        from phalanx.record.page.story import as_left
+        from phalanx.record.report.story import with_lost_processes
 
-        return as_left(self, summarize(self))
+        return with_lost_processes(self, summarize(self))
 
     def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
         """Numbers by step, as `run.frame("loss", "tokens_per_s")`; without names, all that were recorded.
@@ -92,15 +92,15 @@ class Run:
 
     def plot(self, *names: str, rank: int | None = None) -> RunPlot:
         """Curves over the steps, as `run.plot("loss", "tokens_per_s")`: an SVG each, which a notebook shows."""
+        from phalanx.io.svg import PlotLine, axis_format, line_plot
         from phalanx.record.archive.history import RunHistory
-        from phalanx.record.page.plots import Line, plot, shower
 
         history = RunHistory.open(self)
         drawn = []
         for name in names or ("loss",):
             curve = history.curve(name, rank=rank)
-            line = Line(label=name, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style="1")
-            drawn.append(plot(name, [line], show=shower(curve.unit)))
+            line = PlotLine(label=name, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style="1")
+            drawn.append(line_plot(name, [line], show=axis_format(curve.unit)))
         return RunPlot(names=names or ("loss",), svgs=tuple(drawn))
 
     @property
@@ -207,7 +207,7 @@ class Run:
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
     def flight(self, epoch: int, rank: int) -> Path:
-        """The collectives a rank had begun last, when a formation ended badly (record/account/flight.py)."""
+        """The collectives a rank had begun last, when a formation ended badly (record/account/incidents.py)."""
         return self.path / "flight" / f"epoch-{epoch:05d}-rank-{rank:05d}.json"
 
     @property
@@ -336,7 +336,7 @@ class RunPlot:
 
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
-        from phalanx.record.page.style import CSS
+        from phalanx.record.report.style import CSS
 
         figures = "".join(
             f"<figure><figcaption><b>{name}</b></figcaption>{svg}</figure>"

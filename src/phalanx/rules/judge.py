@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.plan.ask import trains_with_phalanx
+from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import trainer_problems
 from phalanx.rules.catalog import spc001_waivers
 from phalanx.rules.evidence import Evidence, Unmapped
+from phalanx.rules.judge import settle_waivers
 from phalanx.rules.outcome import Outcome, Severity, Verdict, exempt, unknown
+from phalanx.rules.profiles import at_least
 from phalanx.rules.rule import LETTERS, Limits, Rule
-from phalanx.rules.scaling import at_least
-from phalanx.rules.waivers import settle
 
 HOW_TO_GET = {
     "J": "name a job file, or a run that has one",
@@ -39,7 +39,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CheckReport:
     """What the specification says of one target."""
 
     edition: str
@@ -57,31 +57,31 @@ class Report:
 
     def __str__(self) -> str:
         """The page that `phalanx check` prints."""
-        from phalanx.rules.formats.text import render
+        from phalanx.rules.formats.text import render_text
 
-        return render([self]).removesuffix("\n")
+        return render_text([self]).removesuffix("\n")
 
     def __repr__(self) -> str:
-        from phalanx.rules.formats.plain import summary_of
+        from phalanx.rules.formats.text import summary_of
 
         return f"<Report: {self.target}: {summary_of(self)}>"
 
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
-        from phalanx.rules.formats.html import render
+        from phalanx.rules.formats.html import render_html
 
-        return document_as_html(render([self]))
+        return document_as_html(render_html([self]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `phalanx check --json` prints them for each target."""
-        from phalanx.rules.formats.plain import report_dict
+        from phalanx.rules.formats.text import report_dict
 
         return report_dict(self)
 
     def frame(self) -> Any:
         """One row per finding: a pandas DataFrame, or a dict of numpy columns where pandas is not installed."""
         from phalanx.io.notebook import as_frame
-        from phalanx.rules.formats.plain import finding_dict
+        from phalanx.rules.formats.text import finding_dict
 
         rows = [finding_dict(one) for one in self.findings]
         names = ("rule", "slug", "verdict", "severity", "what", "fix", "file", "line")
@@ -139,7 +139,7 @@ def is_open(finding: Finding) -> bool:
 
 def judge(
     rules: Sequence[Rule], evidence: Evidence, *, edition: str, require_evidence: bool = False, whole: bool = True
-) -> Report:
+) -> CheckReport:
     """Every rule over the evidence.
 
     SPC001 looks at the waivers of the rules that are asked; `whole` says that nobody chose among them, so that a
@@ -149,7 +149,7 @@ def judge(
     found = [finding for rule in asked for finding in _answers(rule, evidence)]
     if evidence.job is not None or evidence.waivers:
         found = _waive(found, evidence, asked, told=len(asked) < len(rules), whole=whole)
-    return Report(
+    return CheckReport(
         edition=edition,
         target=evidence.target,
         profile=evidence.profile.name,
@@ -250,7 +250,7 @@ def _waive(
 ) -> list[Finding]:
     """Open findings that a waiver covers; and, where it is `told`, what is wrong with the waivers."""
     broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
-    settled = settle(evidence, broken, asked=asked, whole=whole)
+    settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
     for one in found:
         reason = settled.reasons.get(one.rule.id, "")

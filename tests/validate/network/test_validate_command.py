@@ -60,11 +60,11 @@ def test_wrong_calls(claims: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_ctrl_c_prints_what_was_finished(
     claims: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.sim.packets.run import run
-    from phalanx.validate.network import packet_rows
+    from phalanx.sim.packets.run import run_connections
+    from phalanx.validate import network_htsim as packet_rows
 
     def halfway(*args: object, **named: object) -> object:
-        return replace(run(*args, **named), stopped="interrupted")  # type: ignore[arg-type]
+        return replace(run_connections(*args, **named), stopped="interrupted")  # type: ignore[arg-type]
 
     monkeypatch.setattr(packet_rows, "run", halfway)
     packet_rows._run.cache_clear()

@@ -13,16 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake, nearest
-from phalanx.record.archive.blocks import MOST_BYTES
-from phalanx.record.archive.buckets import Spans, bucketed, columns_of, join
+from phalanx.io.values import integer
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
-from phalanx.record.archive.rankfile import RankFile, RowCache, Start
-from phalanx.record.archive.series import COLUMN, MFU, SERIES, unit_of
+from phalanx.record.archive.index import MOST_BYTES
+from phalanx.record.archive.rank_file import RankFile, RowCache, Start
+from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucketed, columns_of, join, unit_of
 from phalanx.record.events import Event, EventReader
-from phalanx.record.over import ENDED
-from phalanx.record.run import Run, list_runs, run_in
-from phalanx.record.values import integer
+from phalanx.record.run import ENDED, Run, list_runs, run_in
 from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
@@ -323,7 +321,7 @@ class RunHistory:
 
     def _mfu_scales(self) -> tuple[tuple[int, float], ...]:
         """First step of each layout, and its MFU at one token per second: by its own plan and devices."""
-        from phalanx.record.account.segments import segments  # it reads a history
+        from phalanx.record.account.memberships import layout_spans  # it reads a history
 
         try:
             changed = self.run.plan_json.stat().st_mtime_ns
@@ -332,7 +330,7 @@ class RunHistory:
         formed = sum(one["event"] == "epoch" for one in self._told)
         stamp = changed, formed, len(self.events("run_start")), self.last_step is None
         if stamp != self._plan_seen[0]:
-            known = [(one.first, one.mfu_per_token) for one in segments(self.run, self)]
+            known = [(one.first, one.mfu_per_token) for one in layout_spans(self.run, self)]
             made = tuple((first, scale if scale is not None else float("nan")) for first, scale in known)
             self._plan_seen = stamp, made if any(scale == scale for _, scale in made) else ()
         return self._plan_seen[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.rules.catalog.flt_shared import drilled
-from phalanx.rules.catalog.margin import MARGIN, beyond_count
+from phalanx.rules.catalog.shared import MARGIN, beyond_count
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
