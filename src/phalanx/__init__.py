@@ -1,34 +1,185 @@
 """Phalanx: one job file from a laptop to a hundred thousand GPUs.
 
 >>> import phalanx
->>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")   # doctest: +SKIP
->>> phalanx.plan(job, phalanx.cluster("8xH100:8")).layout    # doctest: +SKIP
+>>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")
+>>> plan = phalanx.plan(job, "8xH100:4")
+>>> plan.layout.devices
+32
+>>> phalanx.check(plan).errors
+0
 
-`load` reads a job file, `cluster` makes a Cluster of a spec or a file, `plan` finds the layout.
+Every command of `phalanx` is a function here: it returns what the command prints, `print(result)` is that page, and a
+notebook shows it as HTML. docs/python.md is the guide. Nothing heavy is imported before it is used.
 """
 
 from __future__ import annotations
+
+import sys
+import types
 
 TYPE_CHECKING = False  # read by type checkers; importing typing for it would leave more time for an unguarded Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.hardware.cluster import resolve as cluster
-    from phalanx.job.load import load
-    from phalanx.plan.make import plan
+    from phalanx.api import data as data
+    from phalanx.api import fabric as fabric
+    from phalanx.api.checking import check, explain, fix
+    from phalanx.api.checking import rules as rules
+    from phalanx.api.clusters import accelerators, cluster, describe_cluster, probe
+    from phalanx.api.drills import drill, drill_suite, read_drill_record
+    from phalanx.api.jobs import import_job, init, load, show
+    from phalanx.api.planning import backtest, calibrate, compare_plans
+    from phalanx.api.planning import plan as plan
+    from phalanx.api.proofs import trace, verify
+    from phalanx.api.runs import diff, export, grafana, report, run, runs, watch
+    from phalanx.api.runs import metrics as metrics
+    from phalanx.api.runs import web as web
+    from phalanx.api.simulating import simulate
+    from phalanx.api.training import dry_run, join_run
+    from phalanx.api.training import train as train
+    from phalanx.errors import PhalanxError, RuleError, SystemFailure, TrainingFailure, UserError
+    from phalanx.hardware.types import Cluster
+    from phalanx.job.load import ResolvedJob
+    from phalanx.job.schema import Job
+    from phalanx.plan.plan import Plan
+    from phalanx.record.run import Run
+    from phalanx.rules.judge import CheckReport, Finding
 
-__all__ = ["cluster", "load", "plan"]
+    __version__: str
 
-# Imported on first use: `phalanx --help` must not pay for numpy.
-_LAZY = {"cluster": ("phalanx.hardware.cluster", "resolve"), "load": ("phalanx.job.load", "load")}
+# Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
+_HOMES = {
+    "phalanx.api": ("data", "fabric"),
+    "phalanx.api.checking": ("check", "explain", "fix", "rules"),
+    "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
+    "phalanx.api.drills": ("drill", "drill_suite", "read_drill_record"),
+    "phalanx.api.jobs": ("import_job", "init", "load", "show"),
+    "phalanx.api.planning": ("backtest", "calibrate", "compare_plans", "plan"),
+    "phalanx.api.proofs": ("trace", "verify"),
+    "phalanx.api.runs": ("diff", "export", "grafana", "metrics", "report", "run", "runs", "watch", "web"),
+    "phalanx.api.simulating": ("simulate",),
+    "phalanx.api.training": ("dry_run", "join_run", "train"),
+    "phalanx.errors": ("PhalanxError", "RuleError", "SystemFailure", "TrainingFailure", "UserError"),
+    "phalanx.hardware.types": ("Cluster",),
+    "phalanx.job.load": ("ResolvedJob",),
+    "phalanx.job.schema": ("Job",),
+    "phalanx.plan.plan": ("Plan",),
+    "phalanx.record.run": ("Run",),
+    "phalanx.rules.judge": ("Finding", "Report"),
+}
+_PACKAGES = ("metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Cluster",
+    "Finding",
+    "Job",
+    "PhalanxError",
+    "Plan",
+    "Report",
+    "ResolvedJob",
+    "RuleError",
+    "Run",
+    "SystemFailure",
+    "TrainingFailure",
+    "UserError",
+    "__version__",
+    "accelerators",
+    "backtest",
+    "calibrate",
+    "check",
+    "cluster",
+    "compare_plans",
+    "data",
+    "describe_cluster",
+    "diff",
+    "drill",
+    "drill_suite",
+    "dry_run",
+    "explain",
+    "export",
+    "fabric",
+    "fix",
+    "grafana",
+    "import_job",
+    "init",
+    "join_run",
+    "load",
+    "metrics",
+    "plan",
+    "probe",
+    "read_drill_record",
+    "report",
+    "rules",
+    "run",
+    "runs",
+    "show",
+    "simulate",
+    "trace",
+    "train",
+    "verify",
+    "watch",
+    "web",
+]
+
+
+class _CallablePackage(types.ModuleType):
+    # A package that is a public function too: `phalanx.plan(job)` and `from phalanx.plan.plan import Plan`.
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        found: str | None = _public(self.__name__.rpartition(".")[2]).__doc__
+        return found
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return _public(self.__name__.rpartition(".")[2])(*arguments, **options)
+
+    @property
+    def __wrapped__(self) -> Any:  # what inspect.signature and help() follow
+        return _public(self.__name__.rpartition(".")[2])
+
+
+class _FrontDoor(types.ModuleType):
+    """This package. Importing a subpackage binds its name here; one that is a public function too becomes callable."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, types.ModuleType) and name in _PACKAGES:
+            value.__class__ = _CallablePackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _FrontDoor
+
+
+def _public(name: str) -> Any:
+    from importlib import import_module
+
+    if _HOME[name] == "phalanx.api":
+        return import_module(f"phalanx.api.{name}")
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    if name in _PACKAGES:
+        from importlib import import_module
 
-    if name == "plan":
-        return import_module("phalanx.plan")
-    if name in _LAZY:
-        module, attribute = _LAZY[name]
-        return getattr(import_module(module), attribute)
-    raise AttributeError(f"module 'phalanx' has no attribute {name!r}; the public names are {', '.join(__all__)}")
+        return import_module(f"phalanx.{name}")
+    if name == "__version__":
+        from phalanx.api.results import own_version
+
+        return own_version()
+    if name in _HOME:
+        found = _public(name)
+        globals()[name] = found
+        return found
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from phalanx.errors import nearest
+
+    close = nearest(name, __all__)
+    hint = f"did you mean {close}?" if close else f"the public names are {', '.join(__all__)}"
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}; {hint}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

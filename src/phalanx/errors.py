@@ -4,6 +4,7 @@ PhalanxError
 ├── RuleError      the training specification speaks against it  exit 1
 ├── UserError      the job, the file or the call is wrong        exit 2
 └── SystemFailure  the machine, disk or network failed           exit 3
+    └── TrainingFailure  a run failed; its folder is in `.run`
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.io.visible import one_line, visible
 
@@ -65,6 +67,15 @@ class SystemFailure(PhalanxError):
     """The machine, the disk or the network failed; the request itself was fine."""
 
     exit_code = 3
+
+
+class TrainingFailure(SystemFailure):
+    """A run failed. `run` is what there is of it: it can be read, checked and resumed."""
+
+    def __init__(self, problems: Problem | Sequence[Problem], *, run: Any = None, exit_code: int = 3) -> None:
+        super().__init__(problems)
+        self.run = run
+        self.exit_code = exit_code
 
 
 def mistake(where: str, what: str, *, why: str = "", fix: str = "") -> UserError:

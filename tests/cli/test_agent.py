@@ -68,7 +68,7 @@ def test_beside_a_first_host_elsewhere_an_address_is_needed(
     ("state", "advice"),
     [
         ("done", "is over: every step is done\n  phalanx train --report {run} shows what came of it\n"),
-        ("failed", "is over: failed\n  phalanx train --resume {run} --join N goes on, on the first host\n"),
+        ("failed", "is over: failed\n  phalanx train --resume {run} --join N continues it, on the first host\n"),
     ],
 )
 def test_a_run_that_is_over(

@@ -96,7 +96,7 @@ def test_fix_writes_the_safe_edits_and_keeps_the_rest(folder, capsys) -> None:
     assert changed[0][1].startswith("interval_s = ")
     assert changed[0][1].endswith("  # ten days")
     assert "bad.toml: CKP001: checkpoint.interval_s = " in err
-    assert "bad.toml: 1 finding mended" in err
+    assert "bad.toml: 1 finding fixed" in err
     assert "1 pass, 0 fail" in out
     assert main(["check", "bad.toml", "--fix", "--select", "CKP001"]) == 0
     assert (folder / "bad.toml").read_text() == after
@@ -116,7 +116,7 @@ def test_diff_shows_and_writes_nothing(folder, capsys) -> None:
     out, err = capsys.readouterr()
     assert out.startswith("--- a/bad.toml\n+++ b/bad.toml\n@@ ")
     assert "-interval_s = 864000  # ten days\n+interval_s = " in out
-    assert "1 finding would be mended" in err
+    assert "1 finding would be fixed" in err
     assert (folder / "bad.toml").read_text() == BAD
     (folder / "p.diff").write_text(out)
     subprocess.run(["patch", "-p1", "-s", "-i", "p.diff"], check=True, cwd=folder)

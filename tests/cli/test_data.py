@@ -39,13 +39,13 @@ def test_build_show_verify(tmp_path: Path, texts: Path, capsys: pytest.CaptureFi
     shown = json.loads(capsys.readouterr().out)
     assert shown["train"]["documents"] + shown["heldout"]["documents"] == 60
     assert shown["manifest"]["sources"][0]["weight"] == 1.0
-    assert main(["data", "verify", str(out)]) == 0
-    assert capsys.readouterr().out.startswith(f"{out}: all 5 files are as they were written (")
-    assert main(["data", "verify", str(out), "--json"]) == 0
+    assert main(["data", "checksum", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: all 5 files match their checksums (")
+    assert main(["data", "checksum", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["digest"] == shown["digest"]
     shard = next(out.glob("*.bin"))
     shard.write_bytes(bytes(shard.stat().st_size))
-    assert main(["data", "verify", str(out)]) == 2
+    assert main(["data", "checksum", str(out)]) == 2
     assert f"{shard}: has changed: its digest is " in capsys.readouterr().err
 
 

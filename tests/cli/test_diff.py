@@ -57,4 +57,4 @@ def test_wrong_calls(root: Path, capsys: Output) -> None:
     assert main(["diff", str(root), str(root / "a")]) == 2
     assert "is not a run" in capsys.readouterr().err
     assert main(["diff", str(JOB), str(JOB), "--within", "-1"]) == 2
-    assert "--within -1.0 is no share" in capsys.readouterr().err
+    assert "--within -1.0 is not a share" in capsys.readouterr().err

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from phalanx.train.drill.faults import parse_faults
 
-from phalanx.cli.drill import _shrink, keep_record
+from phalanx.api.drills import DrillCall, _shrink, keep_record
 from phalanx.cli.main import main
+from phalanx.cli.output import note
 from phalanx.hardware.cluster import resolve
 from phalanx.job.load import load
 from phalanx.plan.make import plan
@@ -99,12 +101,12 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
         (
             [],
             "phalanx drill: no job file is named\n"
-            "  phalanx drill examples/drill.toml, or phalanx drill --check RECORD\n",
+            "  phalanx drill examples/drill.toml, or phalanx drill --read-record RECORD\n",
         ),
         (
-            ["job.toml", "--check", "x"],
-            "phalanx drill: JOB and --check exclude each other\n"
-            "  phalanx drill examples/drill.toml, or phalanx drill --check RECORD\n",
+            ["job.toml", "--read-record", "x"],
+            "phalanx drill: JOB and --read-record exclude each other\n"
+            "  phalanx drill examples/drill.toml, or phalanx drill --read-record RECORD\n",
         ),
         (
             ["job.toml", "--chaos", "--fault", "kill"],
@@ -121,20 +123,20 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             "  add --chaos --minutes 2, or leave it out\n",
         ),
         (
-            ["--check", "x", "--fault", "kill", "--minutes", "2"],
-            "phalanx drill: --fault and --minutes with --check\n  --check runs nothing\n  leave it out\n",
+            ["--read-record", "x", "--fault", "kill", "--minutes", "2"],
+            "phalanx drill: --fault and --minutes with --read-record\n  --read-record runs nothing\n  leave it out\n",
         ),
         (
-            ["--check", "nofile"],
+            ["--read-record", "nofile"],
             "nofile: there is no such file\n  name the drill-record.json of a run that phalanx drill made\n",
         ),
         (
-            ["job.toml", "--agents", "0"],
-            "phalanx drill: --agents 0 is not between 1 and 64\n  use --agents 1\n",
+            ["job.toml", "--hosts", "0"],
+            "phalanx drill: --hosts 0 is not between 1 and 64\n  use --hosts 1\n",
         ),
         (
-            ["job.toml", "--suite", "--fault", "kill", "--agents", "2"],
-            "phalanx drill: --fault and --agents with --suite\n"
+            ["job.toml", "--suite", "--fault", "kill", "--hosts", "2"],
+            "phalanx drill: --fault and --hosts with --suite\n"
             "  the suite says itself what happens, and when\n"
             "  leave it out; --cluster, --set and --runs go with it\n",
         ),
@@ -152,7 +154,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             ["job.toml", "--fault", "host"],
             "--fault host: hits a host, and there is only one\n"
             "  with its only host a run is gone, and so is its proof\n"
-            "  add --agents 2\n",
+            "  add --hosts 2\n",
         ),
     ],
 )
@@ -180,12 +182,12 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
 
     monkeypatch.setattr(perform, "perform_drill", fake)
     scene = perform.DrillSettings(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
-    args = SimpleNamespace(job="job.toml", agents=1, spares=2)
-    _shrink(args, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
+    call = DrillCall(job="job.toml", spares=2, tell=note)
+    _shrink(call, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [
         "looking for the smallest schedule that fails, for up to 120 s",
         "2 of 40 faults are enough:",
-        "  phalanx drill job.toml --agents 1 --spares 2 --minutes 0.9 --fault hang:at_s=38 --fault nan:at_s=39",
+        "  phalanx drill job.toml --hosts 1 --spares 2 --minutes 0.9 --fault hang:at_s=38 --fault nan:at_s=39",
     ]
     assert max(lengths) < 1.0
 
@@ -199,8 +201,8 @@ def test_a_store_that_cannot_be_written_loses_no_result(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     result = SimpleNamespace(run=Run(path=tmp_path), ok=True, state="done", outcomes=(), verdicts=(), numbers=None)
-    args = SimpleNamespace(job="job.toml", chaos=False, agents=1, spares=0, out="", seed=0)
-    path = keep_record(args, (), result, plan(load(job), resolve("local-cpu:4")), part="x")  # type: ignore[arg-type]
+    call = DrillCall(job="job.toml", tell=note)
+    path = keep_record(call, (), result, plan(load(job), resolve("local-cpu:4")), part="x")  # type: ignore[arg-type]
     assert json.loads(path.read_text())["part"] == "x"
     assert "cannot be written: " in capsys.readouterr().err
 
@@ -235,7 +237,7 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
 
     record = Path(told["record"])
     assert json.loads(copy.read_text()) == json.loads(record.read_text())
-    assert drill("--check", str(record))[0] == 0
+    assert drill("--read-record", str(record))[0] == 0
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
     request = Request(drills=(record.parent,), look=False)
     facts = gather_evidence(str(folder / "job.toml"), request, today=date(2026, 11, 16), environ=environ).drills
@@ -250,7 +252,7 @@ def test_kills_hangs_and_poison_leave_no_trace_in_the_bits(drill: Drill, folder:
     assert {"kill", "save-kill", "hang"} <= set(facts[0].fired)
     with (record.parent / "events-00000.jsonl").open("a") as file:
         file.write('{"event":"step"}\n')
-    code, told = drill("--check", str(record))
+    code, told = drill("--read-record", str(record))
     assert (code, told["wrong"]) == (1, ["events-00000.jsonl has changed"])
 
 
@@ -279,7 +281,7 @@ def test_a_job_that_shrinks_computes_what_its_replay_computes(drill: Drill, tmp_
 @pytest.mark.slow
 def test_a_lost_host_with_the_coordinator_on_it(drill: Drill, tmp_path: Path) -> None:
     code, told = drill(
-        "job.toml", "--agents", "2", "--fault", "host:host=0,step=5", "--steps", "16", "--runs", str(tmp_path / "runs")
+        "job.toml", "--hosts", "2", "--fault", "host:host=0,step=5", "--steps", "16", "--runs", str(tmp_path / "runs")
     )
     result = told["result"]
     assert (code, failed(result)) == (0, [])
@@ -321,7 +323,7 @@ def test_two_hundred_faults_in_half_an_hour(drill: Drill, tmp_path: Path, reques
     if "nightly" not in str(request.config.getoption("markexpr")):
         pytest.skip("takes an hour: pytest -m nightly")
     code, told = drill(
-        "job.toml", "--chaos", "--rate", "7", "--minutes", "30", "--seed", "1", "--agents", "2", "--spares", "1",
+        "job.toml", "--chaos", "--rate", "7", "--minutes", "30", "--seed", "1", "--hosts", "2", "--spares", "1",
         "--no-shrink", "--runs", str(tmp_path / "runs"), limit_s=6000,
     )  # fmt: skip
     assert (code, failed(told["result"])) == (0, [])

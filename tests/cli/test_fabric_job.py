@@ -5,15 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from phalanx.network.fabric.fabric_text import percent
+from phalanx.network.fabric.fabric_types import Fabric
 
-from phalanx.cli import fabric_job
-from phalanx.cli.fabric_job import JobStep, job_plan, job_steps
+from phalanx.api import fabric_design
+from phalanx.api.fabric_design import JobStep, job_steps
 from phalanx.cli.main import main
+from phalanx.cli.output import note
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.fabric_text import percent
 from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.job.load import load
+from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.verdict import Prices
+from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import network_share
 
@@ -27,12 +33,12 @@ def row(fabric: Fabric) -> JobStep:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return job_plan(JOB, [], None)
+    return make_plan(load(JOB), hopeless=True)
 
 
 def test_one_of_each_kind(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabric_job, "_step", lambda _, fabric: row(fabric))
-    made = job_steps(plan, FOUND, Prices())
+    monkeypatch.setattr(fabric_design, "_step", lambda _, fabric: row(fabric))
+    made = job_steps(plan, FOUND, Prices(), note)
     kinds = [(nominal_ratio(one), one.rails, one.planes == 1) for one in made.steps_s]
     assert len(set(kinds)) == len(kinds) == 12
     assert kinds[0] == (1.0, 1, False)
@@ -49,8 +55,8 @@ def test_ctrl_c_keeps_what_is_finished(
         done.append(fabric)
         return row(fabric)
 
-    monkeypatch.setattr(fabric_job, "_step", step)
-    made = job_steps(plan, FOUND, Prices())
+    monkeypatch.setattr(fabric_design, "_step", step)
+    made = job_steps(plan, FOUND, Prices(), note)
     assert made.interrupted
     assert list(made.steps_s) == done
     assert "stopped by Ctrl-C: 2 designs are compared" in capsys.readouterr().err
@@ -67,12 +73,12 @@ def test_a_design_the_engine_refuses_is_left_out(plan: Plan, monkeypatch: pytest
             raise mistake("x", "too large")
         return row(fabric)
 
-    monkeypatch.setattr(fabric_job, "_step", step)
-    assert all(one.planes > 1 for one in job_steps(plan, FOUND, Prices()).steps_s)
+    monkeypatch.setattr(fabric_design, "_step", step)
+    assert all(one.planes > 1 for one in job_steps(plan, FOUND, Prices(), note).steps_s)
 
     def never(_: Plan, fabric: Fabric) -> JobStep:
         raise mistake("x", f"{fabric.name} is too large")
 
-    monkeypatch.setattr(fabric_job, "_step", never)
+    monkeypatch.setattr(fabric_design, "_step", never)
     with pytest.raises(UserError, match="is too large"):
-        job_steps(plan, FOUND, Prices())
+        job_steps(plan, FOUND, Prices(), note)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.cli.live import _text
+from phalanx.api.progress_line import terminal_text
 from phalanx.cli.main import main
 from phalanx.hardware.cluster import render_cluster, resolve
 
@@ -93,7 +93,7 @@ def test_a_page_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_line_of_training_on_a_terminal() -> None:
-    assert _text("host a\x1b[2J").plain == "host a\\x1b[2J"
+    assert terminal_text("host a\x1b[2J").plain == "host a\\x1b[2J"
 
 
 def test_a_picture_is_xml_whatever_the_file_is_called() -> None:

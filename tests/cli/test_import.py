@@ -18,7 +18,7 @@ def test_a_job_file_is_written_that_plans_and_checks(tmp_path: Path, capsys: pyt
     assert main(["import", TITAN, "--cluster", "8xH100:8", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert said.out == f"{out}\n"
-    assert "torchtitan: 34 settings, 22 mapped, 12 beside the specification, 0 not mapped" in said.err
+    assert "torchtitan: 34 settings, 22 mapped, 12 outside the specification, 0 not mapped" in said.err
     assert "timeout_s = 100  # default of torchtitan" in out.read_text()
     assert main(["plan", str(out)]) == 0
     assert "TP1·CP1·PP1·DP64 (ZeRO-3, EP1) mbs1 selective" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_help_lists_every_verb_without_importing_it() -> None:
     code = "import sys; from phalanx.cli.main import main; main(['--help']); print(list(sys.modules))"
     done = run_python(code)
     *text, modules = done.stdout.splitlines()
-    for verb, (module, help_line) in cli.VERBS.items():
+    for verb, (module, _, help_line) in cli.VERBS.items():
         assert f"  {verb:<10} {help_line}" in text
         assert repr(module) not in modules
 
@@ -82,7 +82,7 @@ def verb_that(monkeypatch: pytest.MonkeyPatch, action: object) -> None:
     module.configure = lambda parser: None  # type: ignore[attr-defined]
     module.run = action  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_verb", module)
-    monkeypatch.setitem(cli.VERBS, "fake", ("fake_verb", "a verb of the test"))
+    monkeypatch.setitem(cli.VERBS, "fake", ("fake_verb", "", "a verb of the test"))
 
 
 def raising(error: BaseException) -> object:
@@ -126,7 +126,7 @@ module = ModuleType("fake_verb")
 module.configure = lambda parser: None
 module.run = lambda args: print("x" * 10_000_000) or 0
 sys.modules["fake_verb"] = module
-cli.VERBS["fake"] = ("fake_verb", "")
+cli.VERBS["fake"] = ("fake_verb", "", "")
 sys.exit(cli.main(["fake"]))
 """
     script = tmp_path / "pipe.py"

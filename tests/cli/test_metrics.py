@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
-from phalanx.cli import metrics
+from phalanx.api import runs as metrics
 from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.errors import UserError
@@ -56,7 +55,7 @@ def test_the_dashboard(capsys: pytest.CaptureFixture[str]) -> None:
         (["--interval", "nan"], "--interval nan cannot be"),
         (["--listen", "nowhere"], "--listen: 'nowhere' is not an address"),
         (["--listen", "0.0.0.0:0"], "there is no token"),
-        (["--token", "auto"], "--token guards --listen, which is not there"),
+        (["--token", "auto"], "--token guards --listen, which is not given"),
         (["--listen", "127.0.0.1:0", "--token", "no/such/file"], "--token no/such/file: cannot be read"),
         (["--otlp", "collector:4318"], "'collector:4318' is not a URL"),
     ],
@@ -139,8 +138,7 @@ def test_following_ends_with_a_last_look(tmp_path: Path, monkeypatch: pytest.Mon
         run.set_status("done")
 
     monkeypatch.setattr(metrics.time, "sleep", sleep)
-    args = argparse.Namespace(follow=True, interval=15.0)
-    assert metrics._repeat(lambda: looks.append(str(run.status()["state"])), run, args) == 2
+    assert metrics._repeat(lambda: looks.append(str(run.status()["state"])), run, follow=True, interval_s=15.0) == 2
     assert looks == ["launching", "done"]
 
 
@@ -149,4 +147,4 @@ def test_following_a_run_whose_lock_is_not_seen_here(tmp_path: Path, monkeypatch
     run = write_run(tmp_path, ranks=1, hosts=1, steps=3, incidents=0, finished=False)
     assert not run.is_held
     monkeypatch.setattr(metrics.time, "sleep", lambda _: run.set_status("done"))
-    assert metrics._repeat(lambda: None, run, argparse.Namespace(follow=True, interval=15.0)) == 2
+    assert metrics._repeat(lambda: None, run, follow=True, interval_s=15.0) == 2

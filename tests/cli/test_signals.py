@@ -21,7 +21,7 @@ def run(args):
 {body}
 verb.run = run
 sys.modules["slow"] = verb
-main.VERBS["slow"] = ("slow", "")
+main.VERBS["slow"] = ("slow", "", "")
 sys.argv = ["phalanx", "slow"]
 sys.exit(main.main())
 """

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from phalanx.cli import sim_months
+from phalanx.api import simulating
 from phalanx.cli.main import main
-from phalanx.sim.months import simulate_run
+from phalanx.sim.months import simulate_run as months
 
 JOB = """\
 name = "small"
@@ -120,7 +120,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
             ["--days", "9", "--fabric", "clos2:16x400G/4p/8"],
             "fabric clos2:16x400G/4p/8: it has 16 NICs, and the plan has 32 devices with one each\n",
         ),
-        (["--days", "9", "--fabric", "none.toml"], "none.toml: there is no such file\n"),
+        (["--days", "9", "--fabric", "none.toml"], "none.toml: no such file\n"),
         (
             ["--days", "9", "--compare", "--levers"],
             "phalanx sim: --compare and --levers are two tables\n  leave one of them out\n",
@@ -200,7 +200,7 @@ def test_ctrl_c_shows_finished_rows(job, capsys, monkeypatch):
 
 
 def test_a_long_run_is_announced(job, capsys, monkeypatch):
-    monkeypatch.setattr(sim_months, "FAILURES_PER_S", 1)
+    monkeypatch.setattr(simulating, "FAILURES_PER_S", 1)
     assert main(["sim", job, "--days", "20", "--runs", "3"]) == 0
     assert capsys.readouterr().err.startswith("about 120 failures: 120 s\n")
 
@@ -221,7 +221,7 @@ def test_one_run_has_no_interval(job, capsys):
 
 
 def stopped_after(monkeypatch, count):
-    simulate, done = simulate_run.simulate_run, []
+    simulate, done = months.simulate_run, []
 
     def step(*args, **options):
         if len(done) == count:
@@ -229,7 +229,7 @@ def stopped_after(monkeypatch, count):
         done.append(1)
         return simulate(*args, **options)
 
-    monkeypatch.setattr(simulate_run, "simulate_run", step)
+    monkeypatch.setattr(months, "simulate_run", step)
 
 
 def test_ctrl_c_shows_what_is_finished(job, capsys, monkeypatch):

@@ -18,14 +18,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from phalanx.record.report.view import View, Watcher
 from synthetic import write_run
 
+from phalanx.api.watching import BackgroundCheck, KnownVerdicts
 from phalanx.cli import watch
 from phalanx.cli.main import main
 from phalanx.cli.watch_check import Checker, Known
 from phalanx.cli.watch_screen import frame, sparkline
 from phalanx.record.account.summary import Pair
 from phalanx.record.report.live import View, Watcher
+from phalanx.cli.watch_screen import frame, sparkline
+from phalanx.record.account.summary import Pair
 from phalanx.record.run import SILENT_S, Run
 from phalanx.rules.live import LiveCheck
 
@@ -42,7 +46,7 @@ def view(done: Run) -> View:
     return Watcher(done).look()
 
 
-def screen(view: View, *, width: int = 110, height: int = 60, check: Known | None = None) -> list[str]:
+def screen(view: View, *, width: int = 110, height: int = 60, check: KnownVerdicts | None = None) -> list[str]:
     lines = frame(view, ["step 9: something"], name="run", width=width, height=height, check=check)
     return [line.plain for line in lines]
 
@@ -112,7 +116,7 @@ def test_objects(done: Run, capsys: Output) -> None:
 
 
 def test_objects_hold_no_raw_controls(done: Run, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Known, "as_json", lambda self: {"what": "a\x9b\u202e"})
+    monkeypatch.setattr(KnownVerdicts, "as_json", lambda self: {"what": "a\x9b\u202e"})
     assert main(["watch", str(done.path), "--json"]) == 0
     line = capsys.readouterr().out.rstrip("\n")
     assert line.isprintable()
@@ -120,23 +124,23 @@ def test_objects_hold_no_raw_controls(done: Run, capsys: Output, monkeypatch: py
 
 
 def test_verdicts_on_the_screen(done: Run, view: View) -> None:
-    known = Checker(done).last()
+    known = BackgroundCheck(done).last()
     lines = screen(view, width=200, check=known)
     number = next(index for index, line in enumerate(lines) if line.startswith("check "))
     assert re.match(r"check +\d+ pass, \d+ fail", lines[number])
     worst = known.problems()[0]
     assert f"{worst.severity} {worst.rule.id} {worst.rule.slug}: {worst.outcome.what}" in lines[number + 1]
     assert lines[number + 4].endswith(f"and {len(known.problems()) - 3} more: phalanx check RUN")
-    assert any(line.startswith("check      reading") for line in screen(view, check=Known()))
+    assert any(line.startswith("check      reading") for line in screen(view, check=KnownVerdicts()))
 
 
 def test_the_screen_never_waits_for_a_verdict(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     going = threading.Event()
     look = LiveCheck.look
     monkeypatch.setattr(LiveCheck, "look", lambda check: (going.wait(30), look(check, 5_000))[1])
-    checker = Checker(done)
-    assert checker.known == Known()
-    assert checker.last(wait_s=0.05) == Known()
+    checker = BackgroundCheck(done)
+    assert checker.known == KnownVerdicts()
+    assert checker.last(wait_s=0.05) == KnownVerdicts()
     going.set()
     assert checker.last().is_last
 

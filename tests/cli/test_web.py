@@ -127,15 +127,16 @@ def test_a_token_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_token_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.cli.web import _token
+    from phalanx.api.runs import web_token
+    from phalanx.cli.output import note
 
     path = tmp_path / "token"
     path.write_text("0123456789abcdef\n")
     os.chmod(path, 0o644)
-    assert _token(str(path)) == "0123456789abcdef"
+    assert web_token(str(path), note) == "0123456789abcdef"
     assert "others on this machine can read the token" in capsys.readouterr().err
     os.chmod(path, stat.S_IRUSR)
-    assert _token(str(path)) == "0123456789abcdef"
+    assert web_token(str(path), note) == "0123456789abcdef"
     assert capsys.readouterr().err == ""
 
 

@@ -99,13 +99,6 @@ def test_a_wrong_entry_is_named(plan):
     assert "plan.layout.tensor: eight is not a value of type int" in str(caught.value)
 
 
-def test_public_names():
-    assert sorted(phalanx.__all__) == ["cluster", "load", "plan"]
-    assert phalanx.cluster("8xH100:2").devices == 16
-    with pytest.raises(AttributeError, match="the public names are cluster, load, plan"):
-        phalanx.simulate  # noqa: B018
-
-
 def test_a_run_of_years_says_what_a_season_would_take(make_job):
     plan = phalanx.plan(make_job(cluster="8xA100:1", data__tokens="15T"))
     (warning,) = (text for text in plan.warnings if "longer than a year" in text)

@@ -5,6 +5,14 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from phalanx.validate.calibration_report import (
+    CalibrationReport,
+    calibrate_run,
+    calibrate_table,
+    calibration_text,
+    write_calibration,
+)
+from phalanx.validate.throughput_rows import predict_rows
 
 import phalanx
 from phalanx.errors import SystemFailure, UserError
@@ -266,7 +274,7 @@ def test_the_page_warns_of_rows_left_out_and_of_measurements_that_disagree():
     page = calibration_text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
     assert page.endswith(
         "median error 20.0% before, 30.0% after\n"
-        "2 measured rows could not be priced: left out; phalanx validate says why\n"
+        "2 measured rows could not be priced: left out; phalanx backtest says why\n"
         "warning: these measurements disagree with each other more than with the prediction; plan without"
     )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json, say
-from phalanx.errors import mistake
+import phalanx
+from phalanx.cli.output import note, show
+from phalanx.cli.parser import add_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,18 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export one checkpoint."""
-    from phalanx.train.prepare import need_torch
-
-    need_torch()
-    from phalanx.train.export import export_weights
-
-    out = Path(args.out)
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise mistake(args.out, "exists already and is not empty", fix="name a folder that does not exist yet")
-    made = export_weights(args.run, out, step=args.step, dtype=args.dtype)
-    if args.json:
-        print_json({"out": str(out), "step": made.step, "files": list(made.files), "bytes": made.bytes})
-    else:
+    made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype)
+    if not args.json:
         note(f"step {made.step:,} of {args.run}")
-        say(f"wrote {out}: {', '.join(made.files)}")
-    return 0
+    return show(made, as_json=args.json)

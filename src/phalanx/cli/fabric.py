@@ -1,43 +1,108 @@
-"""`phalanx fabric`: which fabric joins N GPUs, what it costs and loses, and the decisions behind it."""
+"""`phalanx fabric`: which fabric joins N GPUs, what it costs and loses, and how traffic fares on it."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from phalanx.cli import fabric_collective, fabric_design, fabric_export, fabric_simulate
-from phalanx.cli.fabric_files import named_fabric
-from phalanx.cli.fabric_plain import fabric_plain, gpus_of, page_width, value_plain
-from phalanx.cli.options import add_json
-from phalanx.cli.output import note, print_json, say
+import phalanx
+from phalanx.api.fabric_collective import KINDS, SIZES
+from phalanx.cli.output import note, page_width, print_json, say, show
+from phalanx.cli.parser import OnOff, add_json, add_set
 from phalanx.errors import mistake
+from phalanx.units import plural
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.network.fabric.decisions import Decisions
+    from phalanx.api.fabric_design import FabricCatalogue, FabricDecisions, FabricDesigns, FabricPage
 
-WHERE = "phalanx fabric"
+FABRIC_HELP = "clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
+TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
+ENGINES = ("fluid", "packets")
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Sub-commands of `phalanx fabric`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    design = verbs.add_parser("design", help="every fabric that joins N GPUs, and which to take")
-    fabric_design.configure(design)
+    _configure_design(verbs.add_parser("design", help="every fabric that joins N GPUs, and which to take"))
     _configure_decisions(
         verbs.add_parser("decisions", help="planes, paths and recovery: the three decisions in numbers")
     )
-    show = verbs.add_parser("show", help="one fabric: parts, weak points, failures per day")
-    show.add_argument(
-        "fabric", metavar="FABRIC", nargs="?", help="clos2:131072x800G/8p/512, a .toml or .topo file, or a name"
+    one = verbs.add_parser("show", help="one fabric: parts, weak points, failures per day")
+    one.add_argument("fabric", metavar="FABRIC", nargs="?", help=FABRIC_HELP)
+    add_json(one)
+    _configure_simulate(
+        verbs.add_parser("simulate", help="traffic on a fabric, whole or broken, and ways of recovery compared")
     )
-    add_json(show)
-    simulate = verbs.add_parser("simulate", help="traffic on a fabric, whole or broken, and recoveries compared")
-    fabric_simulate.configure(simulate)
-    export = verbs.add_parser("export", help="a fabric and its traffic as .topo and .cm files of htsim")
-    fabric_export.configure(export)
-    collective = verbs.add_parser("collective", help="which algorithm and protocol NCCL picks, and how long it takes")
-    fabric_collective.configure(collective)
+    export = verbs.add_parser("export", help="write a fabric and its traffic as .topo and .cm files of htsim")
+    export.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
+    export.add_argument("--topo", metavar="FILE.topo", help="write the fabric")
+    export.add_argument("--cm", metavar="FILE.cm", help="write the traffic")
+    _add_traffic(export)
+    add_json(export)
+    _configure_collective(
+        verbs.add_parser("collective", help="which algorithm and protocol NCCL picks, and how long it takes")
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Design, decide, show, simulate, export or time a collective."""
+    own = {"design": _design, "decisions": _decisions, "show": _show}
+    return {**own, "simulate": _simulate, "export": _export, "collective": _collective}[args.what](args)
+
+
+def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCatalogue, *, as_json: bool) -> int:
+    """Print, with lines folded to the terminal."""
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        say(found.page(page_width()))
+    return found.exit_code
+
+
+# ---- design ----------------------------------------------------------------------------------------------------------
+
+
+def _configure_design(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", metavar="N", help="GPUs to join, one NIC each, as 131072 or 64k")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, help="speed of a NIC, as 400 (the job's, or 800)")
+    parser.add_argument("--switch", metavar="NAME", help='a box, a configuration or ports, as "Tomahawk 5", 512x100G')
+    parser.add_argument("--tiers", metavar="L", type=int, help="exactly this many tiers (the fewest that reach)")
+    parser.add_argument("--planes", metavar="P", type=int, help="exactly this many planes (all the switch can do)")
+    parser.add_argument("--oversubscription", metavar="R", type=float, help="ports down per port up at T0 (1, 2 and 4)")
+    parser.add_argument("--rails", metavar="K", type=int, help="NICs of a server on different T0s (none and 8)")
+    parser.add_argument("--catalogue", metavar="FILE.csv", help="choose among these switches instead of the shipped")
+    parser.add_argument("--top", metavar="N", type=int, default=6, help="shown of each oversubscription (6)")
+    job = parser.add_argument_group("for a job")
+    job.add_argument("--job", metavar="JOB", help="GPUs and NIC of its cluster; its step on the best designs")
+    job.add_argument("--cluster", metavar="SPEC", help="on this cluster instead of the job's, as 8xH100:16")
+    add_set(parser)
+    money = parser.add_argument_group("the choice")
+    money.add_argument("--gpu-hour-usd", metavar="X", type=float, help="an hour of a GPU (the job's price, or 3.25)")
+    money.add_argument("--kwh-usd", metavar="X", type=float, help="electricity (0.08)")
+    money.add_argument("--years", metavar="X", type=float, help="life of the fabric (4)")
+    money.add_argument("--recovery-s", metavar="S", type=float, help="from failure to bypass (30e-6)")
+    files = parser.add_argument_group("files")
+    files.add_argument("--save", metavar="FILE.toml", help="write the pick; fabric show, simulate and sim read it")
+    files.add_argument("--csv", metavar="FILE.csv", help="write every design as a line")
+    add_json(parser)
+
+
+def _design(args: argparse.Namespace) -> int:
+    names = ("gpus", "nic_gbps", "switch", "tiers", "planes", "oversubscription", "rails", "catalogue", "job")
+    money = ("cluster", "overrides", "gpu_hour_usd", "kwh_usd", "years", "recovery_s", "top")
+    found = phalanx.fabric.design(**{name: getattr(args, name) for name in (*names, *money)}, tell=note)
+    if args.csv:
+        found.write_csv(args.csv)
+        note(f"wrote {args.csv}: {plural(len(found.designs), 'design')}")
+    if args.save:
+        found.save(args.save)
+        note(f"wrote {args.save}: {found.pick.name}")
+    return _show_folded(found, as_json=args.json)
+
+
+# ---- decisions, show -------------------------------------------------------------------------------------------------
 
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
@@ -55,104 +120,127 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Design, decide, show, simulate or export."""
-    own = {"design": fabric_design.run, "decisions": _decisions, "show": _show}
-    others = {"simulate": fabric_simulate.run, "export": fabric_export.run, "collective": fabric_collective.run}
-    return {**own, **others}[args.what](args)
-
-
 def _decisions(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.decisions_text import show_decisions
-
     if args.picture is not None and Path(args.picture).suffix.lower() != ".svg":
         what = f"--picture {args.picture[:80]} does not end in .svg"
-        raise mistake(f"{WHERE} decisions", what, why="the picture is an SVG", fix="name it as decisions.svg")
-    found = _decide(args)
+        fix = "name it as decisions.svg"
+        raise mistake("phalanx fabric decisions", what, why="the picture is an SVG", fix=fix)
+    names = ("gpus", "fabric", "nic_gbps", "switch", "planes", "paths", "recovery_s", "restart_s")
+    found = phalanx.fabric.decisions(**{name: getattr(args, name) for name in names}, tell=note)
     if args.picture:
         from phalanx.io.files import write_text
-        from phalanx.network.fabric.decisions_picture import decisions_svg
 
-        write_text(Path(args.picture), decisions_svg(found), fix="name another --picture")
+        write_text(Path(args.picture), found.picture(), fix="name another --picture")
         note(f"wrote {args.picture}")
-    if args.json:
-        print_json({**value_plain(found), "fabric": fabric_plain(found.fabric)})
-    else:
-        say(show_decisions(found, width=page_width()))
-    return 0
-
-
-def _decide(args: argparse.Namespace) -> Decisions:
-    """For a number of GPUs, or for a fabric that exists."""
-    from phalanx.network.fabric.decisions import BOX, decisions, decisions_of
-    from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
-
-    recovery_s = EDGE_RECOVERY_S if args.recovery_s is None else args.recovery_s
-    restart_s = RESTART_S[0] if args.restart_s is None else args.restart_s
-    if args.fabric is not None:
-        given = {"--gpus": args.gpus, "--nic-gbps": args.nic_gbps, "--switch": args.switch, "--planes": args.planes}
-        for option, value in given.items():
-            if value is not None:
-                raise mistake(f"{WHERE} decisions", f"--fabric already says {option}", fix="leave one of them out")
-        return decisions_of(named_fabric(args.fabric), paths=args.paths, recovery_s=recovery_s, restart_s=restart_s)
-    if args.gpus is None:
-        raise mistake(f"{WHERE} decisions", "--gpus is missing", fix="give --gpus 131072, or --fabric F")
-    return decisions(
-        gpus_of(args.gpus, f"{WHERE} decisions"),
-        nic_gbps=800.0 if args.nic_gbps is None else args.nic_gbps,
-        box=args.switch if args.switch is not None else BOX,
-        planes=args.planes,
-        paths=args.paths,
-        recovery_s=recovery_s,
-        restart_s=restart_s,
-    )
+    return _show_folded(found, as_json=args.json)
 
 
 def _show(args: argparse.Namespace) -> int:
-    from phalanx.network.fabric.bill import fabric_bill, failure_loss
-    from phalanx.network.fabric.fabric_text import show_fabric
-    from phalanx.network.fabric.failure_budget import failure_budget
-
     if args.fabric is None:
-        return _list(args)
-    fabric = named_fabric(args.fabric)
-    if args.json:
-        print_json(
-            {
-                "fabric": fabric_plain(fabric),
-                "bill": fabric_bill(fabric),
-                "loss": failure_loss(fabric),
-                "budget": failure_budget(fabric),
-            }
-        )
-    else:
-        say(show_fabric(fabric, width=page_width()))
-    return 0
+        return _show_folded(phalanx.fabric.catalogue(), as_json=args.json)
+    return _show_folded(phalanx.fabric.show(args.fabric, tell=note), as_json=args.json)
 
 
-def _list(args: argparse.Namespace) -> int:
-    """The catalogue: named fabrics and switches."""
-    from phalanx.network.fabric.fabric_text import folded, money, table
-    from phalanx.network.fabric.switch_catalogue import named_fabrics, switches
+# ---- traffic ---------------------------------------------------------------------------------------------------------
 
-    if args.json:
-        names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in named_fabrics().items()]
-        print_json({"fabrics": names, "switches": switches()})
-        return 0
-    fabrics = [(f"  {name}", spec, source) for name, (spec, source) in named_fabrics().items()]
-    boxes = [
-        (
-            f"  {one.name}",
-            one.kind,
-            f"{one.watts:,.0f} W" if one.watts else "unknown",
-            money(one.usd),
-            one.evidence,
-            one.also,
-        )
-        for one in switches()
-    ]
-    page = (
-        f"fabrics\n{table(fabrics, left=3)}\n\nswitches (power without optics, list price, how far both can be trusted)"
+
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    """Options that name the traffic."""
+    parser.add_argument(
+        "--traffic", metavar="NAME", help="permutation, incast, ring, …, FILE.csv, or JOB.toml[:AXIS] (permutation)"
     )
-    say(folded(f"{page}\n{table(boxes, left=2)}", page_width()))
-    return 0
+    parser.add_argument("--bytes", dest="nbytes", metavar="B", help="sent by each host (2M)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic and the hashes (0)")
+
+
+def _configure_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="fair rates, or packet by packet (fluid)")
+    parser.add_argument("--cm", metavar="FILE.cm", help="traffic from a connection matrix of htsim")
+    _add_traffic(parser)
+    parser.add_argument("--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (paths; fluid: all)")
+    parser.add_argument("--paths", metavar="K", type=int, help="per flow: QPs or sprayed paths")
+    parser.add_argument(
+        "--fail",
+        metavar="PART",
+        action="append",
+        default=[],
+        help="nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N, t1link:PLANE/T1/PORT, transceiver:HOST or "
+        "all; PART@50us fails then, PART@50us..2ms returns; may be repeated",
+    )
+    parser.add_argument("--left", metavar="SHARE", type=float, default=0.0, help="capacity a failed part keeps (0)")
+    parser.add_argument("--loss", metavar="SHARE", type=float, help="packets lost on the failed parts, which stay up")
+    parser.add_argument(
+        "--deny",
+        metavar="PART",
+        action="append",
+        default=[],
+        help="never used, as if the controller had told so before; names as for --fail, without a time",
+    )
+    parser.add_argument("--recovery", metavar="WHO", help="none, conventional or edge")
+    parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing knows (10; packets 0.01)")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="a conventional fabric, PFC off and on, beside recovery at the edge (--bytes: what 200 µs carry)",
+    )
+    parser.add_argument(
+        "--scenario",
+        metavar="NAME",
+        help="compare a named failure: link-flap, t1-reboot, t0-loss, nic-port, transceiver, grey-path, grey-all, "
+        "incast, or all of them",
+    )
+    parser.add_argument("--wire", metavar="NAME", help="fluid: overheads mrc, htsim or ideal (mrc)")
+    parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (mrc)")
+    parser.add_argument("--pfc", action=OnOff, help="pauses instead of drops: RoCE, or fluid by flow or QP")
+    parser.add_argument("--dcqcn", action=OnOff, help="packets: RoCE's congestion control")
+    parser.add_argument(
+        "--each-plane", action="store_true", help="packets: simulate all planes, also where one stands for all"
+    )
+    parser.add_argument("--cpu", metavar="S", type=float, help="CPU seconds it may take (600)")
+    add_json(parser)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    names = ("traffic", "nbytes", "cm", "engine", "seed", "routing", "paths", "fail", "left", "loss", "deny")
+    more = ("recovery", "converge", "compare", "scenario", "wire", "transport", "pfc", "dcqcn", "each_plane", "cpu")
+    try:
+        options = {name: getattr(args, name) for name in (*names, *more)}
+        return show(phalanx.fabric.simulate(args.fabric, tell=note, **options), as_json=args.json)
+    except KeyboardInterrupt:
+        note("stopped (interrupted): nothing is finished yet")
+        return INTERRUPTED
+
+
+def _export(args: argparse.Namespace) -> int:
+    options = {name: getattr(args, name) for name in ("topo", "cm", "traffic", "nbytes", "seed")}
+    return show(phalanx.fabric.export(args.fabric, tell=note, **options), as_json=args.json)
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _configure_collective(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
+    parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} ({KINDS[0]})")
+    parser.add_argument("--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range as 1MiB..16GiB ({SIZES})")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, help="per GPU (the cluster's)")
+    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), help="of the hosts (intel; arm with GB200)")
+    parser.add_argument("--no-nvls", action="store_true", help="NCCL_NVLS_ENABLE=0: no sums in the NVSwitch")
+    parser.add_argument("--sharp", action="store_true", help="the network's switches add too (CollNet)")
+    parser.add_argument("--fit", metavar="FILE", help="your measurements: nccl-tests' output, or CSV with bytes and us")
+    add_json(parser)
+
+
+def _collective(args: argparse.Namespace) -> int:
+    found = phalanx.fabric.collective(
+        args.cluster,
+        args.kind,
+        args.bytes,
+        nic_gbps=args.nic_gbps,
+        cpu=args.cpu,
+        nvls=not args.no_nvls,
+        sharp=args.sharp,
+        fit=args.fit,
+    )
+    return show(found, as_json=args.json)

@@ -13,34 +13,51 @@ if TYPE_CHECKING:
     from phalanx.cli.signals import StopSignals
     from phalanx.errors import PhalanxError
 
-# verb -> (module with `configure(parser)` and `run(args) -> exit code`, one line of help)
-VERBS: dict[str, tuple[str, str]] = {
-    "init": ("phalanx.cli.init", "write a commented job file for this machine or a cluster"),
-    "show": ("phalanx.cli.show", "print every resolved value of a job and where it came from"),
-    "cluster": ("phalanx.cli.cluster", "describe this machine or a cluster such as 8xH100:16"),
-    "probe": ("phalanx.cli.probe", "measure this machine in under 30 s; later plans use the profile"),
-    "plan": ("phalanx.cli.plan", "find the best layout, its reasons and its bill"),
-    "sim": ("phalanx.cli.sim", "a step of a plan on a fabric, or months of it with failures"),
-    "fabric": ("phalanx.cli.fabric", "the network for N GPUs: designs, their cost, and what they lose"),
-    "check": ("phalanx.cli.check", "the training specification against a job, a plan or a run"),
-    "rules": ("phalanx.cli.rules", "list the rules of the training specification"),
-    "explain": ("phalanx.cli.explain", "one rule, with the numbers of a job in it"),
-    "trace": ("phalanx.cli.trace", "the real step of ranks of a job of any size, without the ranks"),
-    "train": ("phalanx.cli.train", "train a job, or go on with a run; saves on Ctrl-C"),
-    "watch": ("phalanx.cli.watch", "follow a run in the terminal, also over ssh"),
-    "report": ("phalanx.cli.report", "a run as one HTML file and a page of Markdown"),
-    "diff": ("phalanx.cli.diff", "what differs between two runs, plans or jobs"),
-    "agent": ("phalanx.cli.agent", "be one host of a run that was prepared on another"),
-    "web": ("phalanx.cli.web", "a page over a folder of runs: live, read-only, on this machine"),
-    "drill": ("phalanx.cli.drill", "break a real run on purpose, and prove what came of it"),
-    "verify": ("phalanx.cli.verify", "prove that a layout computes what one process computes"),
-    "import": ("phalanx.cli.import_", "another trainer's configuration as a job file"),
-    "export": ("phalanx.cli.export", "write a run's weights as a Hugging Face folder"),
-    "validate": ("phalanx.cli.validate", "predict a table of published runs and report the error"),
-    "data": ("phalanx.cli.data", "build token shards from text, show and verify them"),
-    "metrics": ("phalanx.cli.metrics", "a run's numbers for Prometheus, OTLP, TensorBoard, MLflow, W&B"),
-    "calibrate": ("phalanx.cli.calibrate", "refit a few constants from steps measured on your system"),
+# verb -> (module with `configure(parser)` and `run(args) -> exit code`, the public functions it prints, help)
+VERBS: dict[str, tuple[str, str, str]] = {
+    "init": ("phalanx.cli.init", "init", "write a commented job file for this machine or a cluster"),
+    "show": ("phalanx.cli.show", "show", "print every value of a job and where it came from"),
+    "cluster": (
+        "phalanx.cli.cluster",
+        "describe_cluster accelerators",
+        "describe this machine or a cluster such as 8xH100:16",
+    ),
+    "probe": ("phalanx.cli.probe", "probe", "measure this machine in under 30 s, for later plans"),
+    "plan": ("phalanx.cli.plan", "plan compare_plans", "find the best layout of a job, its reasons and its cost"),
+    "sim": ("phalanx.cli.sim", "simulate", "simulate a step of a plan on a fabric, or months with failures"),
+    "fabric": (
+        "phalanx.cli.fabric",
+        "fabric.design fabric.decisions fabric.show fabric.catalogue fabric.simulate fabric.export fabric.collective",
+        "design and simulate the network for N GPUs",
+    ),
+    "check": ("phalanx.cli.check", "check fix", "check a job, a plan or a run against the training specification"),
+    "rules": ("phalanx.cli.rules", "rules", "list the rules of the training specification"),
+    "explain": ("phalanx.cli.explain", "explain", "explain one rule, with the numbers of a job"),
+    "trace": ("phalanx.cli.trace", "trace", "trace one rank's step on fake tensors"),
+    "train": ("phalanx.cli.train", "train dry_run run", "train a job, or continue a run; Ctrl-C saves a checkpoint"),
+    "watch": ("phalanx.cli.watch", "watch run", "follow a run in the terminal"),
+    "report": ("phalanx.cli.report", "report", "write a run's report as HTML and Markdown"),
+    "diff": ("phalanx.cli.diff", "diff", "compare two runs, plans or jobs"),
+    "agent": ("phalanx.cli.agent", "join_run", "join a run as one of its hosts"),
+    "web": ("phalanx.cli.web", "web", "serve a live dashboard over a folder of runs"),
+    "drill": (
+        "phalanx.cli.drill",
+        "drill drill_suite read_drill_record",
+        "inject faults into a real run, and prove that it survives them",
+    ),
+    "verify": ("phalanx.cli.verify", "verify", "prove that a layout computes what a single process computes"),
+    "import": ("phalanx.cli.import_", "import_job", "convert another trainer's configuration to a job file"),
+    "export": ("phalanx.cli.export", "export", "write a run's weights as a Hugging Face folder"),
+    "backtest": ("phalanx.cli.backtest", "backtest", "predict published measurements, and report the error"),
+    "data": ("phalanx.cli.data", "data.build data.show data.checksum", "build, show and checksum token datasets"),
+    "metrics": (
+        "phalanx.cli.metrics",
+        "metrics grafana",
+        "export a run's metrics to Prometheus, OTLP, TensorBoard, MLflow or W&B",
+    ),
+    "calibrate": ("phalanx.cli.calibrate", "calibrate", "fit the cost model to steps measured on your system"),
 }
+FORMER_NAMES = {"validate": "backtest"}  # until 0.7
 
 EPILOG = """\
 exit codes: 0 success, 1 findings, 2 invalid job or command, 3 system failure
@@ -124,17 +141,20 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     verb, *rest = arguments
     if verb in ("-V", "--version"):
-        from phalanx.cli.output import own_version
+        import phalanx
 
-        print(f"phalanx {own_version()}")
+        print(f"phalanx {phalanx.__version__}")
         return 0
+    if verb in FORMER_NAMES:
+        print(f"note: phalanx {verb} is now called phalanx {FORMER_NAMES[verb]}", file=sys.stderr)
+        verb = FORMER_NAMES[verb]
     if verb not in VERBS:
         raise _unknown(verb)
     from importlib import import_module
 
     from phalanx.cli.parser import Parser
 
-    module_name, help_line = VERBS[verb]
+    module_name, _, help_line = VERBS[verb]
     module = import_module(module_name)
     parser = Parser(prog=f"phalanx {verb}", description=help_line)
     module.configure(parser)
@@ -143,7 +163,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def usage() -> str:
     """The top-level help, from the table alone."""
-    verbs = "\n".join(f"  {verb:<10} {help_line}" for verb, (_, help_line) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<10} {help_line}" for verb, (_, _, help_line) in VERBS.items())
     return (
         "usage: phalanx VERB [options]     phalanx VERB --help     phalanx --version\n\n"
         "One job file from a laptop to a hundred thousand GPUs.\n\n"

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-from pathlib import Path
 
+from phalanx.api.results import PublicResult, plain
 from phalanx.errors import Problem
 from phalanx.io.visible import visible, visible_json
+
+
+def show(result: PublicResult, *, as_json: bool) -> int:
+    """Print what a public function returned; the exit code that it stands for."""
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        say(result)
+    return result.exit_code
 
 
 def print_json(value: object) -> None:
@@ -23,31 +32,31 @@ def say(text: object, *, end: str = "\n", flush: bool = False) -> None:
     print(visible(str(text)), end=end, flush=flush)
 
 
-def plain(value: object) -> object:
-    """A value as JSON can hold it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return str(value)
-    # numpy scalars and arrays, without importing numpy to ask
-    to_list = getattr(value, "tolist", None)
-    return plain(to_list()) if callable(to_list) else value
+def say_page(page: str, *, is_heading: str) -> None:
+    """A page as it is; on a terminal lines that begin like headings stand out (`#`, or a letter for "A")."""
+    if not on_colour_terminal():
+        say(page)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for number, line in enumerate(visible(page).splitlines()):
+        heading = line.startswith("#") if is_heading == "#" else number < 2 or (line and not line.startswith(" "))
+        console.print(Text(line, style="bold" if heading else ""))
 
 
-def own_version() -> str:
-    """Of the installed package; `unknown` in a source tree that was never installed."""
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms, needed by few calls
+def on_colour_terminal() -> bool:
+    """Whether a person reads stdout, and wants colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "unknown"
+
+def page_width() -> int | None:
+    """Columns of the terminal, or what COLUMNS says; None where the result goes to a file or a pipe."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and len(said) < 6 and int(said) > 0:
+        return int(said)
+    return shutil.get_terminal_size((0, 0)).columns or None if sys.stdout.isatty() else None
 
 
 def note(text: str) -> None:

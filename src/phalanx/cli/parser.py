@@ -1,8 +1,9 @@
-"""argparse that complains like the rest of Phalanx: what is wrong, and the nearest option that exists."""
+"""The parser of every verb: argparse that complains like the rest of Phalanx, and the options that verbs share."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -110,3 +111,74 @@ def _note_value(parser: argparse.ArgumentParser, action: argparse.Action, option
 
 def _short(text: str) -> str:
     return one_line(text if len(text) <= 80 else text[:79] + "…")
+
+
+# ---- options that several verbs share --------------------------------------------------------------------------------
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """JOB and --set, for verbs that read a job file."""
+    parser.add_argument("job", metavar="JOB", help="the job file, such as job.toml")
+    add_set(parser)
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """--set, which may be given several times."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one setting, as --set parallel.tensor=8; may be repeated",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json, for every verb that has a result."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def add_no_probe(parser: argparse.ArgumentParser) -> None:
+    """--no-probe, for verbs that plan for this machine."""
+    parser.add_argument(
+        "--no-probe", action="store_true", help="do not measure this machine's cores before the first local plan"
+    )
+
+
+def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
+    """--ranks-per-gpu, for verbs that start ranks."""
+    parser.add_argument(
+        "--ranks-per-gpu",
+        metavar="N",
+        type=int,
+        help="let N ranks share a GPU, for proofs and drills (train.ranks_per_gpu, 1); above 1 needs NCCL 2.30",
+    )
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """--hosts and --spares, for verbs that start agents; --agents is what --hosts was called until 0.7."""
+    parser.add_argument(
+        "--hosts",
+        metavar="N",
+        type=int,
+        default=1,
+        help="run as if this machine were N hosts, for tests and drills (1)",
+    )
+    parser.add_argument("--agents", dest="hosts", action=FormerName, metavar="N", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--spares", metavar="N", type=int, default=0, help="spare slots kept ready for lost ranks (0)")
+
+
+class FormerName(StoreOnce):
+    """An option under a name it once had: it works, with a note on stderr."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Called by argparse for each occurrence."""
+        print(f"note: {option_string} is now called --{self.dest.replace('_', '-')}", file=sys.stderr)
+        super().__call__(parser, namespace, values, option_string)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from phalanx.cli.options import add_json
-from phalanx.cli.output import own_version, print_json, say
+import phalanx
+from phalanx.cli.output import print_json, say
+from phalanx.cli.parser import add_json
 from phalanx.errors import mistake
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx.record.report.run_report import RunReport
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,52 +20,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write what was asked for, and say where; without a wish, both files into the run folder."""
+    """Write what was asked for, and say where; both files into the run folder where nothing was."""
     if [args.html, args.markdown].count("-") + args.json > 1:
         raise mistake("phalanx report", "two results for one stdout", fix="give one of them a file")
-    from phalanx.record.report.run_report import read_run_report
-    from phalanx.record.run import open_run
-
-    found = open_run(args.run)
-    story = read_run_report(found)
+    found = phalanx.report(args.run)
     if args.json:
-        print_json(_as_json(story))
-    files = {"html": args.html, "markdown": args.markdown}
-    if not any(files.values()) and not args.json:
-        files = {"html": str(found.path / "report.html"), "markdown": str(found.path / "report.md")}
-    for kind, name in files.items():
-        if name:
-            _put(kind, name, story, quiet=args.json)
+        print_json(found.to_dict())
+    elif not (args.html or args.markdown):
+        for path in found.write():
+            say(path)
+        return 0
+    for kind, name, make in (("html", args.html, found.to_html), ("markdown", args.markdown, found.to_markdown)):
+        if name == "-":
+            sys.stdout.write(make())
+        elif name:
+            (path,) = found.write(**{kind: name})
+            if not args.json:
+                say(path)
     return 0
-
-
-def _as_json(story: RunReport) -> dict[str, object]:
-    s = story.summary
-    book = s.ledger.to_json() if s.ledger is not None else None
-    scores = {str(rank): score for rank, score in story.scores.score.items()}
-    return {"summary": s, "ledger": book, "effective": story.effective, "scores": scores, "curves": story.curves}
-
-
-def _put(kind: str, name: str, story: RunReport, *, quiet: bool) -> None:
-    text = _made(kind, story)
-    if name == "-":
-        sys.stdout.write(text)
-        return
-    from phalanx.io.files import write_text
-
-    write_text(Path(name), text, fix=f"name another file with --{kind}, or - for stdout")
-    if not quiet:
-        say(name)
-
-
-def _made(kind: str, story: RunReport) -> str:
-    if kind == "markdown":
-        from phalanx.record.report.render import render_markdown as markdown
-
-        return markdown(story)
-    import time
-
-    from phalanx.record.report.html import render_html as html
-
-    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return html(story, made=f"phalanx {own_version()}, report of {now}")

@@ -1,17 +1,16 @@
-"""`phalanx sim`: what becomes of a plan: one step on a fabric or, with --days, months of running with failures."""
+"""`phalanx sim`: one step of a plan on a fabric or, with --days, months of running with failures."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from phalanx.cli import sim_months, sim_step
-from phalanx.cli.options import add_job, add_json
-from phalanx.cli.output import warn
-from phalanx.errors import Problem
+import phalanx
+from phalanx.cli.output import note, show
+from phalanx.cli.parser import add_job, add_json
+from phalanx.errors import mistake
 
-if TYPE_CHECKING:
-    from phalanx.plan.plan import Plan
+BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")
+ROUTINGS = ("spray", "ecmp")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,26 +18,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="on this cluster instead of the job's, as 8xH100:16")
     parser.add_argument("--fabric", metavar="F", help="as clos2:131072x800G/8p/512, a .toml or .topo file, or a name")
-    sim_step.configure(parser)
-    sim_months.configure(parser)
+    step = parser.add_argument_group("one step on a fabric (without --days)")
+    step.add_argument("--routing", choices=ROUTINGS, help="packets over 256 paths, or 16 hashed QPs (spray)")
+    step.add_argument("--break", dest="broken", choices=BREAKS, help="also simulate the step when such a part fails")
+    step.add_argument("--outage", metavar="S", type=float, help="seconds until it is back (docs/simulation/step.md)")
+    step.add_argument("--trace", metavar="FILE.json", help="write the timeline; ui.perfetto.dev opens it")
+    months = parser.add_argument_group("months of running (with --days)")
+    months.add_argument("--days", metavar="N", type=float, help="simulate so many days with failures")
+    months.add_argument("--runs", metavar="N", type=int, default=20, help="simulated runs, each with its own luck (20)")
+    months.add_argument("--seed", metavar="N", type=int, default=0, help="of the random numbers (0)")
+    months.add_argument(
+        "--edge-recovery", action="store_true", help="a lost link or switch costs bandwidth, not a restart"
+    )
+    months.add_argument("--planes", metavar="N", type=int, help="ports of a NIC, where no --fabric says (8)")
+    months.add_argument(
+        "--compare", action="store_true", help="one table: both networks, with recovery in 600 s, 90 s and the job's"
+    )
+    months.add_argument(
+        "--weibull", metavar="SHAPE", type=float, default=1.0, help="below 1, failures come in bursts, as 0.7 (1)"
+    )
+    months.add_argument(
+        "--planned-per-day", metavar="X", type=float, help="planned interruptions (as Llama 3: 47 in 54 days)"
+    )
+    months.add_argument("--repair-hours", metavar="H", type=float, default=24.0, help="until a host is back (24)")
+    months.add_argument("--levers", action="store_true", help="also what would help most: one change at a time")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate what was asked for."""
-    if args.days is None:
-        sim_step.check(args)
-        return sim_step.run_step(_plan(args), args)
-    sim_months.check(args)
-    return sim_months.run_months(_plan(args), args)
+    from phalanx.api.simulating import StepSimulation
 
-
-def _plan(args: argparse.Namespace) -> Plan:
-    from phalanx.hardware.cluster import resolve
-    from phalanx.job.load import load
-    from phalanx.plan.make import plan as make_plan
-
-    cluster = resolve(args.cluster) if args.cluster is not None else None
-    made = make_plan(load(args.job, overrides=args.overrides), cluster, hopeless=True)
-    warn(Problem(where="", what=line) for line in made.warnings)
-    return made
+    if args.trace and args.days is not None:
+        what = "--trace belongs to one step, --days to months"
+        raise mistake("phalanx sim", what, fix="leave one of them out")
+    names = ("overrides", "fabric", "days", "routing", "broken", "runs", "seed", "edge_recovery", "planes", "compare")
+    options = {name: getattr(args, name) for name in (*names, "weibull", "planned_per_day", "repair_hours", "levers")}
+    found = phalanx.simulate(args.job, args.cluster, outage_s=args.outage, tell=note, **options)
+    if args.trace and isinstance(found, StepSimulation):
+        note(f"wrote {args.trace}: {found.write_trace(args.trace)}; ui.perfetto.dev opens it")
+    return show(found, as_json=args.json)

@@ -8,18 +8,21 @@ import sys
 import time
 from collections import deque
 
-from phalanx.cli.output import plain, say
+import phalanx
+from phalanx.cli.output import say
 from phalanx.io.visible import visible_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.cli.watch_check import Checker, Known
-    from phalanx.record.report.live import View, Watcher
+    from collections.abc import Iterator
+
+    from phalanx.api.watching import KnownVerdicts, RunLook
+    from phalanx.record.report.view import View
 
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
 JSON_S = 1.0
-KEPT = 6  # remarks on the screen
+SHOWN = 6  # remarks on the screen
 FIRST = 20  # remarks of before that plain lines begin with
 
 
@@ -32,49 +35,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow the run until it ends or Ctrl-C; both are a good end."""
-    from phalanx.cli.watch_check import Checker
-    from phalanx.record.report.live import Watcher
-    from phalanx.record.run import open_run
-
-    watcher = Watcher(open_run(args.run))
-    checker = Checker(watcher.run)
+    looks = phalanx.watch(args.run, every_s=JSON_S if args.json else REDRAW_S)
     try:
         if args.json:
-            _objects(watcher, checker)
+            _objects(looks)
         elif args.plain or not sys.stdout.isatty():
-            _lines(watcher, checker)
+            _lines(looks)
         else:
-            _screen(watcher, checker)
+            _screen(looks, name=phalanx.run(args.run).name)
     except KeyboardInterrupt:
         pass
     return 0
 
 
-def _lines(watcher: Watcher, checker: Checker) -> None:
+def _lines(looks: Iterator[RunLook]) -> None:
     shown, due_s = "", 0.0
     broken: set[str] = set()  # rules that were told of
-    first = True
-    while True:
-        view = watcher.look()
-        remarks = watcher.remarks()
+    first, over = True, False
+    for look in looks:
+        view, remarks = look.view, list(look.remarks)
         if first and len(remarks) > FIRST:
-            remarks = [f"… {len(remarks) - FIRST:,} remarks before", *remarks[-FIRST:]]
+            remarks = [f"… {len(remarks) - FIRST:,} earlier remarks", *remarks[-FIRST:]]
         first = False
         for line in remarks:
             say(line, flush=True)
-        line = view.progress.line() if view.progress is not None else "no step yet"
+        line = str(look)
         if line != shown and (view.over or time.monotonic() >= due_s):
             say(line, flush=True)
             shown, due_s = line, time.monotonic() + PLAIN_S
-        if view.over:
-            _judged(checker.last(), broken, last=True)
+        if over:  # the second look at a run that is over has the verdicts on the whole
+            _judged(look.check, broken, last=True)
             _last_words(view)
             return
-        _judged(checker.known, broken)
-        time.sleep(REDRAW_S)
+        over = view.over
+        if not over:
+            _judged(look.check, broken)
 
 
-def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
+def _judged(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> None:
     """Rules that are newly broken, each once; at the end how many there are of each verdict."""
     from phalanx.io.values import printable
 
@@ -90,7 +88,7 @@ def _judged(known: Known, broken: set[str], *, last: bool = False) -> None:
 
 def _last_words(view: View) -> None:
     from phalanx.io.values import printable
-    from phalanx.record.report.sections import cost_rows
+    from phalanx.record.report.report import cost_rows
 
     s = view.summary
     for one in view.scores.named:
@@ -105,65 +103,29 @@ def _last_words(view: View) -> None:
     say(f"{printable(view.state, most=40)}{why}", flush=True)
 
 
-def _objects(watcher: Watcher, checker: Checker) -> None:
-    shown = ""
-    while True:
-        view = watcher.look()
-        known = checker.last() if view.over else checker.known
-        told = _as_json(view) | {"check": known.as_json()}
-        line = visible_json(json.dumps(plain(told), ensure_ascii=False, allow_nan=False))
+def _objects(looks: Iterator[RunLook]) -> None:
+    shown, over = "", False
+    for look in looks:
+        if look.view.over and not over:
+            over = True
+            continue  # the next look has the verdicts on the whole
+        line = visible_json(json.dumps(look.to_dict(), ensure_ascii=False, allow_nan=False))
         if line != shown:
             print(line, flush=True)
             shown = line
-        if view.over:
-            return
-        time.sleep(JSON_S)
 
 
-def _as_json(view: View) -> dict[str, object]:
-    s, p = view.summary, view.progress
-    cost = s.cost.so_far if s.cost is not None else None
-    return {
-        "state": view.state,
-        "step": p.step if p is not None else 0,
-        "steps": p.steps if p is not None else None,
-        "loss": p.loss if p is not None else None,
-        "tokens_per_s": p.tokens_per_s if p is not None else None,
-        "mean_tokens_per_s": s.tokens_per_s.measured,
-        "left_s": p.left_s if p is not None else None,
-        "mfu": s.mfu.measured,
-        "memory_bytes": s.memory_bytes.measured,
-        "noise_scale": s.noise_scale,
-        "effective": s.effective_time.measured,
-        "accounts": s.ledger.accounts if s.ledger is not None else None,
-        "so_far": cost,
-        "incidents": len(s.incidents),
-        "stragglers": view.scores.named,
-        "saved_step": view.saved_step,
-        "damage": s.damage,
-    }
-
-
-def _screen(watcher: Watcher, checker: Checker) -> None:
+def _screen(looks: Iterator[RunLook], *, name: str) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
     from phalanx.cli.watch_screen import frame
 
     console = Console(highlight=False, markup=False, emoji=False)
-    kept: deque[str] = deque(maxlen=KEPT)
+    remarks: deque[str] = deque(maxlen=SHOWN)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-
-        def draw(view: View, known: Known) -> None:
+        for look in looks:
+            remarks.extend(look.remarks)
             width, height = console.size
-            lines = frame(view, kept, name=watcher.run.name, width=width, height=height - 1, check=known)
+            lines = frame(look.view, remarks, name=name, width=width, height=height - 1, check=look.check)
             live.update(Group(*lines), refresh=True)
-
-        while True:
-            view = watcher.look()
-            kept.extend(watcher.remarks())
-            draw(view, checker.known)
-            if view.over:
-                draw(view, checker.last())
-                return
-            time.sleep(REDRAW_S)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 import sys
-from urllib.parse import quote
+from dataclasses import asdict
 
-from phalanx.cli.options import add_json
+import phalanx
 from phalanx.cli.output import note, print_json, say
-from phalanx.errors import mistake
+from phalanx.cli.parser import add_json
 from phalanx.units import plural
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.api.runs import WebAddress
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,68 +28,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    _require()
-    from phalanx.io.listen import bound_address, open_socket, parse_address
-    from phalanx.web.app import AccessPolicy
-    from phalanx.web.guard import AccessKey
-    from phalanx.web.run_store import open_shelf
-    from phalanx.web.serve import allowed_hosts, is_any, serve
 
-    shelf, address, token = open_shelf(args.runs), parse_address(args.listen), _token(args.token)
-    with open_socket(address, guarded=token is not None) as listener:
-        bound = bound_address(listener)
-        url = f"http://{bound if not is_any(bound) else f'{_own_name()}:{bound.port}'}/"
-        visit = f"{url}?token={quote(token, safe='')}" if token else url
-        _tell(args, url, visit, token, len(shelf.runs()))
+    def serving(address: WebAddress) -> None:
+        if args.json:
+            shown = asdict(address)
+            print_json({**{name: shown[name] for name in ("url", "token", "open", "runs")}, "pid": os.getpid()})
+        else:
+            say(address.open)
+        sys.stdout.flush()  # whoever started us through a pipe waits for the address
+        note(f"{plural(address.runs, 'run')} in {args.runs}; stop with Ctrl-C")
         if args.open:
-            _browse(visit)
-        key = AccessKey(token, port=bound.port) if token else None
-        door = AccessPolicy(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
-        serve(listener, shelf, door=door, complain=note)
+            import webbrowser
+
+            if not webbrowser.open(address.open):
+                note("no browser could be opened; open the address yourself")
+
+    phalanx.web(args.runs, listen=args.listen, token=args.token, serving=serving, tell=note)
     return 0
-
-
-def _tell(args: argparse.Namespace, url: str, visit: str, token: str | None, count: int) -> None:
-    if args.json:
-        print_json({"url": url, "token": token, "open": visit, "runs": count, "pid": os.getpid()})
-    else:
-        say(visit)
-    sys.stdout.flush()  # whoever started us through a pipe waits for the address
-    note(f"{plural(count, 'run')} in {args.runs}; stop with Ctrl-C")
-
-
-def _require() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise mistake(
-            "phalanx web",
-            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
-            why="it serves the page; training needs nothing of it",
-            fix="pip install 'phalanx[web]'",
-        )
-
-
-def _token(choice: str | None) -> str | None:
-    from phalanx.io.listen import read_token
-
-    if choice is None:
-        return None
-    token = read_token(choice)
-    if choice != "auto" and os.stat(choice).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        note(f"warning: {choice}: others on this machine can read the token; chmod 600 keeps it yours")
-    return token
-
-
-def _own_name() -> str:
-    import socket
-
-    return socket.gethostname()
-
-
-def _browse(url: str) -> None:
-    import webbrowser
-
-    if not webbrowser.open(url):
-        note("no browser could be opened; open the address yourself")

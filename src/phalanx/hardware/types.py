@@ -61,6 +61,12 @@ class Cluster:
     cpu: CpuRates | None = None  # of measured cores: their steps are priced by hardware/cpu_steps.py
     source: str = ""
 
+    def __str__(self) -> str:
+        """The page that `phalanx cluster` prints."""
+        from phalanx.hardware.cluster_text import cluster_page
+
+        return cluster_page(self)
+
     @property
     def devices(self) -> int:
         """All devices of the cluster."""

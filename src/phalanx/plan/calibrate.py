@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 # Log widths of the priors. Chosen on sources left out of the fit: three measured rows of each then bring the mean of
 # median errors from 14 % to 9 % (benchmarks/fit_physics.py --leave-one-out). The host's is ours: how long a
 # launch takes differs by about 30 % between hosts, and 0.25, 0.4 and 0.8 give published runs the same 5.7 % median
-# (`phalanx validate --draw 3`, seeds 0 to 4).
+# (`phalanx backtest --draw 3`, seeds 0 to 4).
 PRIOR_SIGMA = {"compute": 0.07, "memory": 0.1, "host": 0.3, "inner_traffic": 0.5, "outer_traffic": 0.4}
 PRIOR_AT = (
     3.0  # a factor further than this many sigmas from 1 costs linearly: a system that is off throughout may be far off

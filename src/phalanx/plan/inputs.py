@@ -322,7 +322,7 @@ class _Look:
                     what=f"is not the tokenizer that made the data: its digest is {ours.sha256[:12]}…, "
                     f"and the manifest says {manifest.tokenizer_sha256[:12]}…",
                     why="what the numbers in the data mean is not known",
-                    fix="phalanx data verify says what else changed; build it again",
+                    fix="phalanx data checksum says what else changed; build it again",
                 )
             )
             return

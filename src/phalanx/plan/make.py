@@ -19,6 +19,7 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan import request
+from phalanx.plan import request as asking
 from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.bill import run_bill
 from phalanx.plan.compute import element_bytes
@@ -31,19 +32,20 @@ from phalanx.plan.prediction import Duration, predict_layout, run_duration, toke
 from phalanx.plan.reasons import explain_alternative
 from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
 from phalanx.plan.request import PlanRequest, request_from_job
+from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.plan.trainable import trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
-LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
+LONGEST_TIMED_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
 POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
 
 
 def plan(
     job: Job | ResolvedJob | str | Path,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     *,
     calibration: CalibrationNote | str | Path | None = None,
     hopeless: bool = False,
@@ -253,7 +255,7 @@ def _bad_interval(ask: PlanRequest, trouble: Reliability) -> Problem:
 
 def _too_long(ask: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
     """A run nobody will wait for, and how many devices would make it one they might."""
-    if not LONGEST_S < lasting.wall_s < float("inf"):
+    if not LONGEST_TIMED_S < lasting.wall_s < float("inf"):
         return ()
     unit = ask.cluster.domain_devices
     needed = math.ceil(layout.devices * lasting.wall_s / BEARABLE_S / unit) * unit

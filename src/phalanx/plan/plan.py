@@ -17,6 +17,7 @@ from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction
 from phalanx.plan.reasons import Alternative
 from phalanx.plan.reliability import Reliability
+from phalanx.units import format_seconds
 
 SCHEMA = "phalanx.plan/1"
 
@@ -77,9 +78,13 @@ class Plan:
 
     def __str__(self) -> str:
         """The page that `phalanx plan` prints."""
+        return self.page()
+
+    def page(self, *, top: int = 6) -> str:
+        """The page that `phalanx plan` prints; `top` limits runners-up and Pareto points."""
         from phalanx.plan.text import plan_text
 
-        return plan_text(self)
+        return plan_text(self, top=top)
 
     def __repr__(self) -> str:
         """One line: what, where, how, how fast."""

@@ -18,7 +18,7 @@ from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build_space
 from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %
-# (mean over 13 sources of the median error, phalanx validate, 2026-11-15), so a lead of 2 % on paper is no evidence.
+# (mean over 13 sources of the median error, phalanx backtest, 2026-11-15), so a lead of 2 % on paper is no evidence.
 SAME = 1.02
 # A simpler layout may fill this much of the usable memory, or as much as the fastest does: memory is off by 5.7 %
 # (median, the same run), and a plan that runs out of it is not simple.

@@ -27,12 +27,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
 from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import EventReader
+
+if TYPE_CHECKING:
+    from phalanx.record.account.summary import Summary
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
@@ -52,6 +55,53 @@ class Run:
     def name(self) -> str:
         """The folder's own name."""
         return self.path.name
+
+    def __str__(self) -> str:
+        """The page that `phalanx train` prints at the end."""
+        from phalanx.record.report.report import render_text
+
+        return render_text(self.summary())
+
+    def __repr__(self) -> str:
+        return f"<Run: {self.path}, {self.status().get('state', 'created')}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import document_as_html
+        from phalanx.record.report.html import render_html
+        from phalanx.record.report.story import read_run_report
+
+        return document_as_html(render_html(read_run_report(self), made=str(self.path)))
+
+    def summary(self) -> Summary:
+        """What the run came to, as far as it went: measured beside predicted."""
+        from phalanx.record.account.summary import summarize
+        from phalanx.record.report.story import with_lost_processes
+
+        return with_lost_processes(self, summarize(self))
+
+    def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
+        """Numbers by step, as `run.frame("loss", "tokens_per_s")`; without names, all that were recorded.
+
+        A pandas DataFrame indexed by step, or a dict of numpy columns with `step` where pandas is not installed. `rank`
+        is the lowest one with a record, unless given. Steps that were done again count once.
+        """
+        from phalanx.io.notebook import as_frame
+        from phalanx.record.archive.history import RunHistory
+
+        return as_frame(RunHistory.open(self).by_step(names, rank=rank, first=first, last=last), index="step")
+
+    def plot(self, *names: str, rank: int | None = None) -> RunPlot:
+        """Curves over the steps, as `run.plot("loss", "tokens_per_s")`: an SVG each, which a notebook shows."""
+        from phalanx.io.svg import PlotLine, axis_format, line_plot
+        from phalanx.record.archive.history import RunHistory
+
+        history = RunHistory.open(self)
+        drawn = []
+        for name in names or ("loss",):
+            curve = history.curve(name, rank=rank)
+            line = PlotLine(label=name, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style="1")
+            drawn.append(line_plot(name, [line], show=axis_format(curve.unit)))
+        return RunPlot(names=names or ("loss",), svgs=tuple(drawn))
 
     @property
     def job_toml(self) -> Path:
@@ -272,6 +322,27 @@ class Run:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlot:
+    """Curves of a run."""
+
+    names: tuple[str, ...]
+    svgs: tuple[str, ...]  # empty texts where nothing was recorded
+
+    def __repr__(self) -> str:
+        return f"<RunPlot: {', '.join(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import document_as_html
+        from phalanx.record.report.style import CSS
+
+        figures = "".join(
+            f"<figure><figcaption><b>{name}</b></figcaption>{svg}</figure>"
+            for name, svg in zip(self.names, self.svgs, strict=True)
+        )
+        return document_as_html(f'<style>{CSS}</style><div class="plots">{figures}</div>', height=320)
 
 
 def _lock(file: TextIO, *, patience_s: float) -> bool:

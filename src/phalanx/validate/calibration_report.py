@@ -14,6 +14,7 @@ from phalanx.errors import mistake
 from phalanx.io.files import read_text, write_text
 from phalanx.io.values import seconds
 from phalanx.plan import request
+from phalanx.plan import request as asking
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
@@ -21,6 +22,7 @@ from phalanx.plan.prediction import step_interval
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 from phalanx.record.account.memberships import layout_spans, raw_lines
+from phalanx.record.account.memberships import layout_spans
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import parse_event
 from phalanx.record.run import Run
@@ -160,7 +162,7 @@ def calibration_text(report: CalibrationReport) -> str:
     lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
     if report.skipped:
         lines.append(
-            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx validate says why"
+            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx backtest says why"
         )
     if report.median_error_after > report.median_error_before:
         lines.append("warning: these measurements disagree with each other more than with the prediction; plan without")

@@ -69,7 +69,7 @@ class Regret:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorecard:
-    """Everything `phalanx validate` prints; None where the table has no such measurements."""
+    """Everything `phalanx backtest` prints; None where the table has no such measurements."""
 
     rows: int
     priced: int

@@ -201,6 +201,28 @@ class RunHistory:
             mean=_values(found.mean * scale),
         )
 
+    def by_step(
+        self, names: Sequence[str] = (), *, rank: int | None = None, first: int | None = None, last: int | None = None
+    ) -> dict[str, list[float | int | None]]:
+        """Columns of a rank with a row per recorded step, `step` first; None where a series has no value."""
+        low, high = self.first_step, self.last_step
+        chosen = tuple(names) or self.names()
+        columns: dict[str, list[float | int | None]] = {"step": [], **{name: [] for name in chosen}}
+        if low is None or high is None:
+            return columns
+        low, high = max(low, low if first is None else first), min(high, high if last is None else last)
+        for begin in range(low, high + 1, RAW_STEPS):  # a longer curve would be drawn from means of blocks
+            end = min(begin + RAW_STEPS - 1, high)
+            found = {}
+            for name in chosen:
+                curve = self.curve(name, rank=rank, first=begin, last=end, points=RAW_STEPS)
+                found[name] = dict(zip(curve.step, curve.mean, strict=True))
+            steps = sorted(set().union(*found.values()))
+            columns["step"] += steps
+            for name in chosen:
+                columns[name] += [found[name].get(step) for step in steps]
+        return columns
+
     def mesh(self, name: str, *, columns: int = 120, first: int | None = None, last: int | None = None) -> Mesh:
         """A series of all ranks in at most `columns` columns.
 

@@ -96,7 +96,7 @@ def _drill(evidence: Evidence) -> tuple[Outcome, ...]:
             f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",
             value=one.path,
             impact=Impact(note="a crash loop may go on for ever"),
-            fix=f"phalanx drill --check {one.path}",
+            fix=f"phalanx drill --read-record {one.path}",
         ),
     )
 

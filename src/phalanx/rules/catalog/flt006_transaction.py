@@ -116,7 +116,7 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
             value=one.path,
             impact=RARE,
-            fix=f"phalanx drill --check {one.path}",
+            fix=f"phalanx drill --read-record {one.path}",
         ),
     )
 

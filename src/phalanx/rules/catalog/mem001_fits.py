@@ -86,7 +86,7 @@ RULE = Rule(
     requirement="The predicted peak of the fullest device leaves a tenth of its memory free.",
     why="""
 A job that does not fit ends after the devices were taken. A prediction is not a measurement: ours misses the reserved
-memory of published runs by 5.7 % in the median (`phalanx validate`, 2026-11-15), and on a device of 80 GB the
+memory of published runs by 5.7 % in the median (`phalanx backtest`, 2026-11-15), and on a device of 80 GB the
 driver's context, NCCL's buffers and fragmentation take several GB more. On a host the page cache and everybody else
 live in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out exactly and gets 92 %.
 """,
@@ -126,7 +126,7 @@ zero = 3
     references=(
         Reference(text="Rajbhandari et al., ZeRO, arXiv:1910.02054", mark="recalled"),
         Reference(text="Korthikanti et al., activation memory, arXiv:2205.05198", mark="recalled"),
-        Reference(text="phalanx validate: memory of 936 published runs, docs/validation.md", mark="computed"),
+        Reference(text="phalanx backtest: memory of 936 published runs, docs/validation.md", mark="computed"),
     ),
     check=check,
 )

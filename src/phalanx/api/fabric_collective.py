@@ -1,18 +1,18 @@
-"""`phalanx fabric collective`: which algorithm and protocol NCCL picks, and how long the collective takes."""
+"""Collectives: which algorithm and protocol NCCL picks, and how long the collective takes."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cli.options import add_json
-from phalanx.cli.output import print_json, say
+from phalanx.api.results import PublicResult, plain
 from phalanx.errors import mistake, nearest
 from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster
+    from phalanx.network.collective_answer import CollectiveAnswer, PickRange
     from phalanx.network.collective_fit import AlphaBeta, Measured, Operation, Point
     from phalanx.network.nccl_system import NcclSystem
 
@@ -21,53 +21,81 @@ SIZES = "64KiB..16GiB"
 MOST_FILE_BYTES = 16 << 20
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `phalanx fabric collective`."""
-    parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
-    parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} ({KINDS[0]})")
-    parser.add_argument("--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range as 1MiB..16GiB ({SIZES})")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, help="per GPU (the cluster's)")
-    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), help="of the hosts (intel; arm with GB200)")
-    parser.add_argument("--no-nvls", action="store_true", help="NCCL_NVLS_ENABLE=0: no sums in the NVSwitch")
-    parser.add_argument("--sharp", action="store_true", help="the network's switches add too (CollNet)")
-    parser.add_argument("--fit", metavar="FILE", help="your measurements: nccl-tests' output, or CSV with bytes and us")
-    add_json(parser)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class CollectiveTimes(PublicResult):
+    """Which algorithm and protocol NCCL picks for each message size, and how long the collective takes."""
+
+    kind: Operation
+    cluster: Cluster
+    sizes: tuple[CollectiveAnswer, ...]
+    ruled: tuple[PickRange, ...]
+    has_model: bool  # of NCCL's choice; else only the measurements speak
+    fit: AlphaBeta | None
+    measured: Measured | None
+
+    def __str__(self) -> str:
+        from phalanx.network import collective_answer as text
+
+        parts = [f"{self.kind}, {_named(self.cluster)}\n"]
+        if len(self.sizes) == 1:
+            pairs = text.show_pairs(self.sizes[0]) + "\n\n" if self.has_model else ""
+            parts.append(pairs + text.show_expected(self.sizes[0]))
+        else:
+            parts.append(text.show_sizes(self.sizes))
+        if self.ruled and len(self.sizes) > 1:
+            parts.append("\n" + text.show_pick_ranges(self.ruled))
+        if self.fit is not None and self.measured is not None:
+            parts.append(_footing(self.fit, self.measured, self.kind))
+        else:
+            parts.append(text.MODEL_NOTE)
+        return "\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer for every size."""
+        assumed = self.measured is not None and not self.measured.named
+        group = {"cluster": self.cluster.name, "ranks": self.cluster.devices, "kind": self.kind, "fit": plain(self.fit)}
+        return {**group, "fit_kind_assumed": assumed, "sizes": plain(self.sizes), "reigns": plain(self.ruled)}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Ask and print."""
+def collective(
+    cluster: str | Path | Cluster,
+    kind: str = KINDS[0],
+    nbytes: str | int = SIZES,
+    *,
+    nic_gbps: float | None = None,
+    cpu: Literal["intel", "amd", "arm"] | None = None,
+    nvls: bool = True,
+    sharp: bool = False,
+    fit: str | Path | None = None,
+) -> CollectiveTimes:
+    """Which algorithm and protocol NCCL picks for a collective, and how long it takes.
+
+    `nbytes` is a size or a range, as "1MiB..16GiB"; `fit` a file of nccl-tests or CSV with your own measurements.
+
+    >>> len(collective("8xH100:16", "all-reduce", "64MiB").sizes)
+    1
+    """
     from phalanx.hardware.cluster import resolve
+    from phalanx.hardware.types import Cluster
     from phalanx.network.collective_answer import collective_answers, pick_ranges
     from phalanx.network.sizes import parse_sizes
 
-    kind, sizes = _kind(args.kind), parse_sizes(args.bytes, "--bytes")
-    cluster = _with_nic(resolve(args.cluster), args.nic_gbps)
-    if cluster.devices < 2:
-        raise mistake(f"cluster {cluster.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
-    measured = _measured(args.fit, kind, cluster) if args.fit else None
-    comm = _model(args, cluster, kind)
-    fit = _fit(measured.points, cluster, kind) if measured else None
-    found = collective_answers(comm, None if kind == "all-to-all" else kind, sizes, fit)
-    ruled = pick_ranges(comm, kind, sizes[0], sizes[-1]) if comm and kind != "all-to-all" else ()
-    if args.json:
-        assumed = measured is not None and not measured.named
-        group = {"cluster": cluster.name, "ranks": cluster.devices, "kind": kind, "fit": fit}
-        print_json({**group, "fit_kind_assumed": assumed, "sizes": found, "reigns": ruled})
-        return 0
-    from phalanx.network import collective_answer
-
-    say(f"{kind}, {_named(cluster)}\n")
-    if len(sizes) == 1:
-        say(
-            (collective_answer.show_pairs(found[0]) + "\n\n" if comm else "")
-            + collective_answer.show_expected(found[0])
-        )
-    else:
-        say(collective_answer.show_sizes(found))
-    if ruled and len(sizes) > 1:
-        say("\n" + collective_answer.show_pick_ranges(ruled))
-    say(_footing(fit, measured, kind) if fit and measured else collective_answer.MODEL_NOTE)
-    return 0
+    wanted, sizes = _kind(kind), parse_sizes(str(nbytes), "--bytes")
+    found = _with_nic(cluster if isinstance(cluster, Cluster) else resolve(cluster), nic_gbps)
+    if found.devices < 2:
+        raise mistake(f"cluster {found.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
+    measured = _measured(str(fit), wanted, found) if fit else None
+    comm = _model(found, wanted, nvls=nvls, cpu=cpu, sharp=sharp, has_fit=bool(fit))
+    line = _fit(measured.points, found, wanted) if measured else None
+    return CollectiveTimes(
+        kind=wanted,
+        cluster=found,
+        sizes=tuple(collective_answers(comm, None if wanted == "all-to-all" else wanted, sizes, line)),
+        ruled=tuple(pick_ranges(comm, wanted, sizes[0], sizes[-1]) if comm and wanted != "all-to-all" else ()),
+        has_model=comm is not None,
+        fit=line,
+        measured=measured,
+    )
 
 
 def _named(cluster: Cluster) -> str:
@@ -98,13 +126,21 @@ def _with_nic(cluster: Cluster, nic_gbps: float | None) -> Cluster:
     return replace(cluster, nic_bytes_per_s=nic_gbps * 1e9 / 8)
 
 
-def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> NcclSystem | None:
+def _model(
+    cluster: Cluster,
+    kind: Operation,
+    *,
+    nvls: bool,
+    cpu: Literal["intel", "amd", "arm"] | None,
+    sharp: bool,
+    has_fit: bool,
+) -> NcclSystem | None:
     """None where only the fit can speak."""
     from phalanx.errors import UserError
     from phalanx.network.nccl_cluster import nccl_system
 
     if kind == "all-to-all":
-        if not args.fit:
+        if not has_fit:
             raise mistake(
                 "--kind all-to-all",
                 "NCCL has no algorithms for it: it is sends and receives",
@@ -112,9 +148,9 @@ def _model(args: argparse.Namespace, cluster: Cluster, kind: Operation) -> NcclS
             )
         return None
     try:
-        return nccl_system(cluster, nvls=not args.no_nvls, cpu=args.cpu, sharp=args.sharp)
+        return nccl_system(cluster, nvls=nvls, cpu=cpu, sharp=sharp)
     except UserError:
-        if args.fit:
+        if has_fit:
             return None
         raise
 

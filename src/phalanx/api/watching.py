@@ -1,26 +1,29 @@
-"""The verdicts beside a run that is watched, worked out in a thread of their own so that the screen never waits."""
+"""Follow a run: looks at it while it grows, with verdicts worked out in a thread so that nobody waits for them."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-TYPE_CHECKING = False
+from phalanx.api.results import PublicResult, plain
+from phalanx.record.report.view import View, Watcher
+from phalanx.record.run import Run
+
 if TYPE_CHECKING:
-    from phalanx.record.run import Run
     from phalanx.rules.judge import Finding
     from phalanx.rules.live import Verdicts
 
 LEAST_S = 2.0  # between two judgements
 REST = 10.0  # and ten times what the last one took: at most a tenth of a core
 PATIENCE_S = 20.0  # for the last word on a run that is over
-MOST_TOLD = 3  # findings on the screen
 MOST_LISTED = 20  # findings in an object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class KnownVerdicts:
     """The newest verdicts, or why there are none."""
 
     verdicts: Verdicts | None = None
@@ -60,23 +63,23 @@ class Known:
         }
 
 
-class Checker:
+class BackgroundCheck:
     """Judges a run in the background; `known` is always there at once."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._known = Known()
+        self._known = KnownVerdicts()
         self._changed = threading.Condition()
         self._over = False
         # A daemon: Ctrl-C does not wait for a verdict nobody is going to read.
         threading.Thread(target=self._work, daemon=True, name="phalanx-check").start()
 
     @property
-    def known(self) -> Known:
+    def known(self) -> KnownVerdicts:
         """The newest verdicts."""
         return self._known
 
-    def last(self, wait_s: float = PATIENCE_S) -> Known:
+    def last(self, wait_s: float = PATIENCE_S) -> KnownVerdicts:
         """The verdicts on a run that is over; what is known by then where that takes longer than `wait_s`."""
         until_s = time.monotonic() + wait_s
         with self._changed:
@@ -90,7 +93,7 @@ class Checker:
         try:
             self._judge()
         except Exception as error:  # a fault of ours must not end the watching
-            self._tell(Known(trouble=f"could not be worked out ({type(error).__name__})", is_last=True))
+            self._tell(KnownVerdicts(trouble=f"could not be worked out ({type(error).__name__})", is_last=True))
 
     def _judge(self) -> None:
         from phalanx.rules.live import LiveCheck
@@ -101,12 +104,71 @@ class Checker:
             over, began_s = self._over, time.monotonic()
             verdicts = check.look()
             last = verdicts.is_last or (over and verdicts.is_settled)
-            self._tell(Known(verdicts=verdicts, is_last=last))
+            self._tell(KnownVerdicts(verdicts=verdicts, is_last=last))
             with self._changed:
                 if not self._over:
                     self._changed.wait(max(LEAST_S, REST * (time.monotonic() - began_s)))
 
-    def _tell(self, known: Known) -> None:
+    def _tell(self, known: KnownVerdicts) -> None:
         with self._changed:
             self._known = known
             self._changed.notify_all()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RunLook(PublicResult):
+    """A run at one moment: its state and numbers, what is new since the look before, and the findings so far."""
+
+    view: View
+    remarks: tuple[str, ...]
+    check: KnownVerdicts
+
+    def __str__(self) -> str:
+        return self.view.progress.line() if self.view.progress is not None else "no step yet"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing more is to come from the run."""
+        return self.view.over
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `phalanx watch --json` prints on a line."""
+        s, p = self.view.summary, self.view.progress
+        cost = s.cost.so_far if s.cost is not None else None
+        found = {
+            "state": self.view.state,
+            "step": p.step if p is not None else 0,
+            "steps": p.steps if p is not None else None,
+            "loss": p.loss if p is not None else None,
+            "tokens_per_s": p.tokens_per_s if p is not None else None,
+            "mean_tokens_per_s": s.tokens_per_s.measured,
+            "left_s": p.left_s if p is not None else None,
+            "mfu": s.mfu.measured,
+            "memory_bytes": s.memory_bytes.measured,
+            "noise_scale": s.noise_scale,
+            "effective": s.effective_time.measured,
+            "accounts": s.ledger.accounts if s.ledger is not None else None,
+            "so_far": cost,
+            "incidents": len(s.incidents),
+            "stragglers": self.view.scores.named,
+            "saved_step": self.view.saved_step,
+            "damage": s.damage,
+            "check": self.check.as_json(),
+        }
+        shown = plain(found)
+        assert isinstance(shown, dict)
+        return shown
+
+
+def run_looks(run: Run, *, every_s: float) -> Iterator[RunLook]:
+    """A look every `every_s` seconds until the run is over; the last one waits for the verdicts on the whole."""
+    watcher, checker = Watcher(run), BackgroundCheck(run)
+    while True:
+        view = watcher.look()
+        remarks = tuple(watcher.remarks())
+        if view.over:
+            yield RunLook(view=view, remarks=remarks, check=checker.known)
+            yield RunLook(view=view, remarks=(), check=checker.last())
+            return
+        yield RunLook(view=view, remarks=remarks, check=checker.known)
+        time.sleep(every_s)

@@ -1,4 +1,4 @@
-"""`phalanx validate`: exit codes, what goes where, and nothing half-written."""
+"""`phalanx backtest`: exit codes, what goes where, and nothing half-written."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ def table(tmp_path):
 
 
 def test_page_on_stdout(table, capsys):
-    assert main(["validate", str(table)]) == 0
+    assert main(["backtest", str(table)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("2 of 3 rows priced\n  1 not: unknown accelerator 'H900'\n")
     assert err == ""
@@ -33,7 +33,7 @@ def test_page_on_stdout(table, capsys):
 
 def test_predictions_file(table, tmp_path, capsys):
     target = tmp_path / "out.csv"
-    assert main(["validate", str(table), "--predictions", str(target)]) == 0
+    assert main(["backtest", str(table), "--predictions", str(target)]) == 0
     assert f"wrote 3 rows to {target}" in capsys.readouterr().err
     lines = target.read_text().splitlines()
     assert lines[0] == "id,step_s,step_s_lo,step_s_hi,mem_gb,fits"
@@ -49,13 +49,13 @@ def test_hiding_the_measurements_changes_no_byte(table, tmp_path, capsys):
     blind = tmp_path / "blind.csv"
     blind.write_text(table.read_text().replace(",3.0\n", ",\n"))
     for source, target in ((table, "a.csv"), (blind, "b.csv")):
-        assert main(["validate", str(source), "--predictions", str(tmp_path / target)]) == 0
+        assert main(["backtest", str(source), "--predictions", str(tmp_path / target)]) == 0
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
     assert "no row of this table has a measured step_s that counts" in capsys.readouterr().out
 
 
 def test_json(table, capsys):
-    assert main(["validate", str(table), "--json"]) == 0
+    assert main(["backtest", str(table), "--json"]) == 0
     out, err = capsys.readouterr()
     data = json.loads(out)
     assert err == ""
@@ -68,7 +68,7 @@ def test_json(table, capsys):
 
 
 def test_the_published_fixture(capsys):
-    assert main(["validate", FIXTURE, "--json"]) == 0
+    assert main(["backtest", FIXTURE, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scorecard"]["mean_median"] < 0.12
 
 
@@ -79,7 +79,7 @@ def test_calibrate_from_a_second_table(table, tmp_path, capsys):
     )
     steps = []
     for options in ([], ["--calibrate", str(known)]):
-        assert main(["validate", str(table), "--json", *options]) == 0
+        assert main(["backtest", str(table), "--json", *options]) == 0
         data = json.loads(capsys.readouterr().out)
         steps.append(data["predictions"][0]["step_s"])
     assert data["calibrated_on_rows"] == 3
@@ -89,7 +89,7 @@ def test_calibrate_from_a_second_table(table, tmp_path, capsys):
 def test_draw_is_seeded(capsys):
     pages = []
     for seed in ("1", "1", "2"):
-        assert main(["validate", FIXTURE, "--draw", "3", "--seed", seed]) == 0
+        assert main(["backtest", FIXTURE, "--draw", "3", "--seed", seed]) == 0
         pages.append(capsys.readouterr().out)
     assert pages[0] == pages[1] != pages[2]
     assert "each source calibrated on its measured rows" in pages[0]
@@ -97,7 +97,7 @@ def test_draw_is_seeded(capsys):
 
 def test_drawing_every_row_leaves_an_empty_table(table, capsys):
     table.write_text(f"{HEADER}\n{LINES[0]}\n")
-    assert main(["validate", str(table), "--draw", "5"]) == 0
+    assert main(["backtest", str(table), "--draw", "5"]) == 0
     assert capsys.readouterr().out.startswith("0 of 0 rows priced")
 
 
@@ -122,7 +122,7 @@ def test_an_unreadable_table_exits_2_and_writes_nothing(table, tmp_path, capsys,
     if content is not None:
         bad.write_bytes(content)
     names = [str(bad)] if place == "table" else [str(table), "--calibrate", str(bad)]
-    assert main(["validate", *names, "--predictions", str(target)]) == 2
+    assert main(["backtest", *names, "--predictions", str(target)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert told in err
@@ -133,13 +133,13 @@ def test_an_unreadable_table_exits_2_and_writes_nothing(table, tmp_path, capsys,
 def test_an_old_predictions_file_survives_a_bad_table(tmp_path, capsys):
     target = tmp_path / "out.csv"
     target.write_text("old")
-    assert main(["validate", str(tmp_path / "no.csv"), "--predictions", str(target)]) == 2
+    assert main(["backtest", str(tmp_path / "no.csv"), "--predictions", str(target)]) == 2
     assert target.read_text() == "old"
     assert capsys.readouterr().out == ""
 
 
 def test_an_unwritable_target_is_the_worlds_fault(table, tmp_path, capsys):
-    assert main(["validate", str(table), "--predictions", str(tmp_path / "no" / "out.csv")]) == 3
+    assert main(["backtest", str(table), "--predictions", str(tmp_path / "no" / "out.csv")]) == 3
     out, err = capsys.readouterr()
     assert out == ""
     assert "cannot be written: No such file or directory" in err
@@ -148,7 +148,7 @@ def test_an_unwritable_target_is_the_worlds_fault(table, tmp_path, capsys):
 @pytest.mark.parametrize("options", [["--draw", "-1"], ["--draw", "3", "--calibrate", "TABLE"]])
 def test_options_that_make_no_sense(table, capsys, options):
     options = [str(table) if one == "TABLE" else one for one in options]
-    assert main(["validate", str(table), *options]) == 2
+    assert main(["backtest", str(table), *options]) == 2
     assert "--draw: needs a positive number and excludes --calibrate" in capsys.readouterr().err
 
 
@@ -158,7 +158,7 @@ def test_options_that_make_no_sense(table, capsys, options):
     ids=lambda value: " ".join(value),
 )
 def test_a_wrong_call_exits_2(capsys, arguments):
-    assert main(["validate", *arguments]) == 2
+    assert main(["backtest", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err
@@ -167,7 +167,7 @@ def test_a_wrong_call_exits_2(capsys, arguments):
 
 def test_all_rows_unpriceable_is_still_an_answer(table, capsys):
     table.write_text(f"{HEADER}\n{LINES[1]}\n")
-    assert main(["validate", str(table)]) == 0
+    assert main(["backtest", str(table)]) == 0
     assert capsys.readouterr().out.startswith("0 of 1 rows priced\n  1 not: unknown accelerator 'H900'\n")
 
 
@@ -176,5 +176,5 @@ def test_one_garbage_cell_does_not_cost_the_other_rows(tmp_path, capsys, cells):
     [(name, value)] = cells.items()
     path = tmp_path / "runs.csv"
     path.write_text(f"{HEADER},{name}\n{LINES[0].replace('llama-3-8b', 'x')},{value}\n{LINES[2]},\n")
-    assert main(["validate", str(path)]) == 0
+    assert main(["backtest", str(path)]) == 0
     assert capsys.readouterr().out.startswith("1 of 2 rows priced")

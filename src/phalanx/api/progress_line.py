@@ -1,4 +1,4 @@
-"""The line that shows how a run goes: redrawn in place on a terminal, repeated now and then where there is none."""
+"""How a run goes, for a person: a line redrawn in place on a terminal, repeated now and then where there is none."""
 
 from __future__ import annotations
 
@@ -7,35 +7,50 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from phalanx.cli.output import note
+from phalanx.api.results import Tell, silent
 from phalanx.io.visible import visible
-from phalanx.record.report.live import Follower
+from phalanx.record.report.follow import Follower
 from phalanx.record.run import Run
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from rich.live import Live as RichLive
+    from rich.live import Live
     from rich.text import Text
 
-PLAIN_S = 5.0  # between lines where stderr is a file or a pipe
+PLAIN_S = 5.0  # between lines where there is no terminal
 REDRAW_S = 0.2
 
 
-class Live:
+def tell_stderr(text: str) -> None:
+    """A line of progress or advice for a person."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def teller(progress: bool | Tell) -> Tell:
+    """Where lines of progress go: to stderr, nowhere, or to a function of the caller."""
+    if callable(progress):
+        return progress
+    return tell_stderr if progress else silent
+
+
+class ProgressLine:
     """A context: while it is open, `tick` keeps the line fresh."""
 
-    def __init__(self, run: Run, *, steps: int, world: int, since_s: float, terminal: bool = True) -> None:
+    def __init__(
+        self, run: Run, *, steps: int, world: int, since_s: float, tell: Tell = tell_stderr, terminal: bool = True
+    ) -> None:
         self._follower = Follower(run, steps=steps, since_s=since_s)
         self._waiting = f"starting {plural(world, 'rank')} …"
         self._shown = ""
         self._at_s = 0.0
-        self._display = _terminal() if terminal and sys.stderr.isatty() else None
+        self._tell = tell
+        self._display = _terminal() if terminal and tell is tell_stderr and sys.stderr.isatty() else None
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> ProgressLine:
         if self._display is not None:
             self._display.start()
         else:
-            note(self._waiting)
+            self._tell(self._waiting)
         return self
 
     def __exit__(
@@ -47,7 +62,7 @@ class Live:
             self._display.stop()
         line = self._line()
         if line not in (self._shown, self._waiting) or (self._display is not None and line != self._waiting):
-            note(line)
+            self._tell(line)
 
     def tick(self) -> None:
         """Look for news; cheap enough to be called ten times a second."""
@@ -62,30 +77,31 @@ class Live:
             return
         self._shown = line
         if self._display is not None:
-            self._display.update(_text(line), refresh=True)
+            self._display.update(terminal_text(line), refresh=True)
         elif line != self._waiting:
-            note(line)
+            self._tell(line)
 
     def note(self, text: str) -> None:
         """A line that stays, above the one that moves."""
         if self._display is not None:
-            self._display.console.print(_text(text))
+            self._display.console.print(terminal_text(text))
         else:
-            note(text)
+            self._tell(text)
 
     def _line(self) -> str:
         progress = self._follower.progress
         return self._waiting if progress is None else progress.line()
 
 
-def _terminal() -> RichLive:
+def _terminal() -> Live:
     from rich.console import Console
-    from rich.live import Live as RichLive  # imported only on a terminal: 60 ms
+    from rich.live import Live  # imported only on a terminal: 60 ms
 
-    return RichLive(console=Console(stderr=True, highlight=False), auto_refresh=False, transient=True)
+    return Live(console=Console(stderr=True, highlight=False), auto_refresh=False, transient=True)
 
 
-def _text(line: str) -> Text:
+def terminal_text(line: str) -> Text:
+    """One line as rich prints it: control characters spelt out, cut at the edge of the terminal."""
     from rich.text import Text
 
     return Text(visible(line), overflow="ellipsis", no_wrap=True)

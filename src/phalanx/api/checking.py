@@ -1,0 +1,423 @@
+"""The training specification: check a job, a plan or a run, mend a job file, and read the rules."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.jobs import look_at_files, override_texts
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.job.load import ResolvedJob, load
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+from phalanx.rules.api import check as check_path
+from phalanx.rules.api import check_evidence, this_day
+from phalanx.rules.gather import Request, gather_evidence, is_plan, of_job
+from phalanx.units import MB, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.explain import Answer
+    from phalanx.rules.fixes import JobFix
+    from phalanx.rules.judge import CheckReport
+    from phalanx.rules.profiles import Profile
+    from phalanx.rules.rule import Rule
+
+PROGRESS_S = 2.0  # a log that is read faster needs no progress
+
+
+def check(
+    target: str | Path | Plan | Run | ResolvedJob | Job,
+    *,
+    overrides: Overrides = (),
+    cluster: str | None = None,
+    profile: str | None = None,
+    plan: str | Path | None = None,
+    drills: Sequence[str | Path] = (),
+    parity: tuple[str | Path, str | Path] | None = None,
+    source: str = "",
+    waivers: str | Path | None = None,
+    select: str = "",
+    ignore: str = "",
+    require_evidence: bool = False,
+    tell: Tell = silent,
+) -> CheckReport:
+    """What the training specification says of a job, a plan, a run, or another trainer's configuration.
+
+    `target` is a path, or what `load`, `plan`, `train` or `run` returned. `select` and `ignore` are rule ids or their
+    beginnings, as "CKP,FLT001". The result lists findings, prints as text, shows as HTML in a notebook, and
+    `frame()` gives a table. Raises UserError when the target cannot be checked.
+
+    >>> report = check("examples/llama-3-8b-64xH100.toml", select="BAT")
+    >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
+    {'BAT'}
+    """
+    request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    if isinstance(target, Run):
+        target = target.path
+    if not isinstance(target, str | Path):
+        return _check_value(target, request, select=select, ignore=ignore, require_evidence=require_evidence)
+    path = Path(target)
+    if path.is_file() and not is_plan(path) and not _is_foreign(path, request):
+        # whether the files of a job fit it; no rule reads files of that size
+        warn(look_at_files(load(path, overrides=request.overrides), tell).warnings, tell)
+    progress = ReadProgress(str(target), tell)
+    try:
+        return check_path(
+            str(target),
+            request=request,
+            select=select,
+            ignore=ignore,
+            require_evidence=require_evidence,
+            progress=progress,
+        )
+    except KeyboardInterrupt:
+        if progress.read:
+            tell(progress.read)
+        raise
+
+
+def _check_value(
+    target: Plan | ResolvedJob | Job, request: Request, *, select: str, ignore: str, require_evidence: bool
+) -> CheckReport:
+    """A job or a plan in memory; a plan without its file has no lines to point at."""
+    made = target if isinstance(target, Plan) else None
+    job = target.job if isinstance(target, Plan) else target
+    if not isinstance(job, Job | ResolvedJob):
+        raise mistake(
+            "phalanx.check",
+            f"target = {str(target)[:60]!r} is of type {type(target).__name__}",
+            fix="give a path, or what phalanx.load, plan, train or run returned",
+        )
+    resolved = job if isinstance(job, ResolvedJob) else ResolvedJob(job=job, path=Path(job.name), origins={})
+    evidence = of_job(resolved, request, today=this_day(), environ=dict(os.environ), made=made)
+    return check_evidence(evidence, select=select, ignore=ignore, require_evidence=require_evidence)
+
+
+def _request(
+    overrides: Overrides,
+    cluster: str | None,
+    profile: str | None,
+    plan: str | Path | None,
+    drills: Sequence[str | Path],
+    parity: tuple[str | Path, str | Path] | None,
+    source: str,
+    waivers: str | Path | None,
+) -> Request:
+    if plan and cluster:
+        what = "--plan and --cluster exclude each other"
+        raise mistake("phalanx check", what, fix="a plan has its cluster: give one")
+    folders = tuple(Path(name) for name in drills)
+    for folder in folders:
+        if not folder.is_dir():
+            fix = "name the folder that phalanx drill wrote into"
+            raise mistake(f"--drills {str(folder)[:200]}", "is not a folder", fix=fix)
+    return Request(
+        overrides=tuple(override_texts(overrides)),
+        cluster=cluster,
+        profile=profile,
+        plan=Path(plan) if plan else None,
+        drills=folders,
+        parity=(Path(parity[0]), Path(parity[1])) if parity else None,
+        source=source,
+        waivers=Path(waivers) if waivers else None,
+    )
+
+
+def _is_foreign(path: Path, request: Request) -> bool:
+    from phalanx.rules.foreign.detect import trainer_of_file
+
+    return bool(request.source or trainer_of_file(path))
+
+
+class ReadProgress:
+    """How far a log is read: a line every two seconds, for logs that take longer."""
+
+    def __init__(self, target: str, tell: Tell) -> None:
+        self.read = ""
+        self._target, self._tell = target, tell
+        self._told_s = time.monotonic()
+
+    def __call__(self, done_bytes: int, whole_bytes: int) -> None:
+        """Called while the log is read."""
+        self.read = f"{self._target}: read {done_bytes / MB:,.0f} of {whole_bytes / MB:,.0f} MB"
+        if time.monotonic() - self._told_s >= PROGRESS_S:
+            self._told_s = time.monotonic()
+            self._tell(self.read)
+
+
+def check_before_training(resolved: ResolvedJob, plan: Plan, *, refuse: bool, tell: Tell) -> None:
+    """What `train` asks first: errors are told in full, warnings in a line each. With `refuse`, errors raise."""
+    from phalanx.errors import RuleError
+    from phalanx.io.values import printable
+    from phalanx.rules.api import check_plan
+    from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
+
+    report = check_plan(resolved, plan)
+    for one in report.problems:
+        if one.severity == "error":
+            for _, text in finding_lines(one, report):
+                tell(printable(text, most=MOST_TEXT))
+        elif one.severity == "warning":
+            text = f"{shown_place(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
+            tell(f"check: {printable(text, most=MOST_TEXT)}")
+    tell(f"check: {summary_of(report)}")
+    if report.errors and refuse:
+        raise RuleError(
+            Problem(
+                where=report.target,
+                what=f"{plural(report.errors, 'error')} against the training specification {report.edition}: "
+                "nothing was started",
+                fix=f"fix them (phalanx check {report.target} --fix writes the safe edits), waive them with a "
+                "[[waiver]] in the job file, or start anyway with --no-check",
+            )
+        )
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FixedJob(PublicResult):
+    """The edits that cure findings of a job file, whether they are written, and what is left."""
+
+    target: str
+    cure: JobFix
+    diff: str  # unified; empty where nothing changes
+    written: bool
+    report: CheckReport  # after the edits; of the file as it is where nothing was written
+
+    def __str__(self) -> str:
+        return self.diff.removesuffix("\n")
+
+    @property
+    def exit_code(self) -> int:
+        """That of the report."""
+        return self.report.exit_code
+
+    @property
+    def notes(self) -> list[str]:
+        """What was edited, what was left alone, and how many findings that cures."""
+        from phalanx.rules.formats.text import shown_setting
+
+        lines = [f"{self.target}: left alone: {line}" for line in self.cure.left]
+        if self.written:
+            for remedy in self.cure.remedies:
+                lines.append(f"{self.target}: {remedy.rule}: {', '.join(shown_setting(edit) for edit in remedy.edits)}")
+        word = "fixed" if self.written else "would be fixed"
+        return [*lines, f"{self.target}: {plural(self.cure.cured, 'finding')} {word}"]
+
+
+def fix(
+    target: str | Path, *, unsafe: bool = False, write: bool = True, tell: Tell = silent, **options: Any
+) -> FixedJob:
+    """Edit a job file so that findings of `check` go away; `unsafe` also makes edits that change the training.
+
+    With `write=False` nothing is written and the result prints as a diff. Further options are those of `check`.
+    """
+    from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
+
+    path = Path(target)
+    _refuse_unmendable(path, options.get("source", ""))
+
+    said: list[str] = []  # every round of the search would say it again
+
+    def tell_once(text: str) -> None:
+        if text not in said:
+            said.append(text)
+            tell(text)
+
+    def checked(sets: Sequence[str] = ()) -> CheckReport:
+        return check(target, overrides=tuple(sets), tell=tell_once, **options)
+
+    before = read_exactly(path)
+    cure = find_fix(checked, unsafe=unsafe)
+    after = edited_text(before, cure.edits, where=str(target))
+    if write and after != before:
+        write_exactly(path, before, after)
+    return FixedJob(
+        target=str(target),
+        cure=cure,
+        diff=unified_difference(before, after, name=str(target)),
+        written=write,
+        report=checked(),
+    )
+
+
+def _refuse_unmendable(path: Path, source: str) -> None:
+    from phalanx.record.run import EVENTS
+    from phalanx.rules.foreign.detect import trainer_of_file
+
+    def refuse(what: str, fix: str) -> None:
+        raise mistake(str(path), f"{what}, and only job files are edited", fix=fix)
+
+    if path.is_dir():
+        refuse("is a run", "edit the job file that it was started from, and start it again")
+    if is_plan(path):
+        refuse("is a plan", "edit its job file, and plan again")
+    if path.is_file() and (source or trainer_of_file(path)):
+        refuse("is a configuration of another trainer", "phalanx import writes it as a job file")
+    folder = path.resolve().parent
+    if folder.is_dir() and any(EVENTS.fullmatch(name) for name in os.listdir(folder)):
+        refuse("belongs to a run and says how it was started", "edit the job file that it was started from")
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RuleList(PublicResult):
+    """Rules of the training specification; with a hardware profile, its limits."""
+
+    rules: tuple[Rule, ...]
+    profile: Profile | None
+
+    def __str__(self) -> str:
+        from phalanx.rules.edition import EDITION
+        from phalanx.rules.rule_page import TITLES, shown_limit
+
+        lines = [f"{plural(len(self.rules), 'rule')}, edition {EDITION}; phalanx explain ID prints one", ""]
+        group = ""
+        for rule in self.rules:
+            if rule.group != group:
+                group = rule.group
+                lines.append(f"{group}  {TITLES[group]}")
+            lines.append(
+                f"  {rule.id} {rule.severity[0].upper()} {rule.requires:<3} {rule.slug:<24} {rule.requirement}"
+            )
+            if self.profile is not None:
+                values = (
+                    f"{name} {shown_limit(one.profiles.get(self.profile.name, one.value), one.unit)}"
+                    for name, one in rule.limits.items()
+                )
+                lines.append(f"           {'; '.join(values)}")
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        """The index page of docs/rules."""
+        from phalanx.rules.rule_page import rule_index
+
+        return rule_index(self.rules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every rule with its limits, sources and text."""
+        from phalanx.rules.edition import EDITION
+        from phalanx.rules.rule_page import rule_sections
+
+        return {
+            "edition": EDITION,
+            "profile": self.profile.name if self.profile is not None else None,
+            "rules": [
+                {
+                    "id": rule.id,
+                    "slug": rule.slug,
+                    "group": rule.group,
+                    "severity": rule.severity,
+                    "requires": rule.requires,
+                    "uses": rule.uses,
+                    "limits": {name: self._limit(one) for name, one in rule.limits.items()},
+                    "profiles": rule.profiles,
+                    "softer_in": rule.softer_in,
+                    "harder_from": rule.harder_from,
+                    "sources": [{"text": one.text, "mark": one.mark} for one in rule.references],
+                    "sections": rule_sections(rule),
+                }
+                for rule in self.rules
+            ],
+        }
+
+    def _limit(self, limit: Any) -> dict[str, Any]:
+        one = self.profile
+        return {
+            "value": limit.profiles.get(one.name, limit.value) if one is not None else limit.value,
+            "unit": limit.unit,
+            "profiles": {} if one is not None else dict(limit.profiles),
+            "classes": dict(limit.classes),
+            "note": limit.note,
+        }
+
+    def write(self, folder: str | Path) -> int:
+        """Write an index and a page per rule; pages of rules that are no more are removed. Returns the number."""
+        from phalanx.io.files import write_text
+        from phalanx.rules.rule_page import WROTE, rule_pages
+
+        root, made = Path(folder), rule_pages(self.rules)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for old in root.glob("*.md"):
+                if old.name not in made and WROTE in old.read_text(encoding="utf-8", errors="replace"):
+                    old.unlink()
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            raise SystemFailure(Problem(where=str(root), what=what, fix="name another --write")) from error
+        for name, text in made.items():
+            write_text(root / name, text, fix="name another --write")
+        return len(made)
+
+
+def rules(select: str = "", *, profile: str | None = None) -> RuleList:
+    """The rules of the training specification; `select` as in `check`, `profile` one that they hold for."""
+    from phalanx.rules.edition import select_rules as select_rules
+    from phalanx.rules.profiles import find_profile
+
+    found = find_profile(profile) if profile else None
+    chosen = (one for one in select_rules(select) if found is None or not one.profiles or found.name in one.profiles)
+    return RuleList(rules=tuple(chosen), profile=found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class RulePage(PublicResult):
+    """One rule, with the numbers of a target in it where one was named."""
+
+    rule: Rule
+    answer: Answer | None
+
+    def __str__(self) -> str:
+        from phalanx.rules.explain import here
+        from phalanx.rules.rule_page import rule_page
+
+        text = rule_page(self.rule)
+        return (f"{here(self.answer)}\n{text}" if self.answer is not None else text).removesuffix("\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The page by section, and the findings."""
+        from phalanx.rules.formats.text import finding_dict
+        from phalanx.rules.rule_page import rule_sections
+
+        told: dict[str, Any] = {}
+        if self.answer is not None:
+            found = [finding_dict(one) for one in self.answer.findings]
+            told = {"limits": dict(self.answer.limits.values), "findings": found}
+        return {"rule": self.rule.id, "slug": self.rule.slug, **told, "sections": rule_sections(self.rule)}
+
+
+def explain(
+    rule: str,
+    target: str | Path | None = None,
+    *,
+    overrides: Overrides = (),
+    cluster: str | None = None,
+    profile: str | None = None,
+    plan: str | Path | None = None,
+    drills: Sequence[str | Path] = (),
+    parity: tuple[str | Path, str | Path] | None = None,
+    source: str = "",
+    waivers: str | Path | None = None,
+    tell: Tell = silent,
+) -> RulePage:
+    """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that."""
+    from phalanx.rules.edition import find_rule
+
+    found = find_rule(rule)
+    if target is None:
+        return RulePage(rule=found, answer=None)
+    from phalanx.rules.explain import answer
+
+    request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    evidence = gather_evidence(str(target), request, today=this_day(), progress=ReadProgress(str(target), tell))
+    return RulePage(rule=found, answer=answer(found, evidence))

@@ -1,0 +1,265 @@
+"""What there is to run on: this machine, a named cluster, the known accelerators, and measurements of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.api.results import PublicResult, Tell, plain, silent
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.hardware.catalog import accelerators as known_accelerators
+from phalanx.hardware.catalog import matmul_flops
+from phalanx.hardware.cluster import resolve, to_dict
+from phalanx.hardware.cluster_text import cluster_page, gibibytes, table_of
+from phalanx.hardware.discover import discover
+from phalanx.hardware.local import machine_cluster
+from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, MachineProfile, save_profile, usual_path
+from phalanx.hardware.probe import probe as measure
+from phalanx.hardware.types import Accelerator, Cluster, Machine
+from phalanx.units import format_bytes, format_flops, format_seconds, plural
+
+TORCH_WORKER = "phalanx.train.probe"  # run as a process of its own: this one never imports torch
+LEAST_S, MOST_S = 2.0, 600.0
+
+
+def cluster(
+    spec: str | Path = "local",
+    *,
+    ranks: int = 0,
+    profile: str | Path | None = None,
+    hardware: Sequence[str | Path] = (),
+) -> Cluster:
+    """The cluster that a spec, a file or `local` means; `hardware` are files with more accelerators.
+
+    `8xH100:16` is 16 fast domains of 8 devices, `H100:64` is 64 devices in domains as large as the device allows,
+    `local:4` is 4 GPUs of this machine or 4 processes that share its cores. For `local`, `ranks` is the number of
+    processes and `profile` a file of `probe`.
+
+    >>> cluster("8xH100:16").devices
+    128
+    """
+    files = tuple(Path(one) for one in hardware)
+    if str(spec).strip() != "local":
+        return resolve(spec, files=files)
+    chosen = Path(profile) if profile is not None else None
+    return machine_cluster(discover(), environ=os.environ, profile=chosen, ranks=ranks, files=files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ClusterPage(PublicResult):
+    """A cluster as the planner sees it and, for this machine, what was found on it."""
+
+    machine: Machine | None
+    cluster: Cluster | None  # None where no cluster can be made of this machine; `problem` says why
+    problem: UserError | None = None
+
+    def __str__(self) -> str:
+        pages = [table_of("machine", machine_rows(self.machine))] if self.machine is not None else []
+        if self.cluster is not None:
+            pages.append(cluster_page(self.cluster))
+        return "\n\n".join(pages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Machine and cluster."""
+        cluster = to_dict(self.cluster) if self.cluster is not None else None
+        return {"machine": plain(self.machine), "cluster": plain(cluster)}
+
+    def to_toml(self) -> str:
+        """A cluster file to edit."""
+        from phalanx.hardware.cluster import render_cluster
+
+        if self.cluster is None:
+            raise self.problem or mistake("cluster", "there is none")
+        return render_cluster(self.cluster)
+
+
+def describe_cluster(
+    spec: str | Path = "local",
+    *,
+    ranks: int = 0,
+    profile: str | Path | None = None,
+    hardware: Sequence[str | Path] = (),
+) -> ClusterPage:
+    """The cluster and, for `local`, the machine behind it, as `phalanx cluster` prints them."""
+    machine = discover() if str(spec).strip() == "local" else None
+    try:
+        found = cluster(spec, ranks=ranks, profile=profile, hardware=hardware)
+    except UserError as error:
+        if machine is None:
+            raise
+        return ClusterPage(machine=machine, cluster=None, problem=error)  # the machine is still worth seeing
+    return ClusterPage(machine=machine, cluster=found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class AcceleratorList(PublicResult):
+    """The accelerators that Phalanx knows."""
+
+    accelerators: tuple[Accelerator, ...]
+
+    def __str__(self) -> str:
+        head = ("name", "vendor", "family", "bf16 peak", "best matmul", "memory", "link", "domain", "TDP")
+        table = [head, *(_accelerator_row(device) for device in self.accelerators)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        return "\n".join([*lines, "* no published measurement: a fraction of peak taken from its family"])
+
+
+def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
+    """The accelerators that Phalanx knows, and those in files of yours."""
+    found = known_accelerators(files=tuple(Path(one) for one in hardware))
+    return AcceleratorList(accelerators=tuple(found))
+
+
+def machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    """What discovery saw, one line per fact."""
+    usable = f"{machine.usable_cores} of {plural(machine.cores, 'core')} usable"
+    sockets, nodes = plural(machine.sockets, "socket"), plural(machine.numa_nodes, "NUMA node")
+    rows = [
+        ("host", machine.hostname),
+        ("cpu", f"{machine.cpu_model}, {sockets}, {usable}, {nodes}"),
+        ("memory", gibibytes(machine.memory_bytes)),
+    ]
+    for nic in machine.nics:
+        speed = f"{format_bytes(nic.bytes_per_s)}/s" if nic.bytes_per_s else "speed unknown"
+        rows.append((f"nic {nic.name}", f"{nic.kind}, {speed}{_numa(nic.numa_node)}"))
+    for gpu in machine.gpus:
+        links = f", {gpu.nvlinks} NVLinks {format_bytes(gpu.nvlink_bytes_per_s)}/s" if gpu.nvlinks > 0 else ""
+        pcie = f", PCIe {format_bytes(gpu.pcie_bytes_per_s)}/s" if gpu.pcie_bytes_per_s else ""
+        rows.append(
+            (f"gpu {gpu.index}", f"{gpu.name}, {gibibytes(gpu.memory_bytes)}{links}{pcie}{_numa(gpu.numa_node)}")
+        )
+    rows += [(f"path {path.first}-{path.second}", path.kind) for path in machine.gpu_paths]
+    return rows if machine.gpus else [*rows, ("gpu", "none")]
+
+
+def _accelerator_row(device: Accelerator) -> tuple[str, ...]:
+    link = f"{device.link} {format_bytes(device.link_bytes_per_s)}/s" if device.link_bytes_per_s else device.link
+    return (
+        device.name,
+        device.vendor,
+        device.family,
+        format_flops(device.peak_bf16_flops),
+        f"{format_flops(matmul_flops(device))}{'' if device.matmul_bf16_flops else ' *'}",
+        gibibytes(device.memory_bytes),
+        link,
+        str(device.domain_devices),
+        f"{device.tdp_w:.0f} W" if device.tdp_w else "",
+    )
+
+
+def _numa(node: int) -> str:
+    return f", NUMA node {node}" if node >= 0 else ""
+
+
+# ---- probe -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class MachineProfile(PublicResult):
+    """What was measured on this machine, and the file it is stored in."""
+
+    profile: MachineProfile
+    path: Path
+    note: str  # who reads the file
+
+    def __str__(self) -> str:
+        profile = self.profile
+        unit = "GPU" if profile.device == "cuda" else "core"
+        units = plural(profile.ranks, unit)
+        lines = [
+            f"{profile.device_name}: {units} at work together, {profile.engine}, {profile.seconds:.1f} s",
+            f"  matmul, {profile.precision:<10} {format_flops(profile.matmul_flops)} per {unit} at best",
+            *(f"    n = {size:<12} {format_flops(rate)}" for size, rate in profile.matmul_by_size),
+            f"  memory             {format_bytes(profile.memory_bytes_per_s)}/s per {unit}",
+            f"  small operation    {format_seconds(profile.launch_s)}",
+        ]
+        if profile.all_reduce:
+            speed = f"{format_bytes(profile.link_bytes_per_s)}/s"
+            lines.append(f"  ring over {profile.backend:<8} {format_seconds(profile.link_latency_s)} a step, {speed}")
+            lines += [f"    {format_bytes(size):<16} {format_seconds(elapsed)}" for size, elapsed in profile.all_reduce]
+        disk = f"{format_bytes(profile.disk_bytes_per_s)}/s" if profile.disk_bytes_per_s else "not measured"
+        return "\n".join([*lines, f"  disk, with fsync   {disk}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurements."""
+        found = plain(self.profile)
+        assert isinstance(found, dict)
+        return found
+
+
+def probe(
+    *,
+    out: str | Path | None = None,
+    seconds: float = 30.0,
+    disk: str | Path = ".",
+    engine: str = "auto",
+    tell: Tell = silent,
+) -> MachineProfile:
+    """Measure this machine and store a profile, which later plans for `local` use.
+
+    `disk` is the folder whose disk is measured, `engine` auto, torch or numpy (auto: torch where it is installed).
+    """
+    if not LEAST_S <= seconds <= MOST_S:
+        why = "shorter is noise, longer teaches nothing"
+        raise mistake("--seconds", f"{seconds:g} is out of range", why=why, fix=f"use {LEAST_S:g} to {MOST_S:g}")
+    if not Path(disk).is_dir():
+        raise mistake("--disk", f"{disk} is not a folder", fix="name the folder checkpoints will go to")
+    machine = discover()
+    for text in machine.notes:
+        tell(f"note: {text}")
+    usual = usual_path(machine.hostname, os.environ)
+    named = os.environ.get("PHALANX_PROFILE", "")
+    read_later = Path(named) if named else usual  # where later plans look for a profile of this machine
+    path = Path(out) if out is not None else read_later
+    if path != usual and not path.parent.is_dir():  # said before half a minute is spent
+        what = f"cannot be written: there is no folder {path.parent}"
+        raise SystemFailure(Problem(where=str(path), what=what, fix="make the folder, or name another --out"))
+    profile = _measure(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)
+    save_profile(profile, path, folders=path == usual)
+    note = "plans of the cluster local on this machine use it now"
+    if path.absolute() != read_later.absolute():
+        note = (
+            f"plans of the cluster local use it with PHALANX_PROFILE={path}, and phalanx cluster with --profile {path}"
+        )
+    return MachineProfile(profile=profile, path=path, note=note)
+
+
+def _measure(machine: Machine, *, engine: str, seconds: float, disk: Path, tell: Tell) -> MachineProfile:
+    installed = importlib.util.find_spec("torch") is not None
+
+    def measured(*, torch: bool) -> MachineProfile:
+        gpu = torch and bool(machine.gpus)
+        # Two ranks at least on a CPU: a collective needs a partner.
+        ranks = len(machine.gpus) if gpu else min(MAX_RANKS, max(2, machine.usable_cores))
+        tell(f"probing {plural(ranks, 'GPU' if gpu else 'core')} with {'torch' if torch else 'numpy'}")
+        return measure(
+            machine,
+            worker=TORCH_WORKER if torch else NUMPY_WORKER,
+            device="cuda" if gpu else "cpu",
+            ranks=ranks,
+            seconds=seconds,
+            disk_folder=disk,
+            environ=os.environ,
+            report=lambda text: tell(f"  {text}"),
+        )
+
+    if engine == "torch" and not installed:
+        raise mistake("--engine torch", "torch is not installed", fix="pip install 'phalanx[train]'")
+    if engine == "numpy" or not installed:
+        if machine.gpus:
+            tell("note: GPUs can only be measured with torch (pip install 'phalanx[train]'); measuring the CPU")
+        return measured(torch=False)
+    try:
+        return measured(torch=True)
+    except SystemFailure as error:
+        if engine == "torch":
+            raise
+        tell(f"note: torch does not work here ({error.problems[0].why}); measuring with numpy")
+        return measured(torch=False)

@@ -1,0 +1,200 @@
+"""Datasets: build one from text, show what it holds, and check that its files are what its manifest says."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.results import PublicResult, Tell, plain, silent
+from phalanx.errors import mistake
+from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
+
+if TYPE_CHECKING:
+    from phalanx.job.dataset import Manifest, Source
+    from phalanx.train.data.build import Origin
+
+Count = int | str  # 8192 or "8k"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Dataset(PublicResult):
+    """A dataset folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        m = self.manifest
+        lines = [
+            f"{self.path}: vocabulary {m.vocab:,}, {m.dtype}, {plural(len(m.shards), 'shard')},"
+            f" digest {m.digest[:12]}, phalanx {m.phalanx}"
+        ]
+        for split, sizes in self.sizes().items():
+            lines.append(
+                f"  {split:<8} {format_count(sizes['tokens'])} tokens, {plural(sizes['documents'], 'document')},"
+                f" {format_bytes(sizes['text_bytes'])}"
+                + (f", {sizes['bytes_per_token']:.2f} bytes per token" if sizes["tokens"] else "")
+            )
+        for source in m.sources:
+            lines += _source_lines(source)
+        return "\n".join(lines)
+
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Tokens, documents and bytes by split."""
+        found = {}
+        for split in ("train", "heldout"):
+            tokens, text = self.manifest.total("tokens", split), self.manifest.total("text_bytes", split)
+            documents = self.manifest.total("documents", split)
+            per = text / tokens if tokens else math.nan
+            found[split] = {"tokens": tokens, "documents": documents, "text_bytes": text, "bytes_per_token": per}
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Path, digest, sizes by split, and the manifest."""
+        sizes = plain(self.sizes())
+        assert isinstance(sizes, dict)
+        return {
+            "path": str(self.path),
+            "digest": self.manifest.digest,
+            **sizes,
+            "manifest": plain(self.manifest),
+        }
+
+
+def _source_lines(source: Source) -> list[str]:
+    tokens = sum(shard.tokens for shard in source.shards)
+    lines = [f"  source   {source.name}: {format_count(tokens)} tokens, weight {source.weight:g}"]
+    tally = source.tally
+    odd = {
+        "empty documents left out": tally.empty,
+        "records without text left out": tally.missing,
+        "undecodable sequences replaced": tally.bad_utf8,
+        "pieces of documents too long to hold": tally.cut,
+    }
+    lines += [f"           {count:,} {what}" for what, count in odd.items() if count]
+    return [*lines, f"           licence: {source.licence}"] if source.licence else lines
+
+
+def build(
+    out: str | Path,
+    sources: Sequence[str | Path] | Mapping[str, float] = (),
+    *,
+    corpus: str | None = None,
+    tokenizer: str | Path | None = None,
+    vocab: Count | None = None,
+    heldout: float = 0.01,
+    field: str = "text",
+    split_on: str = "file",
+    end_of_text: str = "",
+    shard_tokens: Count | None = None,
+    tell: Tell = silent,
+) -> Dataset:
+    """Make a dataset folder from text, .jsonl or .parquet files, or from a corpus that is fetched.
+
+    `sources` are files and folders; as a mapping, with the weight of each (2: seen twice as often). Without
+    `tokenizer` (a tokenizer.json) one of `vocab` tokens is trained. `split_on` says what ends a document of a text
+    file: file, blank, line or formfeed.
+    """
+    from phalanx.job.dataset import VOCAB, cache_folder
+    from phalanx.train.data.build import SHARD_TOKENS, Recipe
+    from phalanx.train.data.build import build_dataset as build_dataset
+    from phalanx.train.data.corpus import corpus as fetch_corpus
+    from phalanx.train.data.documents import Reading
+    from phalanx.train.data.progress import on_stderr
+
+    if corpus and sources:
+        what = "--corpus and SOURCE are both given"
+        raise mistake("phalanx data build", what, fix="build them one by one with the same --tokenizer")
+    if tokenizer and vocab:
+        why = "a given tokenizer has its own size"
+        raise mistake("--vocab", "has no effect with --tokenizer", why=why, fix="leave one of the two out")
+    origins = fetch_corpus(corpus, cache_folder(os.environ), tell) if corpus else _origins(sources)
+    recipe = Recipe(
+        origins=origins,
+        tokenizer=Path(tokenizer) if tokenizer else None,
+        vocab=_count("--vocab", vocab, VOCAB),
+        heldout=heldout,
+        reading=Reading(field=field, split_on=split_on),
+        end_of_text=end_of_text,
+        shard_tokens=_count("--shard-tokens", shard_tokens, SHARD_TOKENS),
+    )
+    manifest = build_dataset(recipe, Path(out), on_stderr)
+    if not manifest.total("tokens", "heldout") and heldout:
+        tell("warning: no document fell into the held-out split, so nothing can be evaluated")
+        tell("  use a larger --heldout, or --split-on blank to split long texts into paragraphs")
+    return Dataset(path=Path(out), manifest=manifest)
+
+
+def _origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[Origin, ...]:
+    from phalanx.train.data.build import Origin
+
+    if isinstance(sources, Mapping):
+        return tuple(Origin(path=Path(path), weight=weight) for path, weight in sources.items())
+    return tuple(_origin(str(text)) for text in sources)
+
+
+def _origin(text: str) -> Origin:
+    """SOURCE or SOURCE=WEIGHT; a file whose own name ends like that is taken as it is."""
+    from phalanx.train.data.build import Origin
+
+    head, equals, tail = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return Origin(path=Path(text))
+    try:
+        return Origin(path=Path(head), weight=float(tail))
+    except ValueError:
+        raise mistake(text, f'"{tail}" is not a weight', fix="write SOURCE=2, or SOURCE alone for 1") from None
+
+
+def _count(option: str, text: Count | None, default: int) -> int:
+    if text is None or isinstance(text, int):
+        return default if text is None else text
+    try:
+        value = parse_count(text)
+    except ValueError as error:
+        raise mistake(option, str(error)) from None
+    return int(value) if math.isfinite(value) else 0
+
+
+def show(path: str | Path) -> Dataset:
+    """What a dataset holds; raises UserError where files are missing or have other sizes than the manifest says."""
+    from phalanx.job.dataset import check_dataset_files, read_manifest
+
+    manifest = read_manifest(Path(path))
+    check_dataset_files(Path(path), manifest)
+    return Dataset(path=Path(path), manifest=manifest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Checksum(PublicResult):
+    """Every file of a dataset is what its manifest says."""
+
+    path: Path
+    files: int
+    digest: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.path}: all {self.files:,} files match their checksums ({format_seconds(self.seconds)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Path, number of files, and the digest of the whole."""
+        return {"path": str(self.path), "files": self.files, "digest": self.digest}
+
+
+def checksum(path: str | Path) -> Checksum:
+    """Read every file of a dataset and compare its checksum with the manifest; raises UserError naming what differs."""
+    from phalanx.job.dataset import verify_dataset
+
+    start = time.monotonic()
+    manifest = verify_dataset(Path(path))
+    seconds = time.monotonic() - start
+    return Checksum(path=Path(path), files=2 * len(manifest.shards) + 1, digest=manifest.digest, seconds=seconds)
+
+
+__all__ = ["Checksum", "Dataset", "build", "checksum", "show"]

@@ -1,0 +1,478 @@
+"""Drills: inject faults into a real run on purpose, and prove from its record that nothing was lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.jobs import override_texts
+from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.errors import SystemFailure, mistake
+from phalanx.units import MINUTE_S, format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.plan.plan import Plan
+    from phalanx.train.drill.faults import Fault
+    from phalanx.train.drill.perform import DrillResult as DrillOutcome
+    from phalanx.train.drill.perform import DrillSettings
+    from phalanx.train.drill.schedule import SuitePart
+
+WHERE = "phalanx drill"
+USUAL_FAULT = "kill:rank=1,step=5,point=collective"
+RATE_PER_MIN = 6.0  # of chaos
+SHRINK_FACTOR = 2.0  # a failing chaos run is made smaller for this many times its own length
+LEAST_SHRINK_S = 120.0
+CHAOS_RESTARTS = 10
+AFTER_S = 15.0  # a run goes on so long after its last fault when a schedule is made smaller
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrillCall:
+    """What was asked of `drill`."""
+
+    job: str
+    faults: tuple[str, ...] = ()
+    chaos: bool = False
+    rate: float = RATE_PER_MIN
+    seed: int = 0
+    minutes: float = 0.0
+    hosts: int = 1
+    spares: int = 0
+    steps: int = 0
+    cluster: str | None = None
+    overrides: tuple[str, ...] = ()
+    runs: Path = Path("runs")
+    replay: bool = True
+    shrink: bool = True
+    allow_code: bool = False
+    out: Path | None = None
+    tell: Tell = silent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DrillResult(PublicResult):
+    """What the faults did to a run, the verdicts, and the signed record."""
+
+    outcome: DrillOutcome
+    record: Path
+
+    @property
+    def ok(self) -> bool:
+        """Whether every verdict holds."""
+        return self.outcome.ok
+
+    def __str__(self) -> str:
+        from phalanx.train.drill.report import render_drill
+
+        return f"{render_drill(self.outcome)}\nrecord: {self.record}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Verdict, record and everything behind it."""
+        return {"ok": self.ok, "record": str(self.record), "result": plain(self.outcome)}
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every verdict holds, 1 when one does not or could not be judged."""
+        return 0 if self.ok else 1
+
+
+def drill(
+    job: str | Path,
+    faults: str | Sequence[str] = (),
+    *,
+    chaos: bool = False,
+    rate: float | None = None,
+    seed: int | None = None,
+    minutes: float = 0.0,
+    hosts: int = 1,
+    spares: int = 0,
+    steps: int = 0,
+    cluster: str | None = None,
+    overrides: Overrides = (),
+    runs: str | Path = "runs",
+    replay: bool = True,
+    shrink: bool = True,
+    ranks_per_gpu: int | None = None,
+    allow_code: bool = False,
+    out: str | Path | None = None,
+    tell: Tell = silent,
+) -> DrillResult:
+    """Train a job, inject faults such as "kill:rank=1,step=5" (docs/drills.md lists them), and judge what came of it.
+
+    `chaos` draws faults at random moments for so many `minutes`, `rate` of them a minute. This machine plays `hosts`
+    hosts with `spares` spare slots. The run is repeated without faults to compare digests, unless `replay` is False.
+    The record is signed; one in which every verdict holds is also kept where `check` finds it.
+    """
+    named = (faults,) if isinstance(faults, str) else tuple(faults)
+    if chaos and named:
+        raise mistake(WHERE, "--chaos and --fault exclude each other", fix="give one of them")
+    if chaos and not minutes:
+        raise mistake(WHERE, "--chaos has no end", why="faults are drawn for so many minutes", fix="add --minutes 2")
+    idle = {"--rate": rate is not None, "--seed": seed is not None, "--no-shrink": not shrink}
+    if not chaos and any(idle.values()):
+        raise mistake(
+            WHERE,
+            f"{' and '.join(name for name, given in idle.items() if given)} without --chaos",
+            why="they say how faults are drawn, and --fault names them one by one",
+            fix="add --chaos --minutes 2, or leave it out",
+        )
+    call = DrillCall(
+        job=str(job),
+        faults=named,
+        chaos=chaos,
+        rate=RATE_PER_MIN if rate is None else rate,
+        seed=seed or 0,
+        minutes=minutes,
+        hosts=hosts,
+        spares=spares,
+        steps=steps,
+        cluster=cluster,
+        overrides=_with_sharing(overrides, ranks_per_gpu),
+        runs=Path(runs),
+        replay=replay,
+        shrink=shrink,
+        allow_code=allow_code,
+        out=Path(out) if out is not None else None,
+        tell=tell,
+    )
+    _check_ranges(call)
+    _refuse_launcher()
+    from phalanx.train.drill.faults import parse_faults
+    from phalanx.train.prepare import need_torch
+
+    parsed = parse_faults(list(call.faults))  # before anything is planned: a typing error costs nothing
+    need_torch()
+    plan = make_plan(call)
+    if call.chaos:
+        parsed = _draw(call, plan)
+    elif not parsed:
+        parsed = parse_faults([USUAL_FAULT])
+    needy = [fault.text for fault in parsed if fault.of.host]
+    if needy and call.hosts < 2:
+        raise mistake(
+            f"--fault {needy[0]}",
+            "hits a host, and there is only one",
+            why="with its only host a run is gone, and so is its proof",
+            fix="add --hosts 2",
+        )
+    scene = make_scene(call, plan)
+    on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
+    tell(f"drill of {plan.job.name} on {on}: {plural(len(parsed), 'fault')}")
+    from phalanx.train.drill.perform import perform_drill
+
+    outcome = perform_drill(scene, parsed)
+    found = DrillResult(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
+    if outcome.broken and call.chaos and call.shrink:
+        _shrink(call, scene, parsed, outcome)
+    return found
+
+
+def _with_sharing(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str, ...]:
+    sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
+    return (*override_texts(overrides), *sharing)
+
+
+def _check_ranges(call: DrillCall) -> None:
+    for name, value, least, most in (
+        ("--rate", call.rate, 0.01, 600),
+        ("--minutes", call.minutes, 0, 100_000),
+        ("--hosts", call.hosts, 1, 64),
+        ("--spares", call.spares, 0, 64),
+        ("--steps", call.steps, 0, 10**9),
+        ("--seed", call.seed, 0, 2**63),
+    ):
+        if not least <= value <= most:
+            raise mistake(WHERE, f"{name} {value:g} is not between {least:g} and {most:g}", fix=f"use {name} {least:g}")
+
+
+def _refuse_launcher() -> None:
+    from phalanx.elastic.launchers import refuse_several
+
+    refuse_several(os.environ, WHERE)
+
+
+def make_plan(call: DrillCall) -> Plan:
+    """As `train` plans it, with digests on: the proof rests on them."""
+    from phalanx.train import prepare
+
+    # By chance four faults may follow each other without a step between; a drill of its own tests the crash loop.
+    patience = [f"fault.restarts={CHAOS_RESTARTS}"] if call.chaos else []
+    overrides = ["fault.digest_every=1", *patience, *call.overrides]
+    resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=call.steps)
+    plan = prepare.make(resolved)
+    if call.minutes and not call.steps:
+        # So many steps that they last: the planned time of a step is the shortest it can be.
+        steps = max(plan.duration.steps, int(60 * call.minutes / plan.prediction.step_s_low) + 1)
+        resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=steps)
+        plan = prepare.make(resolved)
+    prepare.check_code(plan.job, allowed=call.allow_code)
+    prepare.check_here(plan)
+    prepare.tell_sharing(plan, call.tell)
+    base = resolved.path.parent
+    prepare.check_inputs(plan.job, resolved, base, fresh=True)
+    prepare.check_writable(call.runs, plan.job.checkpoint.path)
+    plan = prepare.with_data(plan, base)
+    found = prepare.check_inputs(plan.job, resolved, base, fresh=True)
+    warn((*found.warnings, *prepare.check_data(plan)), call.tell)
+    return plan
+
+
+def _draw(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
+    from phalanx.train.drill.schedule import DrillTarget, draw_faults
+
+    stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
+    return draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, stage=stage)
+
+
+def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:
+    """Where and how the run of a drill takes place."""
+    from phalanx.elastic.local_launch import rank_environ
+    from phalanx.train.drill.perform import DrillSettings
+
+    return DrillSettings(
+        plan=plan,
+        runs=call.runs,
+        hosts=call.hosts,
+        spares=call.spares,
+        environ=rank_environ(os.environ, plan),
+        allow_code=call.allow_code,
+        minutes=call.minutes,
+        replay=call.replay,
+        drawn=call.chaos,
+        tell=call.tell,
+    )
+
+
+def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome, plan: Plan, **more: object) -> Path:
+    """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
+    from phalanx.io.files import write_text
+    from phalanx.job.load import job_to_dict
+    from phalanx.record.drill import drill_subject, key_path, store_path
+    from phalanx.rules.profiles import profile_of
+    from phalanx.train.drill.report import drill_key, store_record, write_record
+
+    body = {
+        "run": outcome.run.name,
+        "job": call.job,
+        "seed": call.seed if call.chaos else None,
+        "agents": call.hosts,  # the name since 0.4: older records have it too
+        "spares": call.spares,
+        "faults": [fault.text for fault in faults],
+        "state": outcome.state,
+        "ok": outcome.ok,
+        "outcomes": plain(outcome.outcomes),
+        "verdicts": plain(outcome.verdicts),
+        "numbers": plain(outcome.numbers),
+        "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
+        "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
+        **more,
+    }
+    path = write_record(outcome.run, body, drill_key(key_path(os.environ)))
+    if outcome.ok:
+        try:
+            store_record(path, store_path(os.environ))
+        except SystemFailure as error:  # the record itself is written: its result is worth more than the copy
+            warn(error.problems, call.tell)
+    if call.out is not None:
+        write_text(call.out, path.read_text(encoding="utf-8"))
+    return path
+
+
+def _shrink(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault], outcome: DrillOutcome) -> None:
+    """Look for the smallest schedule that fails, and tell the command that plays it."""
+    from phalanx.train.drill.perform import perform_drill
+    from phalanx.train.drill.schedule import shrink_schedule
+
+    budget_s = max(LEAST_SHRINK_S, SHRINK_FACTOR * outcome.numbers.wall_s)
+    call.tell(f"looking for the smallest schedule that fails, for up to {budget_s:.0f} s")
+
+    def fails(some: Sequence[Fault]) -> bool:
+        quiet = replace(scene, minutes=_length_min(some), tell=silent)
+        return perform_drill(quiet, some).broken
+
+    smallest = shrink_schedule(faults, fails, budget_s=budget_s)
+    words = " ".join(f"--fault {fault.text}" for fault in smallest)
+    enough = "is enough" if len(smallest) == 1 else "are enough"
+    call.tell(f"{len(smallest)} of {plural(len(faults), 'fault')} {enough}:")
+    call.tell(
+        f"  phalanx drill {call.job} --hosts {call.hosts} --spares {call.spares} "
+        f"--minutes {_length_min(smallest):g} {words}"
+    )
+
+
+def _length_min(faults: Sequence[Fault]) -> float:
+    """Minutes until the last of the faults is over."""
+    return round((max((fault.at_s or 0.0 for fault in faults), default=0.0) + AFTER_S) / MINUTE_S, 2)
+
+
+# ---- the standard drills ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteDrill:
+    """One drill of the suite, judged and on record."""
+
+    part: SuitePart
+    outcome: DrillOutcome
+    record: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DrillSuite(PublicResult):
+    """The standard drills, what each proved, and the rules it answers."""
+
+    drills: tuple[SuiteDrill, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every verdict of every drill holds."""
+        return all(one.outcome.ok for one in self.drills)
+
+    def __str__(self) -> str:
+        from phalanx.record.drill import store_path
+
+        lines = [_suite_text(one) for one in self.drills]
+        if self.ok:
+            lines += [
+                f"{format_seconds(self.seconds)}; kept in {store_path(os.environ)}, where phalanx check finds it",
+                "the signature says that this user's phalanx wrote the records and that nobody changed them since",
+            ]
+        else:
+            lines.append(f"{format_seconds(self.seconds)}; not kept: a drill that failed proves nothing")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every drill with its record and result."""
+        parts = [
+            {"part": one.part.name, "record": str(one.record), "result": plain(one.outcome)} for one in self.drills
+        ]
+        return {"ok": self.ok, "seconds": round(self.seconds, 1), "parts": parts}
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every verdict of every drill holds, 1 when one does not."""
+        return 0 if self.ok else 1
+
+
+def drill_suite(
+    job: str | Path,
+    *,
+    cluster: str | None = None,
+    overrides: Overrides = (),
+    runs: str | Path = "runs",
+    ranks_per_gpu: int | None = None,
+    allow_code: bool = False,
+    tell: Tell = silent,
+) -> DrillSuite:
+    """Run the standard drills, which answer rules of `check`; the same for everybody, so that records compare."""
+    from phalanx.train.drill.schedule import LEAST_WORLD, suite_parts
+    from phalanx.train.prepare import need_torch
+
+    _refuse_launcher()
+    need_torch()
+    began_s = time.monotonic()
+    call = DrillCall(
+        job=str(job),
+        cluster=cluster,
+        overrides=_with_sharing(overrides, ranks_per_gpu),
+        runs=Path(runs),
+        allow_code=allow_code,
+        tell=tell,
+    )
+    plan = make_plan(call)  # the job as it is: how long its steps are, and whether there is anybody to lose
+    if plan.layout.devices < LEAST_WORLD:
+        raise mistake(
+            str(job),
+            "has one rank",
+            why="a drill asks what the others do when one is lost",
+            fix="--cluster local-cpu:4 drills it on four ranks of this machine",
+        )
+    played = tuple(_play(call, part) for part in suite_parts(plan.prediction.step_s))
+    return DrillSuite(drills=played, seconds=time.monotonic() - began_s)
+
+
+def _play(call: DrillCall, part: SuitePart) -> SuiteDrill:
+    """One drill of the suite; what the person set counts before what the part sets."""
+    from phalanx.train.drill.perform import perform_drill
+    from phalanx.train.drill.schedule import judge_slow_rank, suite_faults
+
+    mine = replace(
+        call,
+        overrides=(*part.overrides, *call.overrides),
+        steps=part.steps,
+        hosts=part.agents,
+        spares=part.spares,
+        replay=part.replay,
+    )
+    plan, faults = make_plan(mine), suite_faults(part)
+    on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
+    call.tell(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
+    outcome = perform_drill(make_scene(mine, plan), faults)
+    more: dict[str, Any] = {"suite": True, "part": part.name}
+    if part.slow_rank is not None:
+        verdict = judge_slow_rank(outcome.run, slow_rank=part.slow_rank, world=plan.layout.devices)
+        outcome = replace(outcome, verdicts=(*outcome.verdicts, verdict))
+        more["named_right"] = verdict.ok
+    return SuiteDrill(part=part, outcome=outcome, record=keep_record(mine, faults, outcome, plan, **more))
+
+
+def _suite_text(one: SuiteDrill) -> str:
+    """What one drill proved, or what went wrong in it."""
+    from phalanx.train.drill.schedule import claims_shown
+
+    numbers = one.outcome.numbers
+    counts = f"{plural(numbers.faults, 'fault')}, {plural(numbers.steps, 'step')}"
+    head = f"{one.part.name}: {counts}; the run is {one.outcome.state}"
+    wrong = [
+        f"  {verdict.word}  {verdict.name}: {verdict.evidence}" for verdict in one.outcome.verdicts if not verdict.ok
+    ]
+    proved = "proved" if one.outcome.ok else "in doubt"
+    lines = [
+        f"  {proved if happened else 'not seen':<9} {claim:<52} {' '.join(rules)}"
+        for claim, rules, happened in claims_shown(one.part, one.outcome)
+    ]
+    return "\n".join([head, *wrong, *lines, f"  record: {one.record}"])
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DrillRecord(PublicResult):
+    """A record of a drill: whether its signature and evidence are as they were written, and which verdicts failed."""
+
+    path: Path
+    record: dict[str, Any]
+    wrong: tuple[str, ...]
+    failed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counts = f"{plural(len(self.record['faults']), 'fault')}, {plural(len(self.record['files']), 'file')}"
+        found = self.wrong or ("signature and evidence are as they were written",)
+        failed = f"  verdicts that failed: {', '.join(self.failed) or 'none'}"
+        return "\n".join([f"{self.path}: {counts}", *(f"  {text}" for text in found), failed])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record and what is wrong with it."""
+        ok = not self.wrong and not self.failed
+        return {"ok": ok, "wrong": list(self.wrong), "failed": list(self.failed), "record": plain(self.record)}
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a record that holds, 1 for one that was changed or in which a verdict failed."""
+        return 1 if self.wrong or self.failed else 0
+
+
+def read_drill_record(path: str | Path) -> DrillRecord:
+    """Read the record of a drill, and check its signature and the digests of its evidence."""
+    from phalanx.record.drill import check_record, key_path
+    from phalanx.train.drill.report import drill_key
+
+    record, wrong = check_record(Path(path), drill_key(key_path(os.environ)))
+    failed = tuple(str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"])
+    return DrillRecord(path=Path(path), record=record, wrong=tuple(wrong), failed=failed)

@@ -1,0 +1,469 @@
+"""Fabrics for N GPUs or for a job: every design, which to take, the decisions behind it, and what one loses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.fabric_traffic import named_fabric
+from phalanx.api.jobs import AnyJob, read_job
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.units import parse_count
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.decisions import Decisions
+    from phalanx.network.fabric.design import Design, DesignRequest
+    from phalanx.network.fabric.fabric_types import Fabric, Switch
+    from phalanx.network.fabric.verdict import DesignVerdict, Prices
+    from phalanx.plan.plan import Plan
+
+WHERE = "phalanx fabric design"
+NIC_GBPS = 800.0  # of a NIC where nobody says: ConnectX-8 and its like
+MOST_TIERS = 3  # what the engine routes (sim.links)
+BUDGET_S = 60.0  # after this no further design is begun; 16,384 GPUs take about a second each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FabricDesigns(PublicResult):
+    """Every fabric that joins so many GPUs, the one to take, and the step of a job on the best of each kind."""
+
+    designs: tuple[Design, ...]
+    verdict: DesignVerdict | None
+    job: JobSteps | None
+    top: int = 6
+
+    @property
+    def pick(self) -> Fabric:
+        """The fabric to take."""
+        return (self.verdict.pick.design if self.verdict is not None else self.designs[0]).fabric
+
+    def __str__(self) -> str:
+        return self.page()
+
+    def page(self, width: int | None = None) -> str:
+        """The page, folded to so many columns."""
+        from phalanx.network.fabric.fabric_text import folded, show_designs
+        from phalanx.network.fabric.verdict import show_verdict
+
+        parts = []
+        if self.verdict is not None:
+            parts.append(show_verdict(self.verdict, width=width) + "\n")
+        if self.job is not None:
+            parts.append(folded(self.job.text(), width) + "\n")
+        return "\n".join([*parts, show_designs(self.designs, top=self.top, width=width)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict, the steps of the job, and every design."""
+        from phalanx.network.fabric.verdict import show_verdict
+
+        steps = self.job
+        return {
+            "verdict": plain(self.verdict),
+            "verdict_text": show_verdict(self.verdict) if self.verdict is not None else None,
+            "job": None if steps is None else {"job": steps.job, "layout": steps.layout, "steps": plain(steps.rows)},
+            "designs": [{**_plain(one), "fabric": fabric_values(one.fabric)} for one in self.designs],
+        }
+
+    @property
+    def exit_code(self) -> int:
+        """130 when Ctrl-C left designs out."""
+        return INTERRUPTED if self.job is not None and self.job.interrupted else 0
+
+    def write_csv(self, path: str | Path) -> None:
+        """Every design as a line."""
+        from phalanx.io.files import write_text
+        from phalanx.network.fabric.design import designs_csv
+
+        write_text(Path(path), designs_csv(self.designs), fix="name another --csv")
+
+    def save(self, path: str | Path) -> None:
+        """The pick as a fabric file, which `show`, `simulate` and `phalanx.simulate` read."""
+        from phalanx.io.files import write_text
+        from phalanx.network.fabric.design import fabric_toml
+
+        write_text(Path(path), fabric_toml(self.pick), fix="name another --save")
+
+
+def design(
+    gpus: int | str | None = None,
+    *,
+    nic_gbps: float | None = None,
+    switch: str | None = None,
+    tiers: int | None = None,
+    planes: int | None = None,
+    oversubscription: float | None = None,
+    rails: int | None = None,
+    catalogue: str | Path | None = None,
+    job: AnyJob | None = None,
+    cluster: str | None = None,
+    overrides: Overrides = (),
+    gpu_hour_usd: float | None = None,
+    kwh_usd: float | None = None,
+    years: float | None = None,
+    recovery_s: float | None = None,
+    top: int = 6,
+    tell: Tell = silent,
+) -> FabricDesigns:
+    """Every fabric that joins `gpus` GPUs with one NIC of `nic_gbps` (800) each, and which to take.
+
+    With `job` the numbers are those of its cluster, and its step is simulated on the cheapest design of each kind.
+    `gpu_hour_usd`, `kwh_usd`, `years` and `recovery_s` weigh the choice. `top` of each oversubscription are printed.
+
+    >>> found = design(4096, nic_gbps=400)
+    >>> found.pick.hosts >= 4096
+    True
+    """
+    from phalanx.network.fabric.design import DesignRequest, design_fabrics
+    from phalanx.network.fabric.verdict import choose_design
+
+    if top < 1:
+        raise mistake(WHERE, f"--top {top} shows nothing", fix="use 1 or more")
+    switches: tuple[Switch, ...] = ()
+    if catalogue is not None:
+        from phalanx.network.fabric.switch_catalogue import read_catalogue
+
+        switches = read_catalogue(Path(catalogue))
+    plan = _job_plan(job, overrides, cluster, tell) if job is not None else None
+    known_gpus = plan.cluster.devices if plan is not None else None
+    known_gbps = round(plan.cluster.nic_bytes_per_s * 8 / 1e9, 6) if plan is not None else None
+    if gpus is None and not known_gpus:
+        fix = "give --gpus, as --gpus 131072 --nic-gbps 800, or --job JOB, whose cluster says it"
+        raise mistake(WHERE, "--gpus is missing", fix=fix)
+    wish: DesignRequest = DesignRequest(
+        gpus=whole_gpus(gpus, WHERE) if gpus is not None else known_gpus or 0,
+        nic_gbps=nic_gbps if nic_gbps is not None else known_gbps or NIC_GBPS,
+        switch=switch,
+        tiers=tiers,
+        planes=planes,
+        oversubscription=oversubscription,
+        rails=rails,
+        catalogue=switches,
+    )
+    weights = {"gpu_hour_usd": gpu_hour_usd, "kwh_usd": kwh_usd, "years": years, "recovery_s": recovery_s}
+    if plan is None:
+        prices = _prices(weights)
+        found = design_fabrics(wish)
+        return FabricDesigns(designs=found, verdict=choose_design(found, prices), job=None, top=top)
+    if wish.gpus < plan.layout.devices:
+        what = f"{wish.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
+        raise mistake(WHERE, what, fix="leave out --gpus, or name a smaller --cluster")
+    from phalanx.sim.months.causes import network_share
+
+    if gpu_hour_usd is None and plan.bill.usd_per_device_hour:
+        weights["gpu_hour_usd"] = plan.bill.usd_per_device_hour[1]
+    prices = _prices({**weights, "waits": network_share(plan)})
+    found = design_fabrics(wish)
+    steps = job_steps(plan, found, prices, tell)
+    return FabricDesigns(designs=found, verdict=choose_design(found, prices, steps_s=steps.steps_s), job=steps, top=top)
+
+
+def _prices(weights: dict[str, float | None]) -> Prices:
+    from phalanx.network.fabric.verdict import Prices, check_prices
+
+    prices = Prices(**{name: value for name, value in weights.items() if value is not None})
+    check_prices(prices, where=WHERE)
+    return prices
+
+
+def whole_gpus(count: int | str, where: str) -> int:
+    """Whole GPUs; `64k` is 64,000, as everywhere in Phalanx."""
+    try:
+        number = parse_count(str(count))
+    except ValueError as error:
+        raise mistake(where, f"--gpus: {error}"[:160], fix="write it as 131072") from None
+    if number != number // 1 or abs(number) > 1e18:
+        raise mistake(where, f"--gpus {str(count)[:40]} is not a whole number of GPUs", fix="write it as 131072")
+    return int(number)
+
+
+def fabric_values(fabric: Fabric) -> dict[str, Any]:
+    """A fabric with the numbers that follow from its fields."""
+    derived = {
+        "port_gbps": fabric.port_gbps,
+        "switches": fabric.switches,
+        "hops": fabric.hops,
+        "paths": fabric.paths,
+        "hosts_one_switch_away": fabric.hosts_per_t0,
+    }
+    return {**_plain(fabric), **_plain(derived)}
+
+
+def _plain(value: object) -> dict[str, Any]:
+    made = plain(value)
+    assert isinstance(made, dict)
+    return made
+
+
+# ---- the step of a job -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStep:
+    """The step on one shape of fabric, and how its slowest axis fares."""
+
+    fabric: str
+    step_s: float
+    slowest_axis: str  # empty where no axis leaves its fast domain
+    slowest_share: float  # of line rate
+    crossing_share: float  # flows of all axes that leave their T0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSteps:
+    """All that were simulated."""
+
+    job: str
+    layout: str
+    rows: tuple[JobStep, ...]
+    steps_s: dict[Fabric, float]
+    interrupted: bool
+
+    def text(self) -> str:
+        """A table, quickest first."""
+        from phalanx.network.fabric.fabric_text import percent, table
+        from phalanx.units import format_seconds
+
+        best = min(row.step_s for row in self.rows)
+        head = (f"step of {self.job}, {self.layout}", "step", "slower", "flows that leave their T0", "slowest axis")
+        rows = [
+            (
+                f"  {row.fabric}",
+                format_seconds(row.step_s),
+                percent(row.step_s / best - 1),
+                percent(row.crossing_share),
+                f"{row.slowest_axis} at {row.slowest_share:.2f} of line rate" if row.slowest_axis else "-",
+            )
+            for row in sorted(self.rows, key=lambda one: one.step_s)
+        ]
+        return table([head, *rows])
+
+
+def _job_plan(job: AnyJob, overrides: Overrides, cluster: str | None, tell: Tell) -> Plan:
+    """The job's plan on its cluster or another."""
+    from phalanx.plan.make import plan
+
+    made = plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, hopeless=True)
+    warn((Problem(where="", what=line) for line in made.warnings), tell)
+    return made
+
+
+def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -> JobSteps:
+    """The step on the cheapest design of each oversubscription, with rails and without, and on one plane.
+
+    What is finished when the time is up or Ctrl-C comes is kept.
+    """
+    steps: dict[Fabric, JobStep] = {}
+    refused: UserError | None = None
+    interrupted = False
+    started = time.perf_counter()
+    for fabric in _candidates(found, prices):
+        if steps and time.perf_counter() - started > BUDGET_S:
+            tell(f"stopped after {BUDGET_S:.0f} s: the other designs are not compared")
+            break
+        tell(f"step on {fabric.name}")
+        try:
+            steps[fabric] = _step(plan, fabric)
+        except UserError as error:  # too large for the engine: the others may not be
+            refused = error
+        except KeyboardInterrupt:
+            if not steps:
+                raise
+            tell(f"stopped by Ctrl-C: {len(steps)} designs are compared")
+            interrupted = True
+            break
+    if not steps:
+        raise refused or mistake(
+            WHERE, "no design is small enough to simulate", fix="leave out --job, or use --tiers 3"
+        )
+    return JobSteps(
+        job=plan.job.name,
+        layout=plan.layout.name,
+        rows=tuple(steps.values()),
+        steps_s={fabric: row.step_s for fabric, row in steps.items()},
+        interrupted=interrupted,
+    )
+
+
+def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
+    """One of each kind, by what it costs over its life; full bisection first."""
+    from phalanx.network.fabric.design import nominal_ratio
+    from phalanx.network.fabric.verdict import choose_design
+
+    kinds: dict[tuple[float, int, bool], list[Design]] = {}
+    for one in found:
+        fabric = one.fabric
+        if fabric.tiers <= MOST_TIERS:
+            kinds.setdefault((nominal_ratio(fabric), fabric.rails, fabric.planes == 1), []).append(one)
+    picks = []
+    for kind in sorted(kinds, key=lambda one: (one[2], one[0], one[1])):
+        choice = choose_design(kinds[kind], prices)
+        picks.append(choice.pick.design.fabric if choice is not None else kinds[kind][0].fabric)
+    return picks
+
+
+def _step(plan: Plan, fabric: Fabric) -> JobStep:
+    from phalanx.sim.step.report import step_report
+
+    report = step_report(plan, fabric)
+    slowest = min(report.paths, key=lambda path: path.share, default=None)
+    flows = sum(path.flows for path in report.paths)
+    return JobStep(
+        fabric=f"{fabric.name} ({fabric.switch.box})",
+        step_s=report.step_s,
+        slowest_axis=slowest.axis if slowest is not None else "",
+        slowest_share=slowest.share if slowest is not None else 1.0,
+        crossing_share=sum(path.crossing for path in report.paths) / flows if flows else 0.0,
+    )
+
+
+# ---- decisions, show -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FabricDecisions(PublicResult):
+    """Planes, paths and recovery: the three decisions behind a fabric, in numbers."""
+
+    decisions: Decisions
+
+    def __str__(self) -> str:
+        return self.page()
+
+    def page(self, width: int | None = None) -> str:
+        """The page, folded to so many columns."""
+        from phalanx.network.fabric.decisions_text import show_decisions
+
+        return show_decisions(self.decisions, width=width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers."""
+        return {**_plain(self.decisions), "fabric": fabric_values(self.decisions.fabric)}
+
+    def picture(self) -> str:
+        """The three decisions as an SVG."""
+        from phalanx.network.fabric.decisions_picture import decisions_svg
+
+        return decisions_svg(self.decisions)
+
+    def _repr_html_(self) -> str:
+        return self.picture()
+
+
+def decisions(
+    gpus: int | str | None = None,
+    *,
+    fabric: str | Path | None = None,
+    nic_gbps: float | None = None,
+    switch: str | None = None,
+    planes: int | None = None,
+    paths: int = 256,
+    recovery_s: float | None = None,
+    restart_s: float | None = None,
+    tell: Tell = silent,
+) -> FabricDecisions:
+    """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists."""
+    from phalanx.network.fabric.decisions import BOX, decisions_of
+    from phalanx.network.fabric.decisions import decisions as decide
+    from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
+
+    where = "phalanx fabric decisions"
+    bypass_s = EDGE_RECOVERY_S if recovery_s is None else recovery_s
+    start_s = RESTART_S[0] if restart_s is None else restart_s
+    if fabric is not None:
+        given = {"--gpus": gpus, "--nic-gbps": nic_gbps, "--switch": switch, "--planes": planes}
+        for option, value in given.items():
+            if value is not None:
+                raise mistake(where, f"--fabric already says {option}", fix="leave one of them out")
+        found = decisions_of(named_fabric(str(fabric), tell), paths=paths, recovery_s=bypass_s, restart_s=start_s)
+        return FabricDecisions(decisions=found)
+    if gpus is None:
+        raise mistake(where, "--gpus is missing", fix="give --gpus 131072, or --fabric F")
+    found = decide(
+        whole_gpus(gpus, where),
+        nic_gbps=800.0 if nic_gbps is None else nic_gbps,
+        box=switch if switch is not None else BOX,
+        planes=planes,
+        paths=paths,
+        recovery_s=bypass_s,
+        restart_s=start_s,
+    )
+    return FabricDecisions(decisions=found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FabricPage(PublicResult):
+    """One fabric: its parts, weak points and failures per day."""
+
+    fabric: Fabric
+
+    def __str__(self) -> str:
+        return self.page()
+
+    def page(self, width: int | None = None) -> str:
+        """The page, folded to so many columns."""
+        from phalanx.network.fabric.fabric_text import show_fabric
+
+        return show_fabric(self.fabric, width=width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Parts, bill, what a failure takes, and failures per day."""
+        from phalanx.network.fabric.bill import fabric_bill, failure_loss
+        from phalanx.network.fabric.failure_budget import failure_budget
+
+        one = self.fabric
+        values = {"bill": fabric_bill(one), "loss": failure_loss(one), "budget": failure_budget(one)}
+        return {"fabric": fabric_values(one), **_plain(values)}
+
+
+def show(fabric: str | Path, *, tell: Tell = silent) -> FabricPage:
+    """One fabric by its short form, file or name.
+
+    >>> show("clos2:131072x800G/8p/512").fabric.planes
+    8
+    """
+    return FabricPage(fabric=named_fabric(str(fabric), tell))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FabricCatalogue(PublicResult):
+    """The fabrics and switches that have names."""
+
+    fabrics: dict[str, tuple[str, str]]  # name -> short form, source
+    switches: tuple[Switch, ...]
+
+    def __str__(self) -> str:
+        return self.page()
+
+    def page(self, width: int | None = None) -> str:
+        """The page, folded to so many columns."""
+        from phalanx.network.fabric.fabric_text import folded, money, table
+
+        fabrics = [(f"  {name}", spec, source) for name, (spec, source) in self.fabrics.items()]
+        boxes = [
+            (
+                f"  {one.name}",
+                one.kind,
+                f"{one.watts:,.0f} W" if one.watts else "unknown",
+                money(one.usd),
+                one.evidence,
+                one.also,
+            )
+            for one in self.switches
+        ]
+        head = "switches (power without optics, list price, how far both can be trusted)"
+        return folded(f"fabrics\n{table(fabrics, left=3)}\n\n{head}\n{table(boxes, left=2)}", width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Names with what they stand for."""
+        names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in self.fabrics.items()]
+        return {"fabrics": names, "switches": plain(self.switches)}
+
+
+def catalogue() -> FabricCatalogue:
+    """The fabrics and switches that have names."""
+    from phalanx.network.fabric.switch_catalogue import named_fabrics, switches
+
+    return FabricCatalogue(fabrics=dict(named_fabrics()), switches=tuple(switches()))

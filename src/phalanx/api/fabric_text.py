@@ -1,0 +1,249 @@
+"""Pages of `phalanx fabric simulate`: one way of sending, several side by side, and named failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from phalanx.units import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.api.fabric_traffic import FabricTraffic
+
+
+def incast_text(traffic: FabricTraffic) -> list[str]:
+    """Hosts of an incast, whose numbers nobody gave."""
+    if traffic.watched is None:
+        return []
+    source, target = traffic.flows.source.tolist(), traffic.flows.target.tolist()
+    crowd = ", ".join(f"{host:,}" for at, host in enumerate(source) if at != traffic.watched)
+    victim = f"{source[traffic.watched]:,} to {target[traffic.watched]:,}"
+    return [f"  incast: hosts {crowd} to {target[0]:,}; the victim sends from {victim}"]
+
+
+def not_mapped_text(said: Sequence[str]) -> list[str]:
+    """What of a file is not simulated."""
+    return [f"  not mapped: {one}" for one in said]
+
+
+def notes_text(notes: Sequence[str]) -> list[str]:
+    """Lines below a table, none longer than a page is wide."""
+    return [line for one in notes for line in wrap(one, 110, initial_indent="  note: ", subsequent_indent="        ")]
+
+
+def columns_text(found: list[dict[str, Any]]) -> str:
+    """One column for each way of sending."""
+    first = found[0]
+    rows = [
+        ("", [one["transport"] for one in found]),
+        ("paths per flow", [f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1" for one in found]),
+        *_broken_rows(found),
+        ("throughput", [_gbps(_healthy_gbps(one)) for one in found] if not first["failed"] else []),
+        ("over time", [one["bars"] for one in found]),
+        ("done, mean", [_time(one["mean_s"]) for one in found]),
+        ("done, 99 %", [_time(one["p99_s"]) for one in found]),
+        ("done, last", [_last(one) for one in found]),
+        ("without failure", [_time(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
+        ("later, at most", [_later(one) for one in found] if first["failed"] else []),
+        ("packets lost", [f"{one['lost']:,}" for one in found]),
+        ("flows touched", [_of(one["touched_flows"], one["flows"]) for one in found]),
+        ("victim gets", [_victim(one) for one in found] if "victim_share" in first else []),
+    ]
+    if any(one["finished_flows"] < one["flows"] for one in found):
+        rows.append(("flows unfinished", [f"{one['flows'] - one['finished_flows']:,}" for one in found]))
+    return "\n".join([_head(first), *_table([row for row in rows if row[1]])])
+
+
+def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    if not found[0]["failed"]:
+        return []
+    return [
+        ("time to recover", [_time(one["recovered_after_s"], none="no effect") for one in found]),
+        ("Gb/s before", [_gbps(one["before_gbps"]) for one in found]),
+        ("  until then", [_gbps(one["during_gbps"]) for one in found]),
+        ("  afterwards", [_gbps(one["after_gbps"]) for one in found]),
+    ]
+
+
+def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
+    """One line for each scenario: when all was done, packets lost and flows touched, by way of sending."""
+    first = next(iter(done.values()))
+    names = [str(one["transport"]).rpartition(", ")[2] for one in first]
+    groups = ("done, last", "packets lost", "flows touched")
+    whole_cells = [_time(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
+    rows = [("no failure", whole_cells + [_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
+    for name, found in done.items():
+        cells = [_last(one) for one in found] + [f"{one['lost']:,}" for one in found]
+        rows.append((name, cells + [_of(one["touched_flows"], one["flows"]) for one in found]))
+    whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
+    table = _table([("", names * len(groups)), *whole])
+    places = [table[0].find(names[0], at) for at in _starts(table[0], names[0])]
+    head = " " * len(table[0])
+    for group, place in zip(groups, places, strict=True):
+        head = head[:place] + group + head[place + len(group) :]
+    if "incast" in done and len(whole) == len(rows):
+        victims = ", ".join(f"{name} {_victim(one)}" for name, one in zip(names, done["incast"], strict=True))
+        table.append(f"  victim of the incast: {victims}")
+    return "\n".join([_head(first[0], broken=False), head.rstrip(), *table])
+
+
+def _starts(text: str, word: str) -> list[int]:
+    return [at for at in range(len(text)) if text.startswith(word, at)]
+
+
+def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
+    widths = [max(len(cells[at]) for _, cells in rows) for at in range(len(rows[0][1]))]
+    return [
+        f"  {name:<16}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True))
+        for name, cells in rows
+    ]
+
+
+def _head(one: dict[str, Any], *, broken: bool = True) -> str:
+    size, total = format_bytes(one["bytes_per_flow"]), format_bytes(one["bytes_total"])
+    flows = f"{plural(one['flows'], 'flow')} of {size}, {total} in all"
+    head = f"{one['fabric']}: {one['traffic']}, {flows}, {one['engine']} engine"
+    if not broken:
+        return head
+    how = f"losing {one['loss']:.2%}" if one["loss"] else f"at {one['left']:.0%}"
+    denied = f"; denied: {', '.join(one['denied'])}" if one["denied"] else ""
+    what = f"{', '.join(one['failed'])} {how}" if one["failed"] else "nothing"
+    return f"{head}\n  broken: {what}{denied}"
+
+
+def job_hint(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
+    """Where the step time of a job with such a failure is to be had."""
+    kind = "grey" if loss else failed[0].partition(":")[0].strip().lower() if failed else ""
+    kind = {"t1link": "link"}.get(kind, kind)
+    breaks = f" --break {kind}" if kind in ("link", "t1", "t0", "nic", "transceiver", "grey") else ""
+    return f"  step time of a job: phalanx sim JOB --fabric {fabric}{breaks}"
+
+
+def _time(value: float | None, none: str = "-") -> str:
+    if value is None:
+        return none
+    return "never" if math.isinf(value) else "-" if math.isnan(value) else format_seconds(value)
+
+
+def _last(one: dict[str, Any]) -> str:
+    """When all was done; packets stop being simulated some time after the last failure is over."""
+    if math.isinf(one["tail_s"]) and one["stopped"]:
+        return "-"
+    if math.isinf(one["tail_s"]) and "simulated_s" in one:
+        return f">{format_seconds(one['simulated_s'])}"
+    return _time(one["tail_s"])
+
+
+def _later(one: dict[str, Any]) -> str:
+    if math.isinf(one["later_s"]) and one["stopped"]:
+        return "-"
+    if math.isinf(one["later_s"]) and "simulated_s" in one:
+        return f">{format_seconds(one['simulated_s'] - one['healthy_tail_s'])}"
+    return _time(one["later_s"])
+
+
+def _gbps(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _healthy_gbps(one: dict[str, Any]) -> float | None:
+    series = one["throughput_over_time"]
+    return 8e-9 * one["bytes_total"] / series[-1]["until_s"] if series and math.isfinite(one["tail_s"]) else None
+
+
+def _of(part: int, whole: int) -> str:
+    return f"{part:,} ({part / whole:.1%})" if part else "0"
+
+
+def _victim(one: dict[str, Any]) -> str:
+    return f"{one['victim_gbps']:,.0f} Gb/s ({one['victim_share']:.0%})"
+
+
+# ---- one way of sending ----------------------------------------------------------------------------------------------
+
+
+def _flow_head(found: dict[str, Any]) -> str:
+    size, total = format_bytes(found["bytes_per_flow"]), format_bytes(found["bytes_total"])
+    return f"{found['fabric']}: {found['traffic']}, {plural(found['flows'], 'flow')} of {size}, {total} in all"
+
+
+def _broken(found: dict[str, Any]) -> str:
+    denied = f"; denied: {', '.join(found['denied'])}" if found["denied"] else ""
+    if not found["failed"]:
+        return f"nothing{denied}"
+    how = f"losing {found['loss']:.2%}" if found.get("loss") else f"at {found['left']:.0%}"
+    return f"{', '.join(found['failed'])} {how}{denied}"
+
+
+def settled_text(found: dict[str, Any]) -> str:
+    paths = f"{plural(found['paths'], 'path')} per flow"
+    paths = "every path of every plane" if found["spread"] == "all" else paths
+    never = "not yet" if found["stopped"] else "never"
+    lines = [
+        _flow_head(found),
+        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; broken: {_broken(found)}",
+        f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
+        f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
+        f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
+        f"  done      mean {_seconds(found['mean_s'], never)}, 99 % {_seconds(found['p99_s'], never)}, "
+        f"last {_seconds(found['tail_s'], never)}",
+    ]
+    if "victim_rate" in found:
+        lines.append(f"  victim    {found['victim_rate']:.3f} of line rate")
+    if found["stalled_flows"]:
+        lines.append(
+            f"  stalled   {plural(found['stalled_flows'], 'flow')} without a working path: give hosts ports in more "
+            "planes, or "
+            "let the part return (PART@0us..1ms)"
+        )
+    return "\n".join(lines)
+
+
+def packet_text(one: dict[str, Any]) -> str:
+    rows = [
+        ("", one["transport"]),
+        ("paths per flow", f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1"),
+        ("recovery", _recovery(one)),
+        ("done, mean", _some(one, "mean_s")),
+        ("done, 99 %", _some(one, "p99_s")),
+        ("done, last", _last_packet(one)),
+        ("planes simulated", _planes(one)),
+        ("packets sent", f"{one['sent']:,}"),
+        ("packets lost", f"{one['lost']:,}" + (f", {one['dropped']:,} dropped" if one["dropped"] else "")),
+        ("packets trimmed", f"{one['trimmed']:,}"),
+        ("ports paused", f"{one['paused_share']:.1%} of the time" if one["paused_share"] else ""),
+        ("flows touched", f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss"),
+    ]
+    if one["finished_flows"] < one["flows"]:
+        rows.append(("flows unfinished", f"{one['flows'] - one['finished_flows']:,}"))
+    wide = max(len(cell) for _, cell in rows)
+    table = [f"  {name:<17}  {cell:>{wide}}" for name, cell in rows if cell]
+    return "\n".join([_flow_head(one), f"  broken: {_broken(one)}", *table])
+
+
+def _planes(one: dict[str, Any]) -> str:
+    if one["planes"] == 1:
+        return ""
+    return f"{one['planes_simulated']} of {one['planes']}" + (", alike" if one["planes_simulated"] == 1 else "")
+
+
+def _recovery(one: dict[str, Any]) -> str:
+    after = one["converge_s"]
+    return f"{one['recovery']}, {format_seconds(after)}" if after is not None else str(one["recovery"])
+
+
+def _some(one: dict[str, Any], key: str) -> str:
+    """Of the flows that finished."""
+    return format_seconds(one[key]) if one["finished_flows"] else "-"
+
+
+def _last_packet(one: dict[str, Any]) -> str:
+    if one["finished_flows"] < one["flows"]:
+        return f"not in {format_seconds(one['simulated_s'])}"
+    return format_seconds(one["tail_s"])
+
+
+def _seconds(value: float, never: str) -> str:
+    return never if value == float("inf") else format_seconds(value)

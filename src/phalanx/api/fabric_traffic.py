@@ -1,0 +1,629 @@
+"""Traffic on a fabric: whole or with failed parts, by the fluid or the packet engine, and as files of htsim."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api import fabric_text as text
+from phalanx.api.results import INTERRUPTED, PublicResult, Tell, plain, silent
+from phalanx.errors import mistake
+from phalanx.io.visible import one_line
+from phalanx.units import format_bytes, format_seconds, parse_count, plural
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.compare_recovery import RecoveryQuestion, RecoveryRun
+    from phalanx.sim.fabric_failures import FabricBreak, Scenario
+    from phalanx.sim.packets.schedule import Schedule
+    from phalanx.sim.traffic_matrix import Flows
+
+TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
+ENGINES = ("fluid", "packets")
+TRAFFIC, NBYTES = "permutation", "2M"
+CPU_S = 600.0
+ANNOUNCED_S = 10.0  # a simulation that takes longer is announced
+
+_JOB = re.compile(r"^(?P<file>.+\.toml)(?::(?P<axis>[a-z_-]+))?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FabricTraffic:
+    """Flows, what they are called, when they start, what fails in their file, and what of it is not simulated."""
+
+    name: str
+    flows: Flows
+    schedule: Schedule | None = None  # None: together
+    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
+    failed: tuple[str, ...] = ()
+    not_mapped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrafficCall:
+    """What was asked of `simulate`."""
+
+    fabric: str
+    engine: str
+    cm: str | None
+    traffic: str | None
+    nbytes: str | None
+    seed: int
+    routing: str | None
+    paths: int | None
+    fail: tuple[str, ...]
+    left: float
+    loss: float | None
+    deny: tuple[str, ...]
+    recovery: str | None
+    converge: float | None
+    compare: bool
+    scenario: str | None
+    wire: str | None
+    transport: str | None
+    pfc: bool | None
+    dcqcn: bool | None
+    each_plane: bool
+    cpu: float | None
+    tell: Tell
+
+
+def load_fabric(name: str) -> tuple[Fabric, tuple[str, ...]]:
+    """The fabric a text names, and what of its file it cannot hold."""
+    if name.strip().lower().endswith(".topo"):
+        from phalanx.sim.htsim.topology import read_topo
+
+        topo = read_topo(Path(name.strip()))
+        return topo.fabric, topo.not_mapped
+    from phalanx.network.fabric.fabric_file import parse_fabric
+
+    return parse_fabric(name), ()
+
+
+def named_fabric(name: str, tell: Tell = silent) -> Fabric:
+    """The same for pages that have no place for what a file's fabric leaves out: it is told."""
+    fabric, said = load_fabric(name)
+    for one in said:
+        tell(f"{name.strip()}: not mapped: {one}")
+    return fabric
+
+
+def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric, tell: Tell) -> FabricTraffic:
+    """By name, or from a CSV matrix or a job."""
+    from phalanx.sim.traffic_matrix import INCAST, named_traffic
+
+    if seed < 0:  # numpy would refuse it
+        raise mistake("--seed", f"{seed} is below zero", fix="use 0 or more")
+    name = name or TRAFFIC
+    if says_bytes(name):
+        return _traffic_file(name.strip(), nbytes, fabric, tell)
+    try:
+        size = parse_count(nbytes or NBYTES)
+    except ValueError as error:
+        raise mistake("--bytes", f"{error}"[:160], fix="write it as 2M or 2000000") from None
+    made = named_traffic(name, fabric, size, seed=seed)
+    return FabricTraffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
+
+
+def load_matrix(call: TrafficCall, fabric: Fabric) -> FabricTraffic:
+    """From a .cm file."""
+    from phalanx.sim.htsim.connection_matrix import read_cm
+
+    if call.traffic or call.nbytes:
+        raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
+    path = Path(str(call.cm))
+    matrix = read_cm(path)
+    if matrix.nodes > fabric.hosts:
+        what = f"{matrix.nodes:,} nodes, but {fabric.name} has {fabric.hosts:,} hosts"
+        raise mistake(str(call.cm), what, fix="use a larger fabric, or the .topo file of this matrix")
+    # The fluid engine and comparisons have no clock of starts.
+    timed = call.engine == "packets" and not call.compare
+    return FabricTraffic(
+        name=one_line(path.name),
+        flows=matrix.flows(),
+        schedule=matrix.schedule() if timed else None,
+        failed=matrix.failed(),
+        not_mapped=matrix.not_mapped(timed=timed),
+    )
+
+
+def says_bytes(name: str) -> bool:
+    """Whether traffic is named by a file, which also says how much is sent: a CSV matrix, or a job."""
+    return re.search(r"\.(csv|toml(:[a-z_-]+)?)$", name.strip().lower()) is not None
+
+
+def _traffic_file(name: str, nbytes: str | None, fabric: Fabric, tell: Tell) -> FabricTraffic:
+    if nbytes:
+        raise mistake("--bytes", f"{name[:80]} already says who sends how much", fix="leave out --bytes")
+    if name.lower().endswith(".csv"):
+        from phalanx.sim.traffic_matrix import read_matrix
+
+        return FabricTraffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
+    return FabricTraffic(name=one_line(Path(name).name), flows=_plan_flows(name, fabric, tell))
+
+
+def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
+    """What the collectives of a job's plan send in a step: one axis, or all that leave a fast domain, together."""
+    import numpy as np
+
+    from phalanx.job.load import load
+    from phalanx.plan.make import plan as make_plan
+    from phalanx.sim.plan_flows import plan_collectives
+    from phalanx.sim.traffic_matrix import flows
+
+    match = _JOB.match(name.strip())
+    assert match is not None, "says_bytes() said so"
+    plan = make_plan(load(match["file"]), hopeless=True)
+    if plan.layout.devices > fabric.hosts:
+        what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
+        raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
+    sent = {
+        one.axis.replace(" ", "-"): (one.operation, one.flows)
+        for one in plan_collectives(plan)
+        if one.flows is not None
+    }
+    if not sent:
+        what = f"nothing of {match['file']} leaves a fast domain"
+        raise mistake("--traffic", what, fix="use a plan of several hosts")
+    if match["axis"] and match["axis"].lower() not in sent:
+        what = f"the axis {match['axis'][:20]} sends nothing between hosts"
+        raise mistake("--traffic", what, fix="use " + " or ".join(f"{match['file']}:{axis}" for axis in sent))
+    wanted = match["axis"].lower() if match["axis"] else None
+    picked = {axis: one for axis, one in sent.items() if wanted in (None, axis)}
+    for axis, (operation, one) in picked.items():
+        tell(f"{axis}: {operation}, {plural(len(one), 'flow')}, {format_bytes(float(one.nbytes.sum()))} in a step")
+    every = [one for _, one in picked.values()]
+    return flows(
+        np.concatenate([one.source for one in every]),
+        np.concatenate([one.target for one in every]),
+        np.concatenate([one.nbytes for one in every]),
+    )
+
+
+# ---- simulate --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class TrafficSimulation(PublicResult):
+    """What the flows on a fabric got, and when they were done; one dict per way of sending, by scenario."""
+
+    page: str
+    values: dict[str, Any]
+    interrupted: bool
+
+    def __str__(self) -> str:
+        return self.page
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers."""
+        return self.values
+
+    @property
+    def exit_code(self) -> int:
+        """130 when Ctrl-C left something out."""
+        return INTERRUPTED if self.interrupted else 0
+
+
+def simulate(
+    fabric: str | Path,
+    *,
+    traffic: str | None = None,
+    nbytes: str | int | None = None,
+    cm: str | Path | None = None,
+    engine: str = ENGINES[0],
+    seed: int = 0,
+    routing: str | None = None,
+    paths: int | None = None,
+    fail: Sequence[str] = (),
+    left: float = 0.0,
+    loss: float | None = None,
+    deny: Sequence[str] = (),
+    recovery: str | None = None,
+    converge: float | None = None,
+    compare: bool = False,
+    scenario: str | None = None,
+    wire: str | None = None,
+    transport: str | None = None,
+    pfc: bool | None = None,
+    dcqcn: bool | None = None,
+    each_plane: bool = False,
+    cpu: float | None = None,
+    tell: Tell = silent,
+) -> TrafficSimulation:
+    """Send traffic over a fabric, whole or with failed parts, by fair rates (fluid) or packet by packet.
+
+    `traffic` is permutation, incast, ring, …, a CSV matrix or a job (`JOB.toml:AXIS`); `fail` are parts such as
+    "link:0/3/5" or "t1:0/2@50us..2ms". `compare` sets a conventional fabric beside recovery at the edge, `scenario`
+    does so for a named failure or for "all". `cpu` bounds the CPU seconds (600).
+    """
+    call = TrafficCall(
+        fabric=str(fabric),
+        engine=engine,
+        cm=str(cm) if cm is not None else None,
+        traffic=traffic,
+        nbytes=str(nbytes) if nbytes is not None else None,
+        seed=seed,
+        routing=routing,
+        paths=paths,
+        fail=tuple(fail),
+        left=left,
+        loss=loss,
+        deny=tuple(deny),
+        recovery=recovery,
+        converge=converge,
+        compare=compare,
+        scenario=scenario,
+        wire=wire,
+        transport=transport,
+        pfc=pfc,
+        dcqcn=dcqcn,
+        each_plane=each_plane,
+        cpu=cpu,
+        tell=tell,
+    )
+    _check_call(call)
+    found, said = load_fabric(call.fabric)
+    # A fabric of more links than an engine holds is refused before any traffic is made for it; planes that are alike
+    # are simulated once by the packet engine.
+    from phalanx.sim.fabric_links import links_of
+
+    links_of(found if engine == "fluid" else replace(found, planes=1, nic_gbps=found.port_gbps))
+    if compare or scenario is not None:
+        call = _with_usual_bytes(call, found)
+    if scenario is not None:
+        return _simulate_scenarios(call, found)
+    sent = load_matrix(call, found) if call.cm else load_traffic(call.traffic, call.nbytes, seed, found, tell)
+    sent = replace(sent, not_mapped=said + sent.not_mapped)
+    if compare:
+        return _simulate_comparison(call, found, sent)
+    return _simulate_fluid(call, found, sent) if engine == "fluid" else _simulate_packets(call, found, sent)
+
+
+def _with_usual_bytes(call: TrafficCall, fabric: Fabric) -> TrafficCall:
+    """Comparisons need traffic that is still there when something fails, unless the user says how much."""
+    from phalanx.sim.fabric_failures import usual_bytes
+
+    if call.cm or says_bytes(call.traffic or "") or call.nbytes is not None:
+        return call
+    return replace(call, nbytes=f"{usual_bytes(fabric):.0f}")
+
+
+def _check_call(call: TrafficCall) -> None:
+    """An option that would have no effect is a mistake."""
+    from phalanx.sim.fabric_failures import FabricBreak, faults_of
+
+    for name in TrafficCall.__dataclass_fields__:
+        value = getattr(call, name)
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
+    if not call.cm:  # its file may name parts too
+        faults_of(FabricBreak(failed=call.fail, left=call.left, loss=call.loss or 0.0))
+    if call.engine == "fluid":
+        for option, value in {"--transport": call.transport, "--dcqcn": call.dcqcn}.items():
+            if value is not None:
+                raise mistake(option, "the fluid engine has no packets", fix="add --engine packets")
+        if call.each_plane:
+            raise mistake("--each-plane", "the fluid engine has all planes anyway", fix="leave it out")
+    elif call.wire is not None:
+        raise mistake("--wire", "packets have the headers of their transport", fix="use --transport mrc or htsim")
+    given = {
+        "--transport": call.transport,
+        "--routing": call.routing,
+        "--recovery": call.recovery,
+        "--wire": call.wire,
+        "--pfc": call.pfc,
+        "--dcqcn": call.dcqcn,
+    }
+    for option, value in given.items():
+        if (call.compare or call.scenario) and value not in (None, ""):
+            raise mistake(option, "--compare and --scenario choose it for all columns", fix="leave one of the two out")
+    if call.each_plane and (call.compare or call.scenario):
+        raise mistake("--each-plane", "--compare and --scenario do what a failure needs", fix="leave it out")
+    named = {"--fail": call.fail, "--left": call.left, "--loss": call.loss, "--cm": call.cm, "--traffic": call.traffic}
+    for option, value in named.items():
+        if call.scenario and value:
+            raise mistake(option, "--scenario says what fails under which traffic", fix="use --compare for your own")
+    if call.paths is not None and call.paths < 1:
+        raise mistake("--paths", f"{plural(call.paths, 'path')} per flow", fix="use 1 or more, or leave it out")
+    if call.cpu is not None and not 0 < call.cpu < 1e9:
+        raise mistake("--cpu", f"{call.cpu:g} seconds", fix="use 60, or 600")
+
+
+def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> FabricBreak:
+    """What fails, by the call and by a file of connections."""
+    from phalanx.sim.fabric_failures import FabricBreak
+
+    return FabricBreak(failed=(*call.fail, *traffic.failed), left=call.left, loss=call.loss or 0.0, denied=call.deny)
+
+
+def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
+    """Rates that settle, with what is broken from the start; or over time, where something fails on the way."""
+    from phalanx.sim.compare_recovery import one_fluid_run, unsaid
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import WIRES, choice
+    from phalanx.sim.simulate import simulate as settle
+
+    said = traffic.not_mapped
+    if call.fabric.strip().lower().endswith(".topo"):
+        said += ("latencies: the fluid engine takes them from --wire",)
+    in_time = bool(call.loss or call.converge is not None or call.pfc or any("@" in one for one in call.fail))
+    found: dict[str, Any]
+    if in_time:
+        found = one_fluid_run(
+            _question(call, fabric, traffic),
+            spread=call.routing or "adaptive",
+            recovery=call.recovery or "",
+            converges=call.converge is not None,
+            pauses=bool(call.pfc),
+            wire=WIRES[choice("--wire", call.wire or "mrc", tuple(WIRES))],
+        )
+    else:
+        found = settle(
+            fabric,
+            traffic.name,
+            flows=traffic.flows,
+            spread=call.routing or "all",
+            paths=call.paths or 0,
+            failed=(*call.fail, *traffic.failed),
+            left=call.left,
+            denied=list(call.deny),
+            recovery=call.recovery or "",
+            wire=call.wire or "mrc",
+            seed=call.seed,
+            watched=traffic.watched,
+            budget=PacketBudget(cpu_s=call.cpu or CPU_S),
+        )
+    _tell_beside(found, call.tell)
+    notes = unsaid(_broken_by(call, traffic), [found]) if in_time else ()
+    page = text.columns_text([found]) if in_time else text.settled_text(found)
+    return _one_simulation(found, page, traffic, notes, said, interrupted=bool(found["stopped"]))
+
+
+def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
+    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import simulate_packets, transport_of
+
+    found: dict[str, Any] = simulate_packets(
+        fabric,
+        traffic.name,
+        traffic.flows,
+        transport=transport_of(
+            call.transport or "mrc",
+            paths=call.paths or 0,
+            converge_s=call.converge,
+            routing=call.routing or "",
+            recovery=call.recovery or "",
+            pfc=call.pfc,
+            dcqcn=call.dcqcn,
+        ),
+        broken=_broken_by(call, traffic),
+        seed=call.seed,
+        budget=PacketBudget(cpu_s=call.cpu or CPU_S),
+        schedule=traffic.schedule,
+        each_plane=call.each_plane,
+    )
+    _tell_beside(found, call.tell)
+    notes = unsaid(_broken_by(call, traffic), [found])
+    interrupted = found["stopped"] == "interrupted"
+    page = text.packet_text(found)
+    return _one_simulation(found, page, traffic, notes, traffic.not_mapped, interrupted=interrupted)
+
+
+def _one_simulation(
+    found: dict[str, Any],
+    page: str,
+    traffic: FabricTraffic,
+    notes: Sequence[str],
+    said: Sequence[str],
+    *,
+    interrupted: bool,
+) -> TrafficSimulation:
+    lines = [page, *text.incast_text(traffic), *text.notes_text(notes), *text.not_mapped_text(said)]
+    values = {**found, "notes": notes, "not_mapped": said}
+    return TrafficSimulation(page="\n".join(lines), values=_plain(values), interrupted=interrupted)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    found = plain(values)
+    assert isinstance(found, dict)
+    return found
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
+    """One failure, a column for each way of sending."""
+    from phalanx.sim.compare_recovery import unsaid
+
+    question = _question(call, fabric, traffic)
+    _announce([question], call)
+    found, interrupted = _columns(question, call, [])
+    notes = unsaid(question.broken, found)
+    lines = [
+        text.columns_text(found),
+        *text.incast_text(traffic),
+        *text.notes_text(notes),
+        *text.not_mapped_text(traffic.not_mapped),
+        text.job_hint(call.fabric, question.broken.failed, loss=question.broken.loss > 0),
+    ]
+    values = {"compare": found, "notes": notes, "not_mapped": traffic.not_mapped}
+    return TrafficSimulation(page="\n".join(lines), values=_plain(values), interrupted=interrupted)
+
+
+def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
+    """Named failures: one as a table, several as a line each."""
+    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.fabric_failures import chosen_scenarios
+
+    picked = chosen_scenarios(str(call.scenario), fabric)
+    done: dict[str, list[dict[str, Any]]] = {}
+    kept: list[RecoveryRun] = []  # without failure, of the traffic that all but the incast have
+    interrupted = False
+    questions = [_scenario(call, fabric, one) for one in picked]
+    _announce(questions, call)
+    for one, question in zip(picked, questions, strict=True):
+        if len(picked) > 1:
+            call.tell(f"{one.name}: {one.what}")
+        done[one.name], interrupted = _columns(question, call, [] if one.incast else kept)
+        if interrupted:
+            break
+    notes = tuple(dict.fromkeys(line for one in picked for line in unsaid(one.broken, done.get(one.name, ()))))
+    values = {"scenarios": [{"scenario": name, "compare": found} for name, found in done.items()], "notes": notes}
+    if len(picked) == 1:
+        one = picked[0]
+        incast = text.incast_text(FabricTraffic(name="", flows=questions[0].flows, watched=questions[0].watched))
+        hint = text.job_hint(call.fabric, one.broken.failed, loss=one.broken.loss > 0)
+        head = [f"{one.name}: {one.what}", text.columns_text(done[one.name]), *incast]
+    else:
+        hint = f"  step time of a job: phalanx sim JOB --fabric {call.fabric} --break t1"
+        head = [text.lines_text(done)]
+    page = "\n".join([*head, *text.notes_text(notes), hint])
+    return TrafficSimulation(page=page, values=_plain(values), interrupted=interrupted)
+
+
+def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> RecoveryQuestion:
+    """What the call asks to compare."""
+    from phalanx.network.fabric.failure_budget import CONVERGE_S
+    from phalanx.sim import compare_recovery as compare
+    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.simulate import SHORT_CONVERGE_S
+
+    usual_s = CONVERGE_S if call.engine == "fluid" else SHORT_CONVERGE_S
+    return compare.RecoveryQuestion(
+        fabric=fabric,
+        flows=traffic.flows,
+        traffic=traffic.name,
+        broken=_broken_by(call, traffic),
+        paths=call.paths or 0,
+        converge_s=compare.checked_converge_s(call.converge, usual_s),
+        watched=traffic.watched,
+        seed=call.seed,
+        budget=PacketBudget(cpu_s=call.cpu or CPU_S),
+    )
+
+
+def _scenario(call: TrafficCall, fabric: Fabric, one: Scenario) -> RecoveryQuestion:
+    from phalanx.sim.traffic_matrix import INCAST
+
+    call = replace(call, traffic=INCAST if one.incast else None)
+    sent = load_traffic(call.traffic, call.nbytes, call.seed, fabric, call.tell)
+    made = _question(call, fabric, sent)
+    return replace(made, broken=replace(one.broken, denied=made.broken.denied))
+
+
+def _columns(
+    question: RecoveryQuestion, call: TrafficCall, kept: list[RecoveryRun]
+) -> tuple[list[dict[str, Any]], bool]:
+    """What each way of sending gives, up to Ctrl-C, and whether that came."""
+    from phalanx.sim.compare_recovery import compare_recoveries, fluid_runs, packet_runs
+
+    found: list[dict[str, Any]] = []
+    rows: Iterator[dict[str, Any]] = compare_recoveries(
+        question, fluid_runs if call.engine == "fluid" else packet_runs, kept
+    )
+    try:
+        for one in rows:
+            found.append(one)
+            _tell_beside(one, call.tell)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, True
+    return found, found[-1]["stopped"] == "interrupted"
+
+
+def _announce(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> None:
+    """Say how long all will take, where that is long; raises UserError where it is too long."""
+    from phalanx.sim.compare_recovery import fluid_cpu_s, packet_cpu_s, whole_of
+
+    expected = fluid_cpu_s if call.engine == "fluid" else packet_cpu_s
+    cpu_s, seen = 0.0, set()
+    for one in questions:
+        cpu_s += expected(one)
+        if one.traffic in seen and one.broken.failed:  # the same traffic without failure runs once
+            cpu_s -= expected(whole_of(one))
+        seen.add(one.traffic)
+    question = questions[0]
+    cases = f" and {len(questions)} scenarios" if len(questions) > 1 else ""
+    if cpu_s > question.budget.cpu_s:
+        raise mistake(
+            f"{call.engine} on {question.fabric.name}",
+            f"{len(question.flows):,} flows in three ways of sending{cases} need about {cpu_s:,.0f} s of CPU; the "
+            f"budget is {question.budget.cpu_s:,.3g} s",
+            fix="raise --cpu, or simulate fewer hosts"
+            + (", or one scenario" if cases else "")
+            + (", or send fewer --bytes, shorten --converge, or use --engine fluid" * (call.engine == "packets")),
+        )
+    if cpu_s > ANNOUNCED_S:
+        call.tell(f"{len(question.flows):,} flows in three ways of sending{cases}: about {cpu_s:,.0f} s of CPU")
+
+
+def _tell_beside(one: dict[str, Any], tell: Tell) -> None:
+    """What a reader must know beside the numbers."""
+    for part in one.get("failed_too_late", ()):
+        over_s = one.get("simulated_s", one["tail_s"])
+        tell(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(over_s)}")
+    if one["stopped"]:
+        tell(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class HtsimFiles(PublicResult):
+    """A fabric and its traffic as files of htsim, and what they do not hold."""
+
+    fabric: str
+    files: tuple[dict[str, Any], ...]
+    not_mapped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for one in self.files:
+            rest = ", ".join(f"{value:,} {key}" for key, value in one.items() if key != "file")
+            lines.append(f"wrote {one['file']}: {rest}")
+        return "\n".join([*lines, *text.not_mapped_text(self.not_mapped)])
+
+
+def export(
+    fabric: str | Path,
+    *,
+    topo: str | Path | None = None,
+    cm: str | Path | None = None,
+    traffic: str | None = None,
+    nbytes: str | int | None = None,
+    seed: int = 0,
+    tell: Tell = silent,
+) -> HtsimFiles:
+    """Write a fabric (.topo) and its traffic (.cm) for the packet simulator htsim."""
+    from phalanx.io.files import write_text
+    from phalanx.sim.htsim.connection_matrix import matrix_of, write_cm
+    from phalanx.sim.htsim.topology import write_topo
+
+    where = "phalanx fabric export"
+    if not topo and not cm:
+        raise mistake(where, "nothing to write", fix="add --topo FILE.topo, --cm FILE.cm or both")
+    if not cm and (traffic or nbytes):
+        raise mistake(where, "traffic, but no file for it", fix="add --cm FILE.cm")
+    found, said = load_fabric(str(fabric))
+    made = write_topo(found)
+    said += made.not_mapped
+    files: list[dict[str, Any]] = []
+    matrix_text, connections = "", 0
+    if cm:
+        sent = load_traffic(traffic, str(nbytes) if nbytes is not None else None, seed, found, tell)
+        matrix, changed = matrix_of(sent.flows, made.nodes, parts=found.planes)
+        matrix_text, said, connections = write_cm(matrix), said + changed, len(sent.flows)
+    if topo:
+        write_text(Path(topo), made.text, fix="name another --topo")
+        files.append({"file": str(topo), "nodes": made.nodes, "tiers": found.tiers})
+    if cm:
+        write_text(Path(cm), matrix_text, fix="name another --cm")
+        files.append({"file": str(cm), "nodes": made.nodes, "connections": connections})
+    return HtsimFiles(fabric=found.name, files=tuple(files), not_mapped=said)

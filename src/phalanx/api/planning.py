@@ -1,0 +1,249 @@
+"""Plans: find the best layout of a job on a cluster, compare plans, and hold predictions against measurements."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.jobs import AnyJob, look_at_files, read_job
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent
+from phalanx.errors import mistake
+from phalanx.hardware.cluster import resolve
+from phalanx.hardware.types import Cluster
+from phalanx.plan.make import plan as make_plan
+from phalanx.plan.plan import CalibrationNote, Plan
+from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.plan.text import PlanDifference
+    from phalanx.validate.calibration_report import CalibrationReport as CalibrationReport
+    from phalanx.validate.network_score import NetworkCard
+    from phalanx.validate.throughput_score import Prediction as RowPrediction
+    from phalanx.validate.throughput_score import Scorecard
+
+MOST_COMPARED = 8
+PROGRESS_S = 5.0  # between lines of progress
+
+
+def plan(
+    job: AnyJob,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    overrides: Overrides = (),
+    calibration: str | Path | CalibrationNote | None = None,
+    measure: bool = False,
+    hopeless: bool = False,
+    tell: Tell = silent,
+) -> Plan:
+    """Find the best layout of a job on a cluster, with its time, memory, cost and reasons.
+
+    `job` is a path, what `load` returned, or a Job; `cluster` a spec such as "8xH100:4", a file, or a Cluster, and the
+    job's own by default. `calibration` is what `calibrate` wrote. `measure` times this machine's cores first, as
+    `phalanx plan` does for the cluster `local` (about 20 s, once).
+
+    Raises UserError when no layout fits and, unless `hopeless`, for a run that would never finish.
+
+    >>> made = plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
+    >>> made.layout.devices, made.memory.total_bytes < made.memory.usable_bytes
+    (32, True)
+    """
+    resolved = read_job(job, overrides, where="phalanx.plan")
+    note = calibration
+    if isinstance(note, str | Path):
+        from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
+
+        note = read_calibration(Path(note))
+    found = look_at_files(resolved, tell)
+
+    def make() -> Plan:
+        return make_plan(resolved, cluster, calibration=note, hopeless=hopeless)
+
+    if not measure or isinstance(cluster, Cluster):
+        made = make()
+    else:
+        from phalanx.plan.make import plan_here
+
+        if cluster is not None:
+            resolve(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
+        made = plan_here(make, str(cluster or resolved.job.cluster.target), environ=os.environ, tell=tell)
+    if not found.warnings:
+        return made
+    return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PlanComparison(PublicResult):
+    """Several plans side by side."""
+
+    names: tuple[str, ...]
+    plans: tuple[Plan, ...]
+    differences: tuple[PlanDifference, ...]
+
+    def __str__(self) -> str:
+        from phalanx.plan.text import comparison_text
+
+        return comparison_text(self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences, and every plan whole."""
+        return {"differences": plain(self.differences), "plans": [one.to_dict() for one in self.plans]}
+
+
+def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanComparison:
+    """What differs between 2 to 8 plans: layout, time, cost and memory; `names` head the columns."""
+    from phalanx.plan.text import compare_plans
+
+    if not 2 <= len(plans) <= MOST_COMPARED:
+        raise mistake("phalanx.compare_plans", f"{plural(len(plans), 'plan')} given", fix=f"give 2 to {MOST_COMPARED}")
+    named = tuple(names) or tuple(one.job.name for one in plans)
+    return PlanComparison(names=named, plans=tuple(plans), differences=tuple(compare_plans(plans, list(named))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class CalibrationResult(PublicResult):
+    """Factors of your system, and how well they fit; `phalanx.plan(job, calibration=...)` takes the file."""
+
+    report: CalibrationReport
+
+    def __str__(self) -> str:
+        from phalanx.validate.calibration_report import calibration_text
+
+        return calibration_text(self.report)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fit."""
+        found = plain(self.report)
+        assert isinstance(found, dict)
+        return found
+
+    def write(self, path: str | Path) -> None:
+        """Write the file that `plan` reads."""
+        from phalanx.validate.calibration_report import write_calibration
+
+        write_calibration(Path(path), self.report)
+
+
+def calibrate(measured: str | Path) -> CalibrationResult:
+    """Refit five factors of the cost model from a run folder, or from a table of measured steps."""
+    from phalanx.validate.calibration_report import calibrate_run, calibrate_table
+
+    source = Path(measured)
+    return CalibrationResult(report=calibrate_run(source) if source.is_dir() else calibrate_table(source))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Backtest(PublicResult):
+    """Predictions of a table of published runs, and how far they are from what was measured."""
+
+    scorecard: Scorecard
+    calibrated_on: int  # rows
+    predictions: tuple[RowPrediction, ...]
+
+    def __str__(self) -> str:
+        from phalanx.validate.throughput_score import scorecard_text
+
+        return scorecard_text(self.scorecard, calibrated_on=self.calibrated_on)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scores, and every prediction."""
+        return {
+            "scorecard": plain(self.scorecard),
+            "calibrated_on_rows": self.calibrated_on,
+            "predictions": plain(self.predictions),
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write the predictions as CSV."""
+        from phalanx.validate.throughput_score import write_predictions
+
+        write_predictions(Path(path), self.predictions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class NetworkBacktest(PublicResult):
+    """The same for a table of network claims."""
+
+    card: NetworkCard
+
+    def __str__(self) -> str:
+        from phalanx.validate.network_score import network_card_text
+
+        return network_card_text(self.card)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scores of every claim."""
+        found = plain(self.card)
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def exit_code(self) -> int:
+        """130 when Ctrl-C left rows out."""
+        return INTERRUPTED if self.card.interrupted else 0
+
+
+def backtest(
+    table: str | Path,
+    *,
+    calibration: str | Path | None = None,
+    draw: int = 0,
+    seed: int = 0,
+    simulate: bool = False,
+    tell: Tell = silent,
+) -> Backtest | NetworkBacktest:
+    """Predict a table of published measurements, and report the error.
+
+    `table` holds training runs (columns of throughput_public.csv) or network claims (source, quantity, value, unit,
+    conditions). Of runs, at most five factors per source are fitted first from the rows of `calibration`, or from
+    `draw` rows of each source, which are then left out of the score. Of claims, `simulate` also runs what takes more
+    than a minute.
+    """
+    from phalanx.validate.network_claims import is_network_table
+    from phalanx.validate.throughput_score import draw_known, predict_table, score_predictions
+    from phalanx.validate.throughput_table import read_table
+
+    if is_network_table(Path(table)):
+        if calibration or draw:
+            fix = "leave --predictions, --calibrate and --draw out"
+            raise mistake(str(table), "is a table of network claims", fix=fix)
+        return _network_backtest(Path(table), simulate=simulate, tell=tell)
+    if simulate:
+        raise mistake("--simulate", "is for tables of network claims", fix="leave it out")
+    if draw < 0 or (draw and calibration):
+        raise mistake("--draw", "needs a positive number and excludes --calibrate", fix="use one of the two")
+    rows = read_table(Path(table)).rows
+    known = read_table(Path(calibration)).rows if calibration else ()
+    if draw:
+        known, rows = draw_known(rows, per_source=draw, seed=seed)
+    predictions = predict_table(rows, known=known)
+    return Backtest(
+        scorecard=score_predictions(rows, predictions), calibrated_on=len(known), predictions=tuple(predictions)
+    )
+
+
+def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBacktest:
+    """Network claims: nothing is fitted but the two ends of a series, so the options of runs do not apply."""
+    from phalanx.validate.network_claims import read_claims
+    from phalanx.validate.network_score import plan_simulations as plan_rows
+    from phalanx.validate.network_score import score_claims
+
+    rows = read_claims(table)
+    planned = plan_rows(rows, simulate=simulate)
+    if planned.keys:
+        cpu = f"about {planned.cpu_s:.0f} s of CPU; Ctrl-C keeps what is finished"
+        tell(f"{plural(len(planned.keys), 'simulation')}, {cpu}")
+    if planned.left_out:
+        tell(f"{planned.left_out} more would take about {planned.left_out_cpu_s:,.0f} s: add --simulate")
+    said_s = time.monotonic()
+
+    def progress(done: int, of: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s > PROGRESS_S and done < of:  # a minute must not look like a hang
+            said_s = time.monotonic()
+            tell(f"  {done:,} of {of:,} rows")
+
+    return NetworkBacktest(card=score_claims(rows, simulate=simulate, planned=planned, progress=progress))

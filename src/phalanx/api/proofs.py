@@ -1,0 +1,343 @@
+"""Proofs without a cluster: a layout against a single process, and one rank's step traced on fake tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.jobs import AnyJob, override_texts, read_job
+from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.errors import mistake
+from phalanx.hardware.local import MOST_RANKS_PER_GPU
+from phalanx.hardware.types import Cluster
+
+if TYPE_CHECKING:
+    from phalanx.plan.plan import Plan
+    from phalanx.train.tracing.hang_check import TraceHang
+    from phalanx.train.tracing.log import RankTrace
+    from phalanx.train.tracing.trace_report import PlanLine, TracedFit
+    from phalanx.train.tracing.traced_ranks import TracedStep
+    from phalanx.train.verify.proof import LayoutProof
+    from phalanx.train.verify.terms import Terms
+
+MOST_STEPS = 1000
+FORMATS = {"float64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp8": "fp8"}
+TIMEOUT_S, LONG_TIMEOUT_S = 120.0, 600.0  # compiling for 8 ranks on 2 cores takes minutes
+MOST_RANKS = 64  # of `ranks="all"`: a minute or two each for a large model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LayoutProof(PublicResult):
+    """Whether a layout computes the same numbers as a single process, and where it does not."""
+
+    proof: LayoutProof
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing differs beyond rounding."""
+        return self.proof.holds
+
+    def __str__(self) -> str:
+        from phalanx.train.verify.proof import render_proof
+
+        return render_proof(self.proof)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict and every comparison."""
+        return {"proven": self.holds, "proof": plain(self.proof)}
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the layout is proven, 1 when something differs."""
+        return 0 if self.holds else 1
+
+
+def verify(
+    job: AnyJob,
+    *,
+    overrides: Overrides = (),
+    cluster: str | None = None,
+    plan: str | Path | Plan | None = None,
+    device: str = "cpu",
+    ranks_per_gpu: int | None = None,
+    compile: bool = False,
+    precision: str = "float64",
+    full_size: bool = False,
+    steps: int = 5,
+    timeout: float | None = None,
+    tell: Tell = silent,
+) -> LayoutProof:
+    """Prove on this machine that a job's layout computes what a single process computes.
+
+    The model is made small, the layout keeps its axes, and both take `steps` optimizer steps from the same weights and
+    data. `precision` float64 proves to 1e-12, fp32, bf16 and fp8 to their rounding. `device` cuda runs over NCCL.
+    """
+    where = "phalanx verify"
+    if not 1 <= steps <= MOST_STEPS:
+        raise mistake(where, f"--steps {steps} is not between 1 and {MOST_STEPS:,}", fix="use 5")
+    if timeout is not None and not timeout > 0:
+        raise mistake(where, f"--timeout {timeout:g} is not above 0", fix="use 120")
+    if ranks_per_gpu is not None and device == "cpu":
+        what = f"--ranks-per-gpu {ranks_per_gpu} without --device cuda has no effect"
+        raise mistake(where, what, fix="add --device cuda, or leave it out")
+    if ranks_per_gpu is not None and not 1 <= ranks_per_gpu <= MOST_RANKS_PER_GPU:
+        what = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MOST_RANKS_PER_GPU}"
+        raise mistake(where, what, fix="use 4")
+    if plan is not None and cluster:
+        raise mistake(where, "--plan and --cluster exclude each other", fix="give one of them")
+    began_s = time.monotonic()
+    from phalanx.train.prepare import need_torch
+
+    need_torch()
+    # a plan is settled; how many ranks share a GPU here is no part of it
+    sharing = ranks_per_gpu if plan is None else None
+    made = _verify_plan(job, overrides=overrides, cluster=cluster, plan=plan, ranks_per_gpu=sharing)
+    from phalanx.train.models.support import refuse_untrainable
+    from phalanx.train.verify.ranks import warm_up
+    from phalanx.train.verify.small_trial import refuse_own_model
+
+    refuse_own_model(made.job)
+    refuse_untrainable(made.job.model)
+    terms, gpus = _terms(
+        made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
+    )
+    warm_up()  # both processes import torch, side by side
+    from phalanx.train.verify.proof import prove_layout
+
+    proof = prove_layout(
+        made.job,
+        made.layout,
+        steps=steps,
+        terms=terms,
+        on_gpu=made.cluster.accelerator.family != "cpu",
+        gpus=gpus,
+        limit_s=timeout or (LONG_TIMEOUT_S if compile or full_size else TIMEOUT_S),
+        debug=os.environ.get("PHALANX_DEBUG") == "1",
+        tell=tell,
+        began_s=began_s,
+    )
+    return LayoutProof(proof=proof)
+
+
+def _verify_plan(
+    job: AnyJob,
+    *,
+    overrides: Overrides,
+    cluster: str | None,
+    plan: str | Path | Plan | None,
+    ranks_per_gpu: int | None,
+) -> Plan:
+    from phalanx.plan.make import plan as make_plan
+    from phalanx.plan.plan import Plan
+    from phalanx.train.prepare import load_job, make, read_plan
+
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(job, str | Path):
+        sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
+        texts = [*override_texts(overrides), *sharing]
+        resolved = load_job(str(job), overrides=texts, cluster=cluster, steps=0)
+    else:
+        resolved = read_job(job, overrides, where="phalanx.verify")
+    if plan is not None:
+        return read_plan(str(plan), resolved)
+    return make(resolved) if isinstance(job, str | Path) else make_plan(resolved, cluster)
+
+
+def _terms(
+    plan: Plan, *, device: str, precision: str, compile: bool, full_size: bool, share: int | None, tell: Tell
+) -> tuple[Terms, int]:
+    """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
+    from phalanx.hardware.local import allowed_ranks
+    from phalanx.train.prepare import check_gpus
+    from phalanx.train.verify.terms import RANKS, Terms, refuse_terms
+
+    gpus, ranks = 0, RANKS
+    if device == "cuda":
+        allowed = max(share or 1, allowed_ranks(plan.job.train.ranks_per_gpu, os.environ))
+        gpus = check_gpus(allowed, where="--device cuda", tell=tell)
+        ranks = gpus * allowed
+    terms = Terms(device=device, precision=FORMATS[precision], compile=compile, full_size=full_size, ranks=ranks)
+    refuse_terms(terms, layout_ranks=plan.layout.devices)
+    return terms, gpus
+
+
+# ---- trace -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Trace(PublicResult):
+    """The steps of some ranks, whether they would meet in every operation, and how they compare with the plan."""
+
+    plan: Plan
+    ranks: tuple[RankTrace, ...]
+    hang: TraceHang | None
+    against_plan: tuple[PlanLine, ...]
+    fit: TracedFit | None
+
+    def __str__(self) -> str:
+        from phalanx.train.tracing import trace_report as text
+
+        pages = []
+        if len(self.ranks) == 1:
+            pages.append(text.render_rank(self.ranks[0]))
+        else:
+            fullest = max(self.ranks, key=lambda trace: trace.peak.nbytes)
+            pages.append("\n".join(["RANKS", text.SHORT_HEAD, *(text.render_short(trace) for trace in self.ranks), ""]))
+            pages.append("FULLEST: " + text.render_rank(fullest) + "\n")
+            meet = "the traced ranks meet in every operation"
+            pages.append(f"HANG: {self.hang.render()}" if self.hang is not None else meet)
+        if self.against_plan:
+            pages.append("\n" + text.render_against(list(self.against_plan)))
+        if self.fit is not None:
+            pages.append("\n" + text.render_fit(self.fit, recompute=self.plan.layout.recompute))
+        return "\n".join(pages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Per rank: its place, messages, FLOPs, peak memory; then hang, fit and differences from the plan."""
+        from phalanx.train.tracing.log import message_rows
+
+        def dictionary(value: object) -> dict[str, Any]:
+            found = plain(value)
+            assert isinstance(found, dict)
+            return found
+
+        ranks = [
+            {
+                "rank": trace.rank,
+                "place": {axis: list(place) for axis, place in trace.place.items()},
+                "stages": plain(trace.stages),
+                "layers": plain(trace.layers),
+                "operations": len(trace.operations),
+                "messages": [plain(row) for row in message_rows(trace)],
+                "flops": plain(trace.flops),
+                "peak": plain(trace.peak),
+                "seconds": trace.seconds,
+                "rss_bytes": trace.rss_bytes,
+            }
+            for trace in self.ranks
+        ]
+        return {
+            "layout": self.plan.layout.name,
+            "devices": self.plan.layout.devices,
+            "ranks": ranks,
+            "hang": None if self.hang is None else self.hang.render(),
+            "fit": None if self.fit is None else {**dictionary(self.fit), "fits": self.fit.fits},
+            "against_plan": [
+                {**dictionary(line), "difference": plain(line.difference), "agrees": line.agrees}
+                for line in self.against_plan
+            ],
+        }
+
+    def log_lines(self) -> Iterator[str]:
+        """Every operation of every traced rank, one JSON object per line."""
+        for trace in self.ranks:
+            for index, one in enumerate(trace.operations):
+                value = {
+                    "rank": trace.rank,
+                    "index": index,
+                    "kind": one.kind,
+                    "bytes": one.nbytes,
+                    "dtype": one.dtype,
+                    "axis": one.group.axis,
+                    "ranks": len(one.group.ranks),
+                    "first_rank": one.group.ranks[0],
+                    "stride": one.group.stride,
+                    "phase": one.phase,
+                }
+                if one.is_message:
+                    value |= {"peer": one.peer, "batch": one.batch}
+                yield json.dumps(value) + "\n"
+
+    @property
+    def exit_code(self) -> int:
+        """1 when ranks would hang, the plan is off, or the step does not fit."""
+        wrong = self.hang is not None or not all(line.agrees for line in self.against_plan)
+        return 1 if wrong or (self.fit is not None and not self.fit.fits) else 0
+
+
+def trace(
+    job: AnyJob,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    overrides: Overrides = (),
+    rank: int | None = None,
+    ranks: str = "one",
+    against_plan: bool = False,
+    workers: int = 0,
+    allow_code: bool = False,
+    tell: Tell = silent,
+) -> Trace:
+    """Trace the real training step of one rank on fake tensors, for a job of any size, on this machine.
+
+    `ranks` "stages" traces one rank of every pipeline stage and says whether they would meet in every operation;
+    "all" every rank of a job of up to 64. `against_plan` compares messages, FLOPs and memory of all stages with the
+    plan. `workers` ranks are traced at a time, one per core by default.
+    """
+    from phalanx.plan.make import plan as make_plan
+    from phalanx.train.prepare import check_code, need_torch, with_absolute_files
+
+    need_torch()
+    if workers < 0:
+        raise mistake("phalanx trace", f"--workers {workers} is below 0", fix="use 1 or more")
+    resolved = with_absolute_files(read_job(job, overrides, where="phalanx.trace"))
+    warn(resolved.warnings, tell)
+    plan = make_plan(resolved, cluster)
+    check_code(plan.job, allowed=allow_code)
+    from phalanx.train.tracing.hang_check import find_hang
+    from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
+
+    step = TracedStep.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu", allow_code=allow_code)
+    chosen = _traced_ranks(plan, rank=rank, ranks="stages" if against_plan and ranks == "one" else ranks)
+    _tell_differences(step, tell)
+    tell(f"{plan.job.name}: {plan.layout.name}, {len(chosen)} of {plan.layout.devices:,} ranks")
+
+    def done(one: RankTrace) -> None:
+        if len(chosen) > 1:
+            tell(f"rank {one.rank:,} traced in {one.seconds:.0f} s")
+
+    traces = tuple(trace_ranks(step, chosen, workers=workers, done=done))
+    lines, fit = _compare_with_plan(plan, traces) if against_plan else ([], None)
+    hang = find_hang(traces) if len(traces) > 1 else None
+    return Trace(plan=plan, ranks=traces, hang=hang, against_plan=tuple(lines), fit=fit)
+
+
+def _traced_ranks(plan: Plan, *, rank: int | None, ranks: str) -> list[int]:
+    from phalanx.train.tracing.traced_ranks import check_rank, stage_ranks
+
+    if ranks == "all":
+        if plan.layout.devices > MOST_RANKS:
+            raise mistake(
+                "phalanx trace --all-ranks",
+                f"{plan.layout.name} has {plan.layout.devices:,} ranks, more than {MOST_RANKS}",
+                why="only pipeline stages make ranks differ",
+                fix="use --all-stages",
+            )
+        return list(range(plan.layout.devices))
+    if ranks == "stages" and rank is None:
+        return stage_ranks(plan.layout)
+    check_rank(rank or 0, plan.layout)
+    return [rank or 0]
+
+
+def _tell_differences(step: TracedStep, tell: Tell) -> None:
+    """Where the traced step is not quite the one a GPU runs."""
+    if step.settings.compute == "fp8":
+        tell("fp8 is traced as bf16: a CPU has no fp8 products")
+    if step.settings.layout.offload == "activations":
+        tell("offloaded activations are counted on the device: on a CPU host and device are one")
+    if step.settings.layout.compression != "none":
+        tell("compressed gradient exchange of replicated weights runs in a thread of its own and is not seen")
+
+
+def _compare_with_plan(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[PlanLine], TracedFit]:
+    from phalanx.plan.request import request_from_job
+    from phalanx.train.tracing.trace_report import against_plan, traced_fit
+
+    ask, _ = request_from_job(plan.job, plan.cluster)
+    return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)

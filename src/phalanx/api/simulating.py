@@ -1,0 +1,447 @@
+"""Simulation of a plan: one step on a fabric, or months of running with failures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.fabric_traffic import named_fabric
+from phalanx.api.jobs import AnyJob, read_job
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.hardware.types import Cluster
+from phalanx.plan.make import plan as make_plan
+from phalanx.plan.plan import Plan
+from phalanx.units import HOUR_S, plural
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.fabric_types import Fabric
+    from phalanx.sim.months.causes import NetworkCauses
+    from phalanx.sim.months.forecast import Forecast, Lever, SiteRange
+    from phalanx.sim.months.policy import MonthsPolicy
+    from phalanx.sim.months.recovery_table import RecoveryTableRow
+    from phalanx.sim.months.simulate_run import RunOutcome
+    from phalanx.sim.step.breaks import Aftermath
+    from phalanx.sim.step.report import StepReport
+
+WHERE = "phalanx sim"
+BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
+ROUTINGS = ("spray", "ecmp")
+MOST_OUTAGE_S = 86400.0
+DEVICES_PER_S = 30_000  # on one busy core, of a step on a fabric (docs/simulation/step.md)
+LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
+# About 50,000 failures a second on a busy core (docs/simulation/months.md): a minute and a half.
+MOST_FAILURES, FAILURES_PER_S = 5_000_000, 50_000
+MOST_LEVERS = 7  # changes that `levers` tries
+MOST_CASES = 6  # rows of `compare`
+PROGRESS_S = 5.0  # between lines of progress, and the length of a simulation that is announced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonthsCall:
+    """Options of months; the defaults are those that nobody gave, so that the step can refuse the others."""
+
+    runs: int = 20
+    seed: int = 0
+    edge_recovery: bool = False
+    planes: int | None = None
+    compare: bool = False
+    weibull: float = 1.0
+    planned_per_day: float | None = None
+    repair_hours: float = 24.0
+    levers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCall:
+    """Options of one step."""
+
+    routing: str | None = None
+    broken: str | None = None
+    outage: float | None = None
+
+
+def simulate(
+    plan: Plan | AnyJob,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    overrides: Overrides = (),
+    fabric: str | Path | Fabric | None = None,
+    days: float | None = None,
+    routing: str | None = None,
+    broken: str | None = None,
+    outage_s: float | None = None,
+    runs: int = 20,
+    seed: int = 0,
+    edge_recovery: bool = False,
+    planes: int | None = None,
+    compare: bool = False,
+    weibull: float = 1.0,
+    planned_per_day: float | None = None,
+    repair_hours: float = 24.0,
+    levers: bool = False,
+    tell: Tell = silent,
+) -> StepSimulation | MonthsForecast | MonthsComparison:
+    """Simulate one step of a plan on a fabric or, with `days`, months of running with failures.
+
+    `plan` is a Plan, or a job that is planned first. Of a step: `routing` is spray (packets over 256 paths) or ecmp
+    (16 hashed QPs), `broken` a part that fails for `outage_s` seconds. Of months: `runs` with other random numbers,
+    `edge_recovery` for a network in which a lost link costs bandwidth and no restart, `compare` for both networks with
+    three recovery times, `levers` for what would help most. Ctrl-C keeps what is finished.
+
+    >>> forecast = simulate("examples/llama-3-8b-64xH100.toml", days=30, runs=2)
+    >>> 0 < forecast.forecast.effective.mean <= 1
+    True
+    """
+    months = MonthsCall(
+        runs=runs,
+        seed=seed,
+        edge_recovery=edge_recovery,
+        planes=planes,
+        compare=compare,
+        weibull=weibull,
+        planned_per_day=planned_per_day,
+        repair_hours=repair_hours,
+        levers=levers,
+    )
+    step = StepCall(routing=routing, broken=broken, outage=outage_s)
+    problems = (
+        _step_problems(step, months) if days is None else _months_problems(days, months, step, has_fabric=bool(fabric))
+    )
+    if problems:
+        raise UserError(problems)
+    if isinstance(plan, Plan):
+        made = plan
+    else:
+        made = make_plan(read_job(plan, overrides, where="phalanx.simulate"), cluster, hopeless=True)
+        warn((Problem(where="", what=line) for line in made.warnings), tell)
+    found = named_fabric(str(fabric), tell) if isinstance(fabric, str | Path) else fabric
+    if days is None:
+        return _simulate_step(made, found, step, tell)
+    network = _network(made, found, months, tell)
+    if compare:
+        return _compare(made, network, days, months, tell)
+    return _forecast(made, network, days, months, tell)
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+# Options of months that say something of one step's caller, by the name on the command line.
+MONTHS_OPTIONS = {f"--{item.name.replace('_', '-')}": item.name for item in fields(MonthsCall)}
+
+
+def _step_problems(step: StepCall, months: MonthsCall) -> list[Problem]:
+    """Options that have no effect on one step."""
+    usual = MonthsCall()
+    problems = [
+        Problem(where=WHERE, what=f"{option} belongs to months, not to one step", fix="add --days 90, or leave it out")
+        for option, name in MONTHS_OPTIONS.items()
+        if getattr(months, name) != getattr(usual, name)
+    ]
+    if step.outage is not None and step.broken is None:
+        problems.append(Problem(where=WHERE, what="--outage without --break: nothing fails", fix="add --break nic"))
+    elif step.outage is not None and not 0 < step.outage <= MOST_OUTAGE_S:
+        what = f"--outage {step.outage:g} is out of range"
+        problems.append(Problem(where=WHERE, what=what, fix=f"use seconds above 0, up to {MOST_OUTAGE_S:g}"))
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class StepSimulation(PublicResult):
+    """One step of a plan on a fabric, and what a failed part does to it."""
+
+    plan: Plan
+    report: StepReport
+    broken: str | None
+    aftermath: tuple[Aftermath, ...]
+    interrupted: bool
+
+    def __str__(self) -> str:
+        from phalanx.sim.step.step_text import break_text, step_text
+
+        page = step_text(self.report)
+        if self.broken is not None and self.aftermath:
+            page += "\n\n" + break_text(self.broken, list(self.aftermath))
+        return page
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the spans, which `write_trace` writes; seconds of every stage by part."""
+        report = self.report
+        made = {item.name: plain(getattr(report, item.name)) for item in fields(report) if item.name != "timeline"}
+        made["stages_s"] = plain(report.timeline.device_s)
+        if self.broken is not None:
+            made |= {"break": self.broken, "aftermath": plain(self.aftermath)}
+        return made
+
+    @property
+    def exit_code(self) -> int:
+        """130 when Ctrl-C left the failure out."""
+        return INTERRUPTED if self.interrupted else 0
+
+    def write_trace(self, path: str | Path) -> str:
+        """Write the timeline for ui.perfetto.dev; returns what was written, in words."""
+        from phalanx.io.files import write_text
+        from phalanx.sim.step.trace import MOST_EVENTS, trace_json
+
+        link = self.plan.cluster.accelerator.link
+        write_text(Path(path), trace_json(self.report, link=link), fix="name another --trace")
+        spans = len(self.report.timeline.spans)
+        cut = f", the first of {spans:,}" if spans > MOST_EVENTS else ""
+        return f"{min(spans, MOST_EVENTS):,} spans{cut}"
+
+
+def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell) -> StepSimulation:
+    """Both ways of recovering from a failure, or those that Ctrl-C left finished."""
+    from phalanx.sim.step.breaks import aftermath, broken
+    from phalanx.sim.step.paths import Transport, derived_fabric
+    from phalanx.sim.step.report import step_report
+
+    if call.broken is not None:  # before anything is simulated: a fabric may lack the part
+        broken(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
+    seconds = plan.layout.devices / DEVICES_PER_S * (3 if call.broken else 1)
+    if seconds > PROGRESS_S and fabric is not None:
+        tell(f"{plural(plan.layout.devices, 'device')} on {fabric.name}: about {seconds:.0f} s")
+    report = step_report(plan, fabric, Transport(edge=call.routing != "ecmp"))
+    found: list[Aftermath] = []
+    interrupted = False
+    if call.broken is not None:
+        try:
+            for edge in (False, True):
+                healthy = report if report.edge == edge else None
+                found.append(
+                    aftermath(plan, report.fabric, call.broken, edge=edge, outage_s=call.outage, healthy=healthy)
+                )
+        except KeyboardInterrupt:
+            tell("stopped by Ctrl-C: the step is finished, and shown; what a failure does to it is not")
+            interrupted = True
+    return StepSimulation(plan=plan, report=report, broken=call.broken, aftermath=tuple(found), interrupted=interrupted)
+
+
+# ---- months ----------------------------------------------------------------------------------------------------------
+
+
+def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fabric: bool) -> list[Problem]:
+    """All wrong options at once."""
+    found = [
+        _outside("--days", days, LEAST_DAYS, MOST_DAYS),
+        _outside("--runs", months.runs, 1, MOST_RUNS),
+        _outside("--seed", months.seed, 0, 1e9),
+        _outside("--weibull", months.weibull, 0.3, 5),
+        _outside("--planned-per-day", months.planned_per_day or 0.0, 0, 100),
+        _outside("--repair-hours", months.repair_hours, 0, 8760),
+    ]
+    given = {"--break": step.broken, "--outage": step.outage, "--routing": step.routing}
+    fix = {"--routing": "use --edge-recovery for spraying with recovery at the edge, or leave --routing out"}
+    for option in (name for name, value in given.items() if value is not None):
+        what = f"{option} belongs to one step, --days to months"
+        found.append(Problem(where=WHERE, what=what, fix=fix.get(option, "leave one of them out")))
+    if months.planes is not None and not 1 <= months.planes <= 1024:
+        found.append(_outside("--planes", months.planes, 1, 1024))
+    elif months.planes == 1 and (months.edge_recovery or months.compare) and not has_fabric:
+        found.append(
+            Problem(
+                where=WHERE,
+                what="--planes 1 with --edge-recovery",
+                why="a NIC of one plane loses everything with its link, which no route at the edge can mend",
+                fix="use 2 to 1024 planes; 8 is 800 Gb/s as 8 × 100",
+            )
+        )
+    if months.compare and months.edge_recovery:
+        both = "--compare runs both networks: leave --edge-recovery out"
+        found.append(Problem(where=WHERE, what="--compare with --edge-recovery", fix=both))
+    if months.compare and months.levers:
+        what = "--compare and --levers are two tables"
+        found.append(Problem(where=WHERE, what=what, fix="leave one of them out"))
+    return [one for one in found if one]
+
+
+def _outside(option: str, value: float, least: float, most: float) -> Problem | None:
+    if least <= value <= most:
+        return None
+    return Problem(where=WHERE, what=f"{option} {value:g} is out of range", fix=f"use {least:g} to {most:g}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class MonthsForecast(PublicResult):
+    """How much of the time a plan trains over so many days, with its interval and what costs the rest."""
+
+    plan: Plan
+    policy: MonthsPolicy
+    forecast: Forecast
+    interrupted: bool
+
+    def __str__(self) -> str:
+        from phalanx.sim.months.text import forecast_text
+
+        return forecast_text(self.plan, self.policy, self.forecast)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The forecast."""
+        found = plain(self.forecast)
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def exit_code(self) -> int:
+        """130 when Ctrl-C left runs out."""
+        return INTERRUPTED if self.interrupted else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class MonthsComparison(PublicResult):
+    """A conventional network beside recovery at the edge, with three recovery times."""
+
+    plan: Plan
+    rows: tuple[RecoveryTableRow, ...]
+    days: float
+    runs: int
+    seed: int
+    network: str
+    interrupted: bool
+
+    def __str__(self) -> str:
+        from phalanx.sim.months.recovery_table import recovery_table_text
+
+        return recovery_table_text(
+            self.plan, list(self.rows), days=self.days, runs=self.runs, seed=self.seed, network=self.network
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every row."""
+        call = {"days": self.days, "runs": self.runs, "seed": self.seed, "devices": self.plan.layout.devices}
+        return {**call, "rows": plain(self.rows)}
+
+    @property
+    def exit_code(self) -> int:
+        """130 when Ctrl-C left rows out."""
+        return INTERRUPTED if self.interrupted else 0
+
+
+def _network(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) -> NetworkCauses:
+    from phalanx.sim.months.causes import DEFAULT_PLANES, NetworkCauses
+
+    if fabric is None:
+        if call.planes is not None and not (call.edge_recovery or call.compare or call.levers):
+            what = "--planes has no effect: only --edge-recovery and --compare use it"
+            warn([Problem(where=WHERE, what=what)], tell)
+        return NetworkCauses(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
+    from phalanx.network.fabric.failure_budget import sprays
+    from phalanx.sim.step.paths import check_size
+
+    check_size(fabric, plan.layout.devices)
+    if call.planes not in (None, fabric.planes):
+        what = f"--planes {call.planes}, and {fabric.name} has {fabric.planes}"
+        raise mistake(WHERE, what, fix="leave --planes out: the fabric says it")
+    if (call.edge_recovery or call.compare) and not sprays(fabric):
+        what = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
+        warn([Problem(where=WHERE, what=what, why="a NIC's lost port or T0 restarts the job under both")], tell)
+    return NetworkCauses(edge=call.edge_recovery, planes=fabric.planes, fabric=fabric)
+
+
+def _policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> MonthsPolicy:
+    from phalanx.sim.months.policy import months_policy
+
+    return months_policy(
+        plan,
+        network=network,
+        shape=call.weibull,
+        planned_per_day=call.planned_per_day,
+        repair_s=call.repair_hours * HOUR_S,
+    )
+
+
+def _forecast(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
+    """All runs, or those that Ctrl-C left finished; then the plan at other sites, and the levers."""
+    from phalanx.sim.months.forecast import forecast_months, site_range, try_levers
+
+    policy = _policy(plan, network, call)
+    _check_size(policy, days, call.runs, times=1 + MOST_LEVERS * call.levers, tell=tell)
+    outcomes, interrupted = _run_all(policy, days, call, tell)
+    sites: SiteRange | None = None
+    if not interrupted:
+        try:
+            sites = site_range(plan, policy, days=days, seed=call.seed)
+        except KeyboardInterrupt:
+            tell("stopped by Ctrl-C: the runs are finished, and shown; other sites are not")
+            interrupted = True
+    found: tuple[Lever, ...] = ()
+    if call.levers and len(outcomes) == call.runs:
+        found = try_levers(plan, policy, outcomes, days=days, seed=call.seed)
+    made = forecast_months(plan, policy, outcomes, seed=call.seed, sites=sites, levers=found)
+    return MonthsForecast(plan=plan, policy=policy, forecast=made, interrupted=interrupted)
+
+
+def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) -> tuple[list[RunOutcome], bool]:
+    from phalanx.sim.months.simulate_run import simulate_runs
+
+    outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
+    started = told = time.perf_counter()
+    try:
+        for one in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
+            outcomes.append(one)
+            if time.perf_counter() - told > PROGRESS_S:
+                told = time.perf_counter()
+                tell(f"{len(outcomes):,} of {call.runs:,} runs")
+    except KeyboardInterrupt:
+        if not outcomes:
+            raise
+        tell(f"stopped by Ctrl-C: {len(outcomes):,} of {call.runs:,} runs are finished, and shown")
+        return outcomes, True
+    seconds = time.perf_counter() - started
+    failures = sum(one.failures for one in outcomes)
+    tell(f"{plural(failures, 'failure')} in {seconds:.2f} s ({failures / seconds:,.0f} per second)")
+    return outcomes, False
+
+
+def _compare(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsComparison:
+    """Row by row; those before Ctrl-C are kept."""
+    from phalanx.sim.months.forecast import site_range
+    from phalanx.sim.months.recovery_table import recovery_cases, recovery_row
+    from phalanx.sim.months.simulate_run import simulate_runs
+
+    both = [_policy(plan, replace(network, edge=edge), call) for edge in (False, True)]
+    _check_size(both[0], days, call.runs, times=MOST_CASES, tell=tell)
+    rows: list[RecoveryTableRow] = []
+    interrupted, asked = False, list(recovery_cases(*both))
+    try:
+        for one in asked:
+            outcomes = list(simulate_runs(one, days=days, count=call.runs, seed=call.seed))
+            rows.append(recovery_row(plan, one, outcomes, site_range(plan, one, days=days, seed=call.seed)))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        tell(f"stopped by Ctrl-C: {len(rows)} of {len(asked)} rows are finished, and shown")
+        interrupted = True
+    unnamed = f"without a name, Llama 3's rate, {plural(network.planes, 'plane')}"
+    return MonthsComparison(
+        plan=plan,
+        rows=tuple(rows),
+        days=days,
+        runs=call.runs,
+        seed=call.seed,
+        network=network.fabric.name if network.fabric else unnamed,
+        interrupted=interrupted,
+    )
+
+
+def _check_size(policy: MonthsPolicy, days: float, runs: int, *, times: int, tell: Callable[[str], None]) -> None:
+    """Refuses what would take minutes, and says how long the rest takes when that is long."""
+    from phalanx.sim.months.policy import expected_failures
+
+    each = expected_failures(policy, days) * times
+    seconds = each * runs / FAILURES_PER_S
+    if each * runs <= MOST_FAILURES:
+        if seconds > PROGRESS_S:
+            tell(f"about {each * runs:,.0f} failures: {seconds:.0f} s")
+        return
+    fewer = math.floor(MOST_FAILURES / each)
+    raise mistake(
+        WHERE,
+        f"{plural(runs, 'run')} of {plural(days, 'day')} would see {each * runs:,.0f} failures",
+        why=f"more than {MOST_FAILURES:,} take minutes",
+        fix=f"use --runs {fewer:,}" if fewer else f"use --runs 1 --days {MOST_FAILURES / each * days:.3g}",
+    )

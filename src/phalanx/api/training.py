@@ -1,0 +1,566 @@
+"""Training: plan a job, start its ranks, follow them, and hand back the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.checking import check_before_training
+from phalanx.api.jobs import AnyJob, override_texts, read_job
+from phalanx.api.progress_line import ProgressLine, tell_stderr, teller
+from phalanx.api.results import Overrides, Tell, warn
+from phalanx.errors import PhalanxError, Problem, TrainingFailure, mistake
+from phalanx.job.load import ResolvedJob
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+from phalanx.units import format_bytes, format_count, format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.elastic.launchers import RankPlace
+    from phalanx.elastic.local_launch import HostSpec
+
+WHERE = "phalanx train"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCall:
+    """What was asked of `train`."""
+
+    job: AnyJob | None = None
+    plan: str | Path | Plan | None = None
+    resume: str | Path | Run | None = None
+    cluster: str | None = None
+    overrides: tuple[str, ...] = ()
+    steps: int | None = None  # None: as many as data.tokens takes
+    runs: Path = Path("runs")
+    name: str | None = None
+    hosts: int = 1
+    spares: int = 0
+    join: int = 0
+    address: str | None = None
+    measure: bool = False
+    check: bool = True  # refuse to start against errors of the specification
+    allow_code: bool = False
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    tell: Tell = tell_stderr
+
+
+def train(
+    job: AnyJob | None = None,
+    *,
+    cluster: str | None = None,
+    steps: int | None = None,
+    overrides: Overrides = (),
+    plan: str | Path | Plan | None = None,
+    resume: str | Path | Run | None = None,
+    callbacks: Sequence[object] = (),
+    loss: object = None,
+    optimizer: object = None,
+    data: object = None,
+    model: object = None,
+    metrics: Sequence[object] = (),
+    runs: str | Path = "runs",
+    name: str | None = None,
+    hosts: int = 1,
+    spares: int = 0,
+    join: int = 0,
+    address: str | None = None,
+    ranks_per_gpu: int | None = None,
+    measure: bool = False,
+    check: bool = True,
+    allow_code: bool = False,
+    progress: bool | Tell = True,
+) -> Run:
+    """Train a job on this machine, or continue a run with `resume`; returns the Run when the ranks are gone.
+
+    The ranks are processes of their own, so this works in a notebook cell too. Ctrl-C, or interrupting the kernel,
+    saves a checkpoint after the current step and returns the run; a second one ends it at once. `train(resume=run)`
+    continues from the newest checkpoint.
+
+    `job` is a path, what `load` returned, or a Job; `plan` a plan made before. `steps` trains so many steps instead of
+    data.tokens. `callbacks`, `loss`, `optimizer`, `data`, `model` and `metrics` are your own code, as Python objects
+    or "file.py:name" (docs/python.md). `progress` is False for silence, or a function that takes lines.
+
+    Raises UserError for a job that cannot run, RuleError for one that breaks the training specification (`check=False`
+    starts it all the same), and TrainingFailure when the run fails, with the run in `.run`.
+
+    In a process that torchrun, srun or mpirun started this is one rank of the run; rank 0 gets the Run back, and the
+    others end here (SystemExit).
+    """
+    from phalanx.elastic.launchers import find_rank
+    from phalanx.train.prepare import need_torch
+
+    plugins = {"loss": loss, "optimizer": optimizer, "data": data, "model": model}
+    call = TrainCall(
+        job=job,
+        plan=plan,
+        resume=resume,
+        cluster=cluster,
+        overrides=_override_texts(overrides, ranks_per_gpu),
+        steps=steps,
+        runs=Path(runs),
+        name=name,
+        hosts=hosts,
+        spares=spares,
+        join=join,
+        address=address,
+        measure=measure,
+        check=check,
+        allow_code=allow_code,
+        plugins={
+            **{key: value for key, value in plugins.items() if value is not None},
+            **{key: tuple(value) for key, value in (("callbacks", callbacks), ("metrics", metrics)) if value},
+        },
+        tell=teller(progress),
+    )
+    _check_call(call)
+    need_torch()
+    place = find_rank(os.environ)
+    if place is not None:
+        return _train_as_rank(call, place)
+    started = time.time()
+    made, old, data_s = _prepared_here(call)
+    run = _run_folder(made, call, old, started=started, data_s=data_s)
+    return _launch(run, made, call, started=started)
+
+
+def dry_run(
+    job: AnyJob | None = None,
+    *,
+    overrides: Overrides = (),
+    ranks_per_gpu: int | None = None,
+    progress: bool | Tell = True,
+    **options: Any,
+) -> Plan:
+    """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`."""
+    from phalanx.elastic.launchers import find_rank
+    from phalanx.train.prepare import need_torch
+
+    options["runs"] = Path(options.get("runs", "runs"))
+    texts = _override_texts(overrides, ranks_per_gpu)
+    call = TrainCall(job=job, overrides=texts, tell=teller(progress), **options)
+    _check_call(call)
+    need_torch()
+    if find_rank(os.environ) is not None:
+        raise mistake(WHERE, "--dry-run starts nothing, so it needs no launcher", fix="run it without one")
+    return _prepared_here(call)[0]
+
+
+def _override_texts(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str, ...]:
+    """With the ranks that may share a GPU: a setting of the job, so that it is recorded and reaches every agent."""
+    sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
+    return (*override_texts(overrides), *sharing)
+
+
+def _prepared_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
+    """The plan with its data, the run it continues, and the seconds that the data took; for ranks that we start."""
+    from phalanx.metrics.prometheus import check_served
+
+    plan, resolved, old = _planned(call, here=not call.join)
+    _check_hosts(plan, call)
+    check_served(plan.job.telemetry)
+    plan, data_s = _ready_to_start(plan, resolved, call)
+    return plan, old, data_s
+
+
+def _check_call(call: TrainCall) -> None:
+    given = {"JOB": call.job, "--resume": call.resume}
+    named = [name for name, value in given.items() if value is not None]
+    if not named and call.plan is None:
+        raise mistake(WHERE, "no job file is named", fix="phalanx train job.toml; phalanx init writes one")
+    if len(named) > 1:
+        raise mistake(WHERE, f"{' and '.join(named)} exclude each other", fix="give one of them")
+    if call.steps is not None and call.steps < 1:
+        raise mistake(WHERE, f"--steps {call.steps} is below 1", fix="use 1 or more")
+    for name, least, value in (("hosts", 1, call.hosts), ("spares", 0, call.spares), ("join", 0, call.join)):
+        if not least <= value <= 10**5:
+            raise mistake(WHERE, f"--{name} {value} is not a number from {least} on", fix=f"use {least} or more")
+    if call.join and (call.join < 2 or call.hosts > 1):
+        raise mistake(WHERE, f"--join {call.join} with --hosts {call.hosts}", fix="--join 2 or more, alone")
+    if call.name is not None:
+        from phalanx.record.run import require_name
+
+        require_name(call.name)
+    if call.plan is not None and (call.overrides or call.cluster or call.steps or call.resume):
+        raise mistake(
+            WHERE,
+            "--plan is already settled: --set, --cluster, --steps and --resume cannot change it",
+            fix="make another with phalanx plan JOB --set … --out FILE",
+        )
+
+
+def _planned(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | None]:
+    """The plan to launch, its job, and the run it continues; `here`: all its ranks are to run on this machine."""
+    from phalanx.train import prepare
+
+    old: Run | None = None
+    if call.resume is not None:
+        from phalanx.record.run import open_run
+
+        old = call.resume if isinstance(call.resume, Run) else open_run(call.resume)
+        with old.held():
+            pass  # somebody else may be training in it: say so before anything is planned or changed
+        plan, warnings = prepare.resumed(old, overrides=call.overrides, cluster=call.cluster, steps=call.steps or 0)
+        warn(warnings, call.tell)
+        resolved = prepare.job_of(old, plan)
+        _check_files(plan.job, resolved, call, old)
+    else:
+        plan, resolved = _fresh_plan(call)
+    if call.plugins:
+        from phalanx.train.plugins import attach
+
+        plan = attach(plan, **call.plugins)
+    prepare.check_trainable(plan)
+    if here:
+        prepare.check_here(plan)
+        from phalanx.elastic.transports import facts_here, transport_warnings
+
+        facts = facts_here(plan, slots=plan.layout.devices)
+        warn(transport_warnings(facts) if facts is not None else (), call.tell)
+    return plan, resolved, old
+
+
+def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
+    """The plan and its job, from whose folder relative paths in it start.
+
+    Files are looked at first: measuring the machine takes 20 s, which nobody should wait to hear of a missing one.
+    """
+    from phalanx.elastic.launchers import find_rank
+    from phalanx.train import prepare
+
+    resolved = None
+    if call.job is not None:
+        resolved = _load(call.job, call)
+    if call.plan is not None or resolved is None:
+        assert call.plan is not None
+        where = Path("plan.json") if isinstance(call.plan, Plan) else Path(call.plan)
+        plan = _plan_in_memory(call.plan, resolved) if isinstance(call.plan, Plan) else None
+        plan = plan or prepare.read_plan(str(where), resolved)
+        resolved = resolved or prepare.job_in(plan, where)
+        _check_files(plan.job, resolved, call)
+        return plan, resolved
+    asked = resolved
+    _check_files(prepare.with_absolute_files(asked).job, asked, call)
+    if not call.measure or find_rank(os.environ) is not None:
+        return prepare.make(asked), asked
+    from phalanx.plan.make import plan_here
+
+    target = str(asked.job.cluster.target)
+    return plan_here(lambda: prepare.make(asked), target, environ=os.environ, tell=call.tell), asked
+
+
+def _load(job: AnyJob, call: TrainCall) -> ResolvedJob:
+    """The job with the settings of the call in it; a job in memory is changed as its file would be."""
+    from phalanx.train import prepare
+
+    if isinstance(job, str | Path):
+        return prepare.load_job(str(job), overrides=call.overrides, cluster=call.cluster, steps=call.steps or 0)
+    resolved = read_job(job, where="phalanx.train")
+    if call.overrides:
+        raise mistake("phalanx.train", "overrides need a job file", fix="give them to phalanx.load")
+    changed = resolved.job
+    if call.cluster is not None:
+        is_file = call.cluster.endswith(".toml")
+        path = str(Path(call.cluster).resolve()) if is_file else ""
+        cluster = replace(changed.cluster, spec="" if is_file else call.cluster, file=path)
+        changed = replace(changed, cluster=cluster)
+    if call.steps:
+        data = replace(changed.data, tokens=prepare.tokens_of(call.steps, changed.batch))
+        changed = replace(changed, data=data)
+    return replace(resolved, job=changed)
+
+
+def _plan_in_memory(plan: Plan, resolved: ResolvedJob | None) -> Plan:
+    """The plan with the files of its job as absolute paths, from the folder of the job file or from this one."""
+    from phalanx.train import prepare
+
+    if resolved is not None and (changed := prepare.differences(plan.job, resolved.job)):
+        what = f"the plan is of another job: {', '.join(changed[:3])} differ from {resolved.path}"
+        raise mistake("phalanx.train", what, fix="plan that job: phalanx.plan(job)")
+    base = resolved.path if resolved is not None else Path("job.toml")
+    return replace(plan, job=prepare.with_absolute_files(prepare.job_in(plan, base)).job)
+
+
+def _check_files(job: Job, resolved: ResolvedJob, call: TrainCall, old: Run | None = None) -> None:
+    """What the job reads is here, and what it writes can be written."""
+    from phalanx.train import prepare
+
+    prepare.check_code(job, allowed=call.allow_code)
+    prepare.check_inputs(job, resolved, _base(call, resolved), fresh=old is None)
+    prepare.check_writable(call.runs, job.checkpoint.path, run=old.path if old is not None else None)
+
+
+def _base(call: TrainCall, resolved: ResolvedJob) -> Path:
+    """Where relative paths of the job start; a run that is continued has absolute ones."""
+    return Path() if call.resume is not None else resolved.path.parent
+
+
+def _ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall) -> tuple[Plan, float]:
+    """The plan with its data, once the specification has nothing against it, and the seconds the data took."""
+    from phalanx.train import prepare
+
+    _describe(plan, call.tell)
+    check_before_training(resolved, plan, refuse=call.check, tell=call.tell)
+    began = time.time()
+    plan = prepare.with_data(plan, _base(call, resolved))
+    data_s = time.time() - began
+    found = prepare.check_inputs(plan.job, resolved, _base(call, resolved), fresh=call.resume is None)
+    for line in found.remarks:
+        call.tell(f"  {line}")
+    warn((*found.warnings, *prepare.check_data(plan)), call.tell)
+    return plan, data_s
+
+
+def _describe(plan: Plan, tell: Tell) -> None:
+    """Three lines before the first step: what runs, what it should take, what to watch."""
+    from phalanx.train.prepare import tell_sharing
+
+    p, job = plan.prediction, plan.job
+    tell(
+        f"{job.name}: {job.model.name}, {format_count(p.parameters)} parameters, on {plan.cluster.name}: "
+        f"{plan.layout.name}"
+    )
+    tell(
+        f"  predicted: {format_seconds(p.step_s)} per step ({format_seconds(p.step_s_low)} to "
+        f"{format_seconds(p.step_s_high)}), {format_count(p.tokens_per_s)} tokens/s, "
+        f"{format_bytes(plan.memory.total_bytes)} per rank, {format_seconds(plan.duration.training_s)} for "
+        f"{plural(plan.duration.steps, 'step')}"
+    )
+    for text in plan.warnings:
+        tell(f"  warning: {text}")
+    tell_sharing(plan, tell)
+
+
+def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float, data_s: float) -> Run:
+    """The run folder: a new one, or the old one with what changed written over it."""
+    from phalanx.io.toml import to_toml
+    from phalanx.job.load import job_to_dict
+    from phalanx.record.provenance import provenance
+    from phalanx.record.run import create_run
+
+    job, plan_json = job_to_dict(plan.job), plan.to_json()
+    run, earlier = old, old.launches() if old is not None else []
+    if run is None:
+        name = call.name if call.name is not None else plan.job.name
+        run = create_run(call.runs, name, job_toml=to_toml(job), job=job, plan_json=plan_json)
+    else:
+        run.replan(job_toml=to_toml(job), job=job, plan_json=plan_json)
+    run.set_launch(
+        v=1,
+        world=plan.layout.devices,
+        layout=plan.layout.name,
+        started=round(started, 3),
+        earlier=earlier,
+        data_s=round(data_s, 3),  # building or finding the dataset, before any rank starts
+        allow_code=call.allow_code or bool(call.plugins),  # what a caller passes in is the caller's own code
+        provenance=provenance(job),
+    )
+    call.tell(f"  run: {run.path}")
+    return run
+
+
+def _launch(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:
+    from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
+    from phalanx.metrics.prometheus import serve_metrics
+
+    hosts = (
+        _first_host(run, call) if call.join else local_hosts(plan.layout.devices, hosts=call.hosts, spares=call.spares)
+    )
+    line = ProgressLine(run, steps=plan.duration.steps, world=plan.layout.devices, since_s=started, tell=call.tell)
+    with serve_metrics(run, plan.job.telemetry, tell=call.tell), line as shown:
+
+        def asked(count: int) -> None:
+            shown.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
+
+        with run.held():
+            outcome = launch(run, hosts=hosts, environ=rank_environ(os.environ, plan), tick=shown.tick, asked=asked)
+    if outcome.state == "failed":
+        raise TrainingFailure(Problem(where="", what=outcome.message), run=run, exit_code=outcome.exit_code)
+    _add_baselines(run, plan, call.tell)
+    if outcome.message:
+        call.tell(outcome.message)
+    return run
+
+
+def _check_hosts(plan: Plan, call: TrainCall) -> None:
+    """Every host has a rank, and others can reach the first."""
+    if call.address and not call.join:
+        what = f"--address {call.address} without --join has no effect"
+        raise mistake(WHERE, what, fix="add --join N, or leave it out")
+    if call.join and not (call.address or plan.job.fault.interface):
+        raise mistake(
+            WHERE,
+            f"--join {call.join} without --address",
+            why="this host would listen at 127.0.0.1, where no other host reaches it",
+            fix="--address with an address of this host that the others reach; --address 127.0.0.1 to try it on one "
+            "machine",
+        )
+    count = max(call.hosts, call.join)
+    if count > plan.layout.devices:
+        raise mistake(
+            WHERE,
+            f"{plural(count, 'host')} for {plural(plan.layout.devices, 'rank')}",
+            why="a host without a rank does nothing",
+            fix=f"use at most {plan.layout.devices}; --spares adds spare slots",
+        )
+
+
+def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
+    """This host as the first of several; tells what to start on the others."""
+    from phalanx.elastic.local_launch import HostSpec, address_of, share_of
+
+    run.set_launch(**{**run.launch(), "join": call.join})
+    others = plural(call.join - 1, "other host")
+    call.tell(f"  on the {others}: phalanx agent {run.path.resolve()} --address THEIR_ADDRESS")
+    name = platform.node() or "localhost"
+    return (HostSpec(name=name, slots=share_of(run) + call.spares, address=call.address or address_of(run)),)
+
+
+def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
+    """Counted when the ranks are gone and the cores are free; only where there is something to compare."""
+    from phalanx.train.prepare import baselines
+
+    found = run.summary().evaluation
+    if found is not None and found.bits_per_byte is not None and found.bigram_bits_per_byte is None:
+        try:
+            run.set_launch(**{**run.launch(), "baselines": baselines(plan.job)})
+        except (PhalanxError, ValueError, IndexError) as error:  # a report without them is better than none
+            tell(f"no baselines: {str(error).splitlines()[0]}; phalanx data checksum checks the dataset")
+
+
+# ---- under torchrun, srun or mpirun ----------------------------------------------------------------------------------
+
+
+def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
+    """Be one rank of a job that another launcher started; rank 0 makes the run folder for all."""
+    from phalanx.train.joined import check_world, join
+
+    given = {"--hosts": call.hosts > 1, "--spares": call.spares, "--join": call.join, "--address": call.address}
+    for option in (name for name, value in given.items() if value):
+        raise mistake(
+            WHERE,
+            f"{option} has no effect: {place.launcher} started {plural(place.world, 'process')}, and each is one rank",
+            why="hosts, spares and recovery belong to phalanx agents, which start their own ranks",
+            fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
+        )
+    os.environ.update(place.environ())  # what torch and the trainer read, also where srun or mpirun set other names
+    if place.one_host:  # nothing of one machine listens beyond it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    started = time.time()
+
+    def prepared() -> tuple[Plan, Run]:
+        plan, resolved, old = _planned(call, here=False)
+        check_world(plan, place)
+        plan, data_s = _ready_to_start(plan, resolved, call)
+        run = _run_folder(plan, call, old, started=started, data_s=data_s)
+        if plan.job.telemetry.prometheus:
+            serve = f"phalanx metrics {run.path} --listen ADDRESS"
+            call.tell(f"  telemetry.prometheus: under another launcher, run {serve}")
+        return plan, run
+
+    def watch(plan: Plan, run: Run) -> Callable[[], None]:
+        steps, world = plan.duration.steps, plan.layout.devices
+        return ProgressLine(run, steps=steps, world=world, since_s=started, tell=call.tell, terminal=False).tick
+
+    done = join(place, prepared, watch, call=_asked_of_all(call))
+    if done is None:
+        raise OtherRankDone
+    plan, run = done
+    _add_baselines(run, plan, call.tell)
+    return run
+
+
+class OtherRankDone(SystemExit):
+    """This process was a rank other than 0, and its work is done: only rank 0 has a run to hand back."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def _asked_of_all(call: TrainCall) -> list[str]:
+    """What must be the same in every rank of a run: its job and what is changed in it, not where the file lies."""
+    resume = call.resume.path if isinstance(call.resume, Run) else call.resume
+    asked = [repr((list(call.overrides), call.cluster, call.steps or 0, str(resume or "").rstrip("/")))]
+    for name in (call.job, call.plan):
+        if isinstance(name, str | Path) or name is None:
+            with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
+                asked.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
+        else:
+            asked.append(repr(name))
+    return asked
+
+
+# ---- agent -----------------------------------------------------------------------------------------------------------
+
+
+def join_run(
+    run: str | Path | Run,
+    *,
+    slots: int | None = None,
+    address: str | None = None,
+    host: str | None = None,
+    progress: bool | Tell = True,
+) -> None:
+    """Join a run as one of its hosts. This process becomes the host's agent, and does not come back.
+
+    `run` is the folder that `phalanx train --join N` made, on a disk that all hosts share; `slots` are the ranks this
+    host can hold (its share of the plan), `address` is where the other hosts reach it.
+    """
+    from phalanx.elastic.local_launch import AGENT, ENDED, STOPPING, share_of
+    from phalanx.record.run import open_run
+    from phalanx.train.prepare import need_torch
+
+    need_torch()
+    found = run if isinstance(run, Run) else open_run(run)
+    where = str(found.path if isinstance(run, Run) else run)
+    if not (found.path / "secret").is_file():
+        raise mistake(
+            where,
+            "has no secret: nobody has launched it yet",
+            why="agents prove with it that they belong to the run",
+            fix="phalanx train JOB --join N on the first host, then this on the others",
+        )
+    state = found.status().get("state")
+    if state == "done":
+        fix = f"phalanx train --report {found.path} shows what came of it"
+        raise mistake(where, "is over: every step is done", fix=fix)
+    if state in ENDED:
+        fix = f"phalanx train --resume {found.path} --join N continues it, on the first host"
+        raise mistake(where, f"is over: {state}", fix=fix)
+    slots = slots if slots is not None else share_of(found)
+    if slots < 1:
+        raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
+    name = host or platform.node() or "localhost"
+    words = [str(found.path), name, str(slots), address or _own_address(found), "0"]
+    teller(progress)(f"host {name} joins {found.path} with {plural(slots, 'slot')}")
+    # Signals are held back until the agent counts them: in its first half second Python would answer with a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        os.execv(sys.executable, [sys.executable, *AGENT, *words])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def _own_address(run: Run) -> str:
+    """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
+    from phalanx.elastic.local_launch import LOOPBACK, is_loopback
+
+    given = str(run.plan()["job"]["fault"]["interface"])
+    first = [str(address) for address in run.launch().get("addresses", ())][:1]
+    if not given and first and not is_loopback(first[0]):
+        raise mistake(
+            "phalanx agent",
+            "no --address is given",
+            why=f"the first host is at {first[0]}, and would look for this one at {LOOPBACK}",
+            fix="--address with an address of this host that the others reach; ip address lists them",
+        )
+    return given or LOOPBACK

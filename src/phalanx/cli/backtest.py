@@ -1,0 +1,53 @@
+"""`phalanx backtest`: predict a table of published measurements, and report the error."""
+
+from __future__ import annotations
+
+import argparse
+
+import phalanx
+from phalanx.cli.output import note, show
+from phalanx.cli.parser import add_json
+from phalanx.errors import mistake
+from phalanx.units import plural
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx backtest`."""
+    parser.add_argument(
+        "table",
+        metavar="TABLE.csv",
+        help="training runs (columns of throughput_public.csv) or network claims (source,quantity,value,unit,"
+        "conditions)",
+    )
+    parser.add_argument("--predictions", metavar="OUT.csv", help="write id,step_s,step_s_lo,step_s_hi,mem_gb,fits")
+    parser.add_argument(
+        "--calibrate", metavar="KNOWN.csv", help="first fit at most five factors per source from these measured rows"
+    )
+    parser.add_argument(
+        "--draw",
+        metavar="N",
+        type=int,
+        default=0,
+        help="calibrate on N rows of each source drawn from TABLE itself, and predict the others",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of --draw (default 0)")
+    parser.add_argument(
+        "--simulate", action="store_true", help="of network claims: also those that take more than a minute of CPU"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict, write, score, print."""
+    found = phalanx.backtest(
+        args.table, calibration=args.calibrate, draw=args.draw, seed=args.seed, simulate=args.simulate, tell=note
+    )
+    if args.predictions:
+        from phalanx.api.planning import Backtest
+
+        if not isinstance(found, Backtest):
+            fix = "leave --predictions, --calibrate and --draw out"
+            raise mistake(args.table, "is a table of network claims", fix=fix)
+        found.write(args.predictions)
+        note(f"wrote {plural(len(found.predictions), 'row')} to {args.predictions}")
+    return show(found, as_json=args.json)

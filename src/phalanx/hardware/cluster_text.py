@@ -1,0 +1,105 @@
+"""A cluster as a page: devices, links, failures, price and power, each with where it comes from."""
+
+from __future__ import annotations
+
+from phalanx.hardware.catalog import matmul_flops
+from phalanx.hardware.cluster_defaults import usual_power_w_per_device
+from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
+
+Rows = list[tuple[str, str]]
+
+
+def cluster_page(cluster: Cluster) -> str:
+    """The page that `phalanx cluster` prints."""
+    return table_of(f"cluster {cluster.name}", cluster_rows(cluster))
+
+
+def table_of(title: str, rows: Rows) -> str:
+    """A title and labelled lines."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
+
+
+def cluster_rows(cluster: Cluster) -> Rows:
+    """The cluster as the planner sees it."""
+    device = cluster.accelerator
+    hosts = (
+        f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {gibibytes(cluster.host_memory_bytes)} each"
+    )
+    return [
+        ("devices", f"{cluster.devices:,} x {device.name} ({device.vendor} {device.family})"),
+        ("peak", _peaks(device)),
+        ("best matmul", _matmul(cluster)),
+        ("memory", f"{gibibytes(device.memory_bytes)} per device at {format_bytes(device.memory_bytes_per_s)}/s"),
+        ("fast domain", _domain(cluster)),
+        ("network", _network(cluster)),
+        ("hosts", hosts),
+        ("failures", _failures(cluster)),
+        ("price", _price(cluster)),
+        ("power", _power(cluster)),
+        ("disk", f"{format_bytes(cluster.disk_bytes_per_s)}/s per host" if cluster.disk_bytes_per_s else "not given"),
+        ("source", cluster.source),
+    ]
+
+
+def _peaks(device: Accelerator) -> str:
+    named = (
+        ("bf16", device.peak_bf16_flops),
+        ("fp8", device.peak_fp8_flops),
+        ("fp4", device.peak_fp4_flops),
+        ("fp32", device.peak_fp32_flops),
+    )
+    return ", ".join(f"{name} {format_flops(flops)}" for name, flops in named if flops)
+
+
+def _matmul(cluster: Cluster) -> str:
+    if cluster.matmul_flops:
+        return f"{format_flops(cluster.matmul_flops)} measured here"
+    device = cluster.accelerator
+    flops = matmul_flops(device)
+    kind = "published" if device.matmul_bf16_flops else "assumed from its family"
+    return f"bf16 {format_flops(flops)} ({flops / device.peak_bf16_flops:.0%} of peak, {kind})"
+
+
+def _domain(cluster: Cluster) -> str:
+    if cluster.domain_devices == 1:
+        return "1 device"
+    speed = f"{format_bytes(cluster.link_bytes_per_s)}/s each way, {format_seconds(cluster.link_latency_s)} a step"
+    return f"{plural(cluster.domain_devices, 'device')} over {cluster.accelerator.link}, {speed}"
+
+
+def _network(cluster: Cluster) -> str:
+    if cluster.domains == 1:
+        return "none needed: one domain"
+    gbps = cluster.nic_bytes_per_s * 8 / 1e9
+    latency = format_seconds(cluster.nic_latency_s)
+    return f"{plural(cluster.domains, 'domain')}, {gbps:,.4g} Gb/s per device each way, {latency} a step"
+
+
+def _failures(cluster: Cluster) -> str:
+    per_day = cluster.failures_per_host_day * cluster.hosts
+    rate = f"{cluster.failures_per_host_day:.2g} per host and day"
+    return f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
+
+
+def _price(cluster: Cluster) -> str:
+    if cluster.price_usd_per_device_hour is None:
+        return "unknown: give [cost] usd_per_device_hour in the job"
+    low, middle, high = (format_money(usd) for usd in cluster.price_usd_per_device_hour)
+    total = format_money(cluster.price_usd_per_device_hour[1] * cluster.devices)
+    return f"{low} to {high} per device-hour, middle {middle}; the cluster {total}/h"
+
+
+def _power(cluster: Cluster) -> str:
+    watts = usual_power_w_per_device(cluster)
+    if not watts:
+        return "unknown: give power_w_per_device in a cluster file"
+    assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"
+    kind = "given" if cluster.power_w_per_device else assumed
+    return f"{watts:,.0f} W per device ({kind}), {watts * cluster.devices / 1000:,.4g} kW in all"
+
+
+def gibibytes(num_bytes: float) -> str:
+    """As memory is sold."""
+    return f"{num_bytes / GIB:,.4g} GiB"

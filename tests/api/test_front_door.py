@@ -1,0 +1,123 @@
+"""`import phalanx`: light, complete, and each command the print-out of a public function."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx.cli.main import FORMER_NAMES, VERBS
+
+ROOT = Path(__file__).parents[2]
+# Public functions without a verb of their own: they make or open what the others take.
+WITHOUT_VERB = {"cluster", "load", "runs"}
+
+
+def functions() -> set[str]:
+    """Every public function, those of namespaces as `fabric.design`."""
+    found = set()
+    for name in phalanx.__all__:
+        value = getattr(phalanx, name)
+        if inspect.isfunction(value) or name in phalanx._PACKAGES:
+            found.add(name)
+        elif inspect.ismodule(value):
+            found |= {f"{name}.{one}" for one in value.__all__ if inspect.isfunction(getattr(value, one))}
+    return found
+
+
+def calls(path: Path) -> set[str]:
+    """Functions that a file of cli/ calls as `phalanx.…(…)`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("phalanx."):
+            names.add(ast.unparse(node.func).removeprefix("phalanx."))
+    return names
+
+
+def test_every_verb_prints_a_public_function_and_every_public_function_has_a_verb() -> None:
+    printed = set()
+    for verb, (module, names, _) in VERBS.items():
+        wanted = set(names.split())
+        path = ROOT / "src" / Path(*module.split(".")).with_suffix(".py")
+        assert wanted, verb
+        assert wanted <= calls(path), f"{verb} does not call {wanted - calls(path)}"
+        assert calls(path) <= wanted, f"{verb} also calls {calls(path) - wanted}"
+        printed |= wanted
+    assert functions() - printed == WITHOUT_VERB
+    assert all(callable(attrgetter(name)(phalanx)) for name in printed)
+    assert set(FORMER_NAMES.values()) <= set(VERBS)
+
+
+def test_cli_computes_nothing() -> None:
+    """No file of cli/ imports the planner, the simulator, the trainer, the agents or the dashboard."""
+    for path in (ROOT / "src/phalanx/cli").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for folder in ("plan", "sim", "train", "elastic", "network", "hardware", "validate", "web", "metrics"):
+            assert f"from phalanx.{folder}" not in text, path.name
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, phalanx; dir(phalanx); phalanx.PhalanxError;"
+        "print(sorted({'numpy', 'torch', 'scipy', 'rich'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_names_are_listed_documented_and_found() -> None:
+    assert set(phalanx.__all__) <= set(dir(phalanx))
+    assert sorted(phalanx.__all__) == phalanx.__all__
+    assert {name for names in phalanx._HOMES.values() for name in names} | {"__version__"} == set(phalanx.__all__)
+    for name in functions():
+        assert inspect.getdoc(attrgetter(name)(phalanx)), name
+    assert phalanx.__version__[0].isdigit() or phalanx.__version__ == "unknown"
+    with pytest.raises(AttributeError, match=r"no attribute 'simulat'; did you mean simulate\?"):
+        phalanx.simulat  # noqa: B018
+    assert not hasattr(phalanx, "__wrapped__")
+
+
+def test_exceptions_are_one_tree() -> None:
+    for error in (phalanx.UserError, phalanx.RuleError, phalanx.SystemFailure, phalanx.TrainingFailure):
+        assert issubclass(error, phalanx.PhalanxError)
+    failure = phalanx.TrainingFailure([], run="runs/x", exit_code=2)
+    assert (failure.run, failure.exit_code) == ("runs/x", 2)
+
+
+@pytest.mark.parametrize("first", ["import phalanx.plan.plan", "from phalanx.plan.plan import Plan", "import phalanx"])
+def test_packages_that_are_functions_stay_both(first: str) -> None:
+    """Whichever is imported first: the subpackage, a module of it, or the front door."""
+    code = (
+        f"{first}\nimport phalanx, phalanx.plan.text, phalanx.rules.judge, phalanx.train.prepare\n"
+        "assert phalanx.plan.text.WIDTH and phalanx.rules.judge.Report and phalanx.train.prepare.load_job\n"
+        "assert len(phalanx.rules('CKP').rules) > 3\n"
+        "print(phalanx.plan('examples/llama-3-8b-64xH100.toml', cluster='8xH100:1', calibration=None).layout.devices)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (run.stdout, run.stderr) == ("8\n", "")
+
+
+def test_no_public_function_is_hidden_by_a_package() -> None:
+    folders = {path.parent.name for path in (ROOT / "src/phalanx").glob("*/__init__.py")}
+    assert folders & set(phalanx.__all__) == set(phalanx._PACKAGES)
+    code = "import phalanx.metrics, phalanx.web, phalanx; print(callable(phalanx.metrics), callable(phalanx.web))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True True\n"
+
+
+def test_signatures_are_those_of_the_functions() -> None:
+    assert "calibration" in inspect.signature(phalanx.plan).parameters
+    assert "callbacks" in inspect.signature(phalanx.train).parameters
+
+
+def test_wrong_types_are_said() -> None:
+    with pytest.raises(phalanx.UserError, match=r"phalanx.plan: job = '7' is of type int"):
+        phalanx.plan(7)  # type: ignore[arg-type]
+    with pytest.raises(phalanx.UserError, match=r"phalanx.check: target = '7' is of type int"):
+        phalanx.check(7)  # type: ignore[arg-type]
+    with pytest.raises(phalanx.UserError, match="overrides need a job file"):
+        phalanx.plan(phalanx.load(ROOT / "examples/llama-3-8b-64xH100.toml"), overrides=["batch.micro=1"])

@@ -1,0 +1,104 @@
+"""`phalanx.train` from Python: real ranks, an interrupt as a notebook's kernel gets it, and what is refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import phalanx
+
+JOB = """\
+name = "small"
+[model]
+preset = "phalanx-tiny"
+layers = 2
+hidden = 64
+[data]
+path = "data"
+sequence = 64
+tokens = 20480
+[batch]
+global_tokens = 2048
+[precision]
+compute = "fp32"
+[fault]
+recovery = "stop"
+[cluster]
+spec = "local-cpu:1"
+"""
+# As in a notebook: the process goes on after the interrupt, with the run in its hands.
+INTERRUPTED = """
+import phalanx
+run = phalanx.train(phalanx.load("job.toml"), steps=100_000, progress=False)
+print(repr(run), len(run.saved_steps()), len(run.frame("loss")), flush=True)
+more = phalanx.train(resume=run, steps=max(run.saved_steps()) + 3, progress=False)
+print(repr(more), more.path == run.path)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("job")
+    text = "\n\n".join(f"document {number} says that {number * 7} is not {number * 3}" for number in range(600))
+    (root / "text.txt").write_text(text)
+    made = phalanx.data.build(root / "data", [root / "text.txt"], vocab=300, heldout=0.1, split_on="blank")
+    assert made.sizes()["train"]["documents"] > 400
+    (root / "job.toml").write_text(JOB)
+    return root
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_and_returns_the_run(folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        until = time.monotonic() + 300
+        while not any(b'"step"' in one.read_bytes() for one in (folder / "runs").glob("*/events-00000.jsonl")):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (0, "")
+    first, second = out.splitlines()
+    assert first.startswith("<Run: runs/small-")
+    assert ", stopped> 1 " in first
+    assert second.endswith(", done> True")
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_dry_run_is_the_plan_and_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    plan = phalanx.dry_run(phalanx.load("job.toml"), steps=7, cluster="local-cpu:2", runs="none", progress=said.append)
+    assert (plan.duration.steps, plan.layout.devices) == (7, 2)
+    assert any(line.startswith("check: ") for line in said)
+    assert capsys.readouterr().err == ""
+    assert not (here / "none").exists()
+    again = phalanx.dry_run("job.toml", plan=phalanx.plan("job.toml"), progress=False)
+    assert again.job.data.paths == (str(here / "data"),)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "no job file is named"),
+        ({"job": "job.toml", "resume": "runs/x"}, "JOB and --resume exclude each other"),
+        ({"job": "job.toml", "steps": 0}, "--steps 0 is below 1"),
+        ({"job": "job.toml", "hosts": 3}, "3 hosts for 1 rank"),
+    ],
+)
+def test_what_is_refused(here: Path, options: dict[str, object], told: str) -> None:
+    with pytest.raises(phalanx.UserError, match=told):
+        phalanx.train(progress=False, **options)  # type: ignore[arg-type]
