@@ -65,18 +65,18 @@ _HOMES = {
     "phalanx.job.schema": ("Job",),
     "phalanx.plan.plan": ("Plan",),
     "phalanx.record.run": ("Run",),
-    "phalanx.rules.judge": ("Finding", "Report"),
+    "phalanx.rules.judge": ("CheckReport", "Finding"),
 }
 _PACKAGES = ("metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CheckReport",
     "Cluster",
     "Finding",
     "Job",
     "PhalanxError",
     "Plan",
-    "Report",
     "ResolvedJob",
     "RuleError",
     "Run",

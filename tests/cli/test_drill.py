@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from phalanx.train.drill.faults import parse_faults
 
 from phalanx.api.drills import DrillCall, _shrink, keep_record
 from phalanx.cli.main import main

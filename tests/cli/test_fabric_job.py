@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from phalanx.network.fabric.fabric_text import percent
-from phalanx.network.fabric.fabric_types import Fabric
 
 from phalanx.api import fabric_design
 from phalanx.api.fabric_design import JobStep, job_steps
 from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.errors import UserError, mistake
+from phalanx.job.load import load
 from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.fabric_text import percent
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.job.load import load
-from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.verdict import Prices
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan

@@ -18,18 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from phalanx.record.report.view import View, Watcher
 from synthetic import write_run
 
 from phalanx.api.watching import BackgroundCheck, KnownVerdicts
 from phalanx.cli import watch
 from phalanx.cli.main import main
-from phalanx.cli.watch_check import Checker, Known
 from phalanx.cli.watch_screen import frame, sparkline
 from phalanx.record.account.summary import Pair
 from phalanx.record.report.live import View, Watcher
-from phalanx.cli.watch_screen import frame, sparkline
-from phalanx.record.account.summary import Pair
 from phalanx.record.run import SILENT_S, Run
 from phalanx.rules.live import LiveCheck
 

@@ -5,14 +5,6 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from phalanx.validate.calibration_report import (
-    CalibrationReport,
-    calibrate_run,
-    calibrate_table,
-    calibration_text,
-    write_calibration,
-)
-from phalanx.validate.throughput_rows import predict_rows
 
 import phalanx
 from phalanx.errors import SystemFailure, UserError

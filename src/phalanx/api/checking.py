@@ -22,7 +22,7 @@ from phalanx.rules.gather import Request, gather_evidence, is_plan, of_job
 from phalanx.units import MB, plural
 
 if TYPE_CHECKING:
-    from phalanx.rules.explain import Answer
+    from phalanx.rules.explain import Explanation
     from phalanx.rules.fixes import JobFix
     from phalanx.rules.judge import CheckReport
     from phalanx.rules.profiles import Profile
@@ -375,7 +375,7 @@ class RulePage(PublicResult):
     """One rule, with the numbers of a target in it where one was named."""
 
     rule: Rule
-    answer: Answer | None
+    answer: Explanation | None
 
     def __str__(self) -> str:
         from phalanx.rules.explain import here

@@ -162,7 +162,7 @@ def _numa(node: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class MachineProfile(PublicResult):
+class ProbeResult(PublicResult):
     """What was measured on this machine, and the file it is stored in."""
 
     profile: MachineProfile
@@ -201,7 +201,7 @@ def probe(
     disk: str | Path = ".",
     engine: str = "auto",
     tell: Tell = silent,
-) -> MachineProfile:
+) -> ProbeResult:
     """Measure this machine and store a profile, which later plans for `local` use.
 
     `disk` is the folder whose disk is measured, `engine` auto, torch or numpy (auto: torch where it is installed).
@@ -228,7 +228,7 @@ def probe(
         note = (
             f"plans of the cluster local use it with PHALANX_PROFILE={path}, and phalanx cluster with --profile {path}"
         )
-    return MachineProfile(profile=profile, path=path, note=note)
+    return ProbeResult(profile=profile, path=path, note=note)
 
 
 def _measure(machine: Machine, *, engine: str, seconds: float, disk: Path, tell: Tell) -> MachineProfile:

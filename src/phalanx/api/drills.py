@@ -225,7 +225,7 @@ def _draw(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
     from phalanx.train.drill.schedule import DrillTarget, draw_faults
 
     stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
-    return draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, stage=stage)
+    return draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, target=stage)
 
 
 def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:

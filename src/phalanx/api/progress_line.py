@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.api.results import Tell, silent
 from phalanx.io.visible import visible
-from phalanx.record.report.follow import Follower
+from phalanx.record.report.live import Follower
 from phalanx.record.run import Run
 from phalanx.units import plural
 

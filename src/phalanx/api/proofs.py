@@ -32,7 +32,7 @@ MOST_RANKS = 64  # of `ranks="all"`: a minute or two each for a large model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class LayoutProof(PublicResult):
+class VerifyResult(PublicResult):
     """Whether a layout computes the same numbers as a single process, and where it does not."""
 
     proof: LayoutProof
@@ -71,7 +71,7 @@ def verify(
     steps: int = 5,
     timeout: float | None = None,
     tell: Tell = silent,
-) -> LayoutProof:
+) -> VerifyResult:
     """Prove on this machine that a job's layout computes what a single process computes.
 
     The model is made small, the layout keeps its axes, and both take `steps` optimizer steps from the same weights and
@@ -121,7 +121,7 @@ def verify(
         tell=tell,
         began_s=began_s,
     )
-    return LayoutProof(proof=proof)
+    return VerifyResult(proof=proof)
 
 
 def _verify_plan(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.metrics.step_export import TrackerSink
     from phalanx.record.account.summary import Summary
     from phalanx.record.report.diff import Difference, Side
-    from phalanx.record.report.story import RunReport
+    from phalanx.record.report.run_report import RunReport
 
 AnyRun = str | Path | Run
 
@@ -83,7 +83,7 @@ def _row(found: Run) -> dict[str, Any]:
     """A run in a line, from its index alone; of one that is damaged, what can still be read."""
     from phalanx.record.account.summary import summarize_briefly
     from phalanx.record.archive.history import RunHistory
-    from phalanx.record.report.story import with_lost_processes
+    from phalanx.record.report.run_report import with_lost_processes
 
     try:
         s = with_lost_processes(found, summarize_briefly(found, RunHistory.open(found)))
@@ -120,7 +120,7 @@ def runs(folder: str | Path = "runs") -> RunList:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RunReport(PublicResult):
+class ReportPage(PublicResult):
     """What a run came to, with its curves, checkpoints and incidents; `str()` is the Markdown page."""
 
     run: Run
@@ -136,11 +136,11 @@ class RunReport(PublicResult):
 
     def __repr__(self) -> str:
         s = self.summary
-        return f"<RunReport: {self.run.name}, {s.state}, {plural(s.steps, 'step')}>"
+        return f"<ReportPage: {self.run.name}, {s.state}, {plural(s.steps, 'step')}>"
 
     def to_markdown(self) -> str:
         """One page of Markdown."""
-        from phalanx.record.report.markdown import render_markdown
+        from phalanx.record.report.render import render_markdown
 
         return render_markdown(self.story)
 
@@ -180,12 +180,12 @@ class RunReport(PublicResult):
         return [Path(name) for _, name, _ in wanted if name is not None]
 
 
-def report(path: AnyRun) -> RunReport:
+def report(path: AnyRun) -> ReportPage:
     """Everything a report shows of a run, read once, in whatever state the run is."""
-    from phalanx.record.report.story import read_run_report
+    from phalanx.record.report.run_report import read_run_report
 
     found = run(path)
-    return RunReport(run=found, story=read_run_report(found))
+    return ReportPage(run=found, story=read_run_report(found))
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------

@@ -449,7 +449,7 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
         raise mistake(
             WHERE,
             f"{option} has no effect: {place.launcher} started {plural(place.world, 'process')}, and each is one rank",
-            why="hosts, spares and recovery belong to phalanx agents, which start their own ranks",
+            why="every process it starts is a host with one rank",
             fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
         )
     os.environ.update(place.environ())  # what torch and the trainer read, also where srun or mpirun set other names
@@ -471,19 +471,23 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
         steps, world = plan.duration.steps, plan.layout.devices
         return ProgressLine(run, steps=steps, world=world, since_s=started, tell=call.tell, terminal=False).tick
 
-    done = join(place, prepared, watch, call=_asked_of_all(call))
+    outcome, done = join(place, prepared, watch, call=_asked_of_all(call))
     if done is None:
-        raise OtherRankDone
+        raise OtherRankDone(outcome.exit_code if outcome.state == "failed" else 0)
     plan, run = done
+    if outcome.state == "failed":
+        raise TrainingFailure(Problem(where="", what=outcome.message), run=run, exit_code=outcome.exit_code)
     _add_baselines(run, plan, call.tell)
-    return run
+    if outcome.message:
+        call.tell(outcome.message)
+    return run  # also when it was stopped as asked: no failure to a scheduler
 
 
 class OtherRankDone(SystemExit):
     """This process was a rank other than 0, and its work is done: only rank 0 has a run to hand back."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
 
 
 def _asked_of_all(call: TrainCall) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult, plain
-from phalanx.record.report.view import View, Watcher
+from phalanx.record.report.live import View, Watcher
 from phalanx.record.run import Run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from phalanx.api.watching import KnownVerdicts, RunLook
-    from phalanx.record.report.view import View
+    from phalanx.record.report.live import View
 
 REDRAW_S = 0.5
 PLAIN_S = 5.0  # between lines of progress
@@ -88,7 +88,7 @@ def _judged(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> No
 
 def _last_words(view: View) -> None:
     from phalanx.io.values import printable
-    from phalanx.record.report.report import cost_rows
+    from phalanx.record.report.sections import cost_rows
 
     s = view.summary
     for one in view.scores.named:

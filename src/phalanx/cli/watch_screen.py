@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from rich.text import Text
 
 from phalanx.api.watching import KnownVerdicts
+from phalanx.io.tables import sparkline, text_bar
 from phalanx.io.values import printable
 from phalanx.record.account.summary import Pair, RankTime
-from phalanx.record.report.report import cost_rows, spent_on, text_bar
-from phalanx.record.report.view import View
+from phalanx.record.report.live import View
+from phalanx.record.report.sections import BriefLine, cost_section, damage_section, incident_section, time_section
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 MOST_TOLD = 3  # findings on the screen
-TICKS = "▁▂▃▄▅▆▇█"
 MOST_RANKS = 8
-MOST = 1e300  # a larger value is a damaged one, and would make sums infinite
 LABEL = 11  # characters of the first column
 NARROW = 60  # columns below which bars and sparklines give way
 
@@ -90,28 +88,6 @@ def _row(name: str, value: str, drawn: str, beside: str) -> Text:
     return line.append(beside, "dim")
 
 
-def sparkline(values: Sequence[float | None], room: int) -> str:
-    """A line of small bars, the newest at the right.
-
-    >>> spark([1.0, 2.0, None, 3.0], 4)
-    '▁▄ █'
-    """
-    if not values or room <= 0:
-        return ""
-    groups = [values[number * len(values) // room : (number + 1) * len(values) // room] for number in range(room)]
-    means = [_mean([value for value in group if value is not None and abs(value) < MOST]) for group in groups if group]
-    known = [value for value in means if value is not None]
-    if not known:
-        return ""
-    low, span = min(known), max(known) - min(known)
-    return "".join(" " if one is None else TICKS[int(7 * (one - low) / span) if span else 0] for one in means)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
 def _check(known: KnownVerdicts | None) -> list[Text]:
     """The verdicts of the training specification, and the worst of what it found."""
     if known is None:
@@ -157,18 +133,11 @@ def _cells(share: float, room: int) -> int:
 
 
 def _time(view: View, width: int) -> list[Text]:
+    lines = [_brief(one) for one in time_section(view.summary).brief]
     book = view.summary.ledger
-    if book is None or not book.wall_s:
-        return []
-    spent = spent_on(book)
-    told = "  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8])
-    line = Text.assemble((f"{'time':<{LABEL}}", "dim"), told)
-    lines = [line]
-    if width >= NARROW and book.effective:
+    if lines and book is not None and book.effective and width >= NARROW:
         drawn = text_bar(book.effective, min(60, width - LABEL - 2))
         lines.insert(0, Text.assemble((f"{'':<{LABEL}}", ""), (drawn, "green")))
-    if book.gap:
-        lines.append(Text(f"{'':<{LABEL}}the ledger does not close: {book.gap}", "yellow"))
     return lines
 
 
@@ -179,22 +148,14 @@ def _rest(view: View) -> list[Text]:
         age = f", {format_seconds(view.saved_age_s)} ago" if view.saved_age_s is not None else ""
         size = f", {format_bytes(s.checkpoint_bytes)}" if s.checkpoint_bytes else ""
         lines.append(_told("checkpoint", f"step {view.saved_step:,}{age}{size}"))
-    for name, so_far, ahead, planned in cost_rows(s.cost) if s.cost is not None else ():
-        lines.append(_told(name, f"{so_far} so far, {ahead} at the end, planned {planned}"))
+    lines += [_brief(one) for one in cost_section(s).brief]
     for one in view.scores.named[:3]:
         lines.append(Text.assemble((f"{'straggler':<{LABEL}}", "dim"), (one.text, "red")))
-    if s.incidents:
-        last = s.incidents[-1]
-        took = f", next step after {format_seconds(last.recovery_s)}" if last.recovery_s is not None else ""
-        text = f"{len(s.incidents):,}; step {last.step:,}: rank {last.rank} on {last.host}: {last.what}{took}"
-        lines.append(_told("incidents", text))
-    for damage in s.damage[:3]:
-        lines.append(
-            Text(
-                f"{'damaged':<{LABEL}}{printable(damage.where)}: {printable(damage.what)} ({damage.count:,})", "yellow"
-            )
-        )
-    return lines
+    return lines + [_brief(line) for section in (incident_section(s), damage_section(s)) for line in section.brief]
+
+
+def _brief(line: BriefLine) -> Text:
+    return Text(f"{line.label:<{LABEL}}{line.text}", "yellow") if line.is_alarm else _told(line.label, line.text)
 
 
 def _told(name: str, text: str) -> Text:

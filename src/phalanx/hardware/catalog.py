@@ -18,7 +18,8 @@ from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.types import Accelerator
-from phalanx.io.toml import TomlFile, read_text, read_toml
+from phalanx.io.files import read_text
+from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import GIB
 
 # Best measured bf16 matmul over dense peak, by family; rows of data/accelerators.csv that carry both, which come from
@@ -443,11 +444,11 @@ def _csv_records(text: str, path: Path) -> Iterator[tuple[Mapping[str, object], 
 
 
 def _toml_records(file: TomlFile) -> Iterator[tuple[Mapping[str, object], Where]]:
-    entries = file.data.get("accelerator")
-    if set(file.data) - {"accelerator"}:
-        raise UserError(unknown_keys(file.data, ["accelerator"], lambda key: file.where("", key)))
+    entries = file.table.get("accelerator")
+    if set(file.table) - {"accelerator"}:
+        raise UserError(unknown_keys(file.table, ["accelerator"], lambda key: file.where(key)))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         fix = "start each accelerator with a line [[accelerator]]"
         raise mistake(str(file.path), "holds no list of accelerators", fix=fix)
-    for number, entry in enumerate(entries, start=1):
-        yield entry, lambda key, table=f"accelerator#{number}": file.where(table, key)  # type: ignore[misc]
+    for number, entry in enumerate(entries):
+        yield entry, lambda key, number=number: file.where("accelerator", number, key)  # type: ignore[misc]

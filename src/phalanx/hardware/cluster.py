@@ -173,10 +173,10 @@ _TEXT_KEYS = ("version", "name", "accelerator", "usd_per_device_hour")
 def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None) -> Cluster:
     """The cluster a file describes; every mistake in it is reported at once with file:line."""
     file = read_toml(path)
-    data = file.data
+    data = file.table
     known = [*_TEXT_KEYS, *(field.key for field in CLUSTER_FIELDS)]
-    problems = unknown_keys(data, known, lambda key: file.where("", key) if ("", key) in file.lines else str(path))
-    numbers, complaints = read_numbers(data, CLUSTER_FIELDS, lambda key: file.where("", key))
+    problems = unknown_keys(data, known, lambda key: file.where(key))
+    numbers, complaints = read_numbers(data, CLUSTER_FIELDS, lambda key: file.where(key))
     problems += complaints + _head_problems(file)
     price = _price(file, problems)
     accelerator = _accelerator(file, problems, files, environ)
@@ -229,18 +229,18 @@ def _spelt(char: str) -> str:
 
 
 def _head_problems(file: TomlFile) -> list[Problem]:
-    version, name = file.data.get("version", VERSION), file.data.get("name", "cluster")
+    version, name = file.table.get("version", VERSION), file.table.get("name", "cluster")
     problems = []
     if version != VERSION or isinstance(version, bool):
         what = f"version = {str(version)[:20]} is not one this Phalanx reads"
-        problems.append(Problem(where=file.where("", "version"), what=what, fix=f"write version = {VERSION}"))
+        problems.append(Problem(where=file.where("version"), what=what, fix=f"write version = {VERSION}"))
     if not isinstance(name, str) or not 0 < len(name) <= 200:
-        problems.append(Problem(where=file.where("", "name"), what="name is not a short text", fix='name = "blue"'))
+        problems.append(Problem(where=file.where("name"), what="name is not a short text", fix='name = "blue"'))
     return problems
 
 
 def _price(file: TomlFile, problems: list[Problem]) -> tuple[float, float, float] | None:
-    raw = file.data.get("usd_per_device_hour")
+    raw = file.table.get("usd_per_device_hour")
     if raw is None:
         return None
     parts = raw if isinstance(raw, list) else [raw] * 3
@@ -249,26 +249,26 @@ def _price(file: TomlFile, problems: list[Problem]) -> tuple[float, float, float
         return numbers[0], numbers[1], numbers[2]
     what = f"usd_per_device_hour = {str(raw)[:40]} is neither a price nor [low, middle, high] in rising order"
     fix = "write one number, such as 2.5, or three, such as [2.0, 2.5, 3.0]"
-    problems.append(Problem(where=file.where("", "usd_per_device_hour"), what=what, fix=fix))
+    problems.append(Problem(where=file.where("usd_per_device_hour"), what=what, fix=fix))
     return None
 
 
 def _accelerator(
     file: TomlFile, problems: list[Problem], files: Sequence[Path], environ: Mapping[str, str] | None
 ) -> Accelerator | None:
-    raw = file.data.get("accelerator")
+    raw = file.table.get("accelerator")
     if isinstance(raw, dict):
-        accelerator, complaints = build_accelerator(raw, lambda key: file.where("accelerator#1", key))
+        accelerator, complaints = build_accelerator(raw, lambda key: file.where("accelerator", key))
         problems += complaints
         return accelerator
     if isinstance(raw, str):
         try:
-            return find_accelerator(raw, files=files, environ=environ, where=file.where("", "accelerator"))
+            return find_accelerator(raw, files=files, environ=environ, where=file.where("accelerator"))
         except UserError as error:
             problems += error.problems
             return None
     fix = 'write accelerator = "H100", or a table [accelerator]; phalanx cluster --list shows the names'
-    problems.append(Problem(where=file.where("", "accelerator"), what="accelerator is missing", fix=fix))
+    problems.append(Problem(where=file.where("accelerator"), what="accelerator is missing", fix=fix))
     return None
 
 
@@ -276,7 +276,7 @@ def _check_size(file: TomlFile, numbers: Mapping[str, float]) -> None:
     devices = numbers["domain_devices"] * numbers["domains"]
     if devices > MAX_DEVICES:
         what = f"domains x domain_devices = {devices:,.0f} devices is over {MAX_DEVICES:,}"
-        raise UserError(Problem(where=file.where("", "domains"), what=what, fix="check both numbers"))
+        raise UserError(Problem(where=file.where("domains"), what=what, fix="check both numbers"))
     if numbers.get("host_devices", 0) > devices:
         what = f"host_devices = {numbers['host_devices']:.0f} is more than the cluster's {devices:.0f} devices"
-        raise UserError(Problem(where=file.where("", "host_devices"), what=what, fix=f"use at most {devices:.0f}"))
+        raise UserError(Problem(where=file.where("host_devices"), what=what, fix=f"use at most {devices:.0f}"))

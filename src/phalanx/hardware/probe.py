@@ -24,8 +24,7 @@ from typing import IO, Any
 
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.types import Machine
-from phalanx.io.files import replace_text
-from phalanx.io.toml import read_text
+from phalanx.io.files import read_text, replace_text
 from phalanx.units import MIB, format_bytes
 
 NUMPY_WORKER = "phalanx.hardware.probe_worker"

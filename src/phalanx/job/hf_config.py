@@ -113,7 +113,7 @@ def read_config(path: Path) -> Shape:
     for ours, theirs in family.keys.items():
         shape[ours] = _first(config, theirs, path)
     shape.update(_optional(config, shape, path))
-    shape.update(_rope_config(config))
+    shape.update(_rope(config))
     return {"name": kind, **shape}
 
 
@@ -160,7 +160,7 @@ def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
     return found | _dense_layers(config, path)
 
 
-def _rope_config(config: Mapping[str, object]) -> Shape:
+def _rope(config: Mapping[str, object]) -> Shape:
     """Rotary positions as transformers 5 writes them (`rope_parameters`), or as files before it did.
 
     A scaling we do not know is passed on by its name, for the shape rules to complain about.

@@ -19,7 +19,6 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan import request
-from phalanx.plan import request as asking
 from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.bill import run_bill
 from phalanx.plan.compute import element_bytes
@@ -32,7 +31,6 @@ from phalanx.plan.prediction import Duration, predict_layout, run_duration, toke
 from phalanx.plan.reasons import explain_alternative
 from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
 from phalanx.plan.request import PlanRequest, request_from_job
-from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.plan.trainable import trainer_problems

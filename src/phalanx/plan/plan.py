@@ -17,7 +17,6 @@ from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction
 from phalanx.plan.reasons import Alternative
 from phalanx.plan.reliability import Reliability
-from phalanx.units import format_seconds
 
 SCHEMA = "phalanx.plan/1"
 

@@ -58,7 +58,7 @@ class Run:
 
     def __str__(self) -> str:
         """The page that `phalanx train` prints at the end."""
-        from phalanx.record.report.report import render_text
+        from phalanx.record.report.render import render_text
 
         return render_text(self.summary())
 
@@ -68,14 +68,14 @@ class Run:
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
         from phalanx.record.report.html import render_html
-        from phalanx.record.report.story import read_run_report
+        from phalanx.record.report.run_report import read_run_report
 
         return document_as_html(render_html(read_run_report(self), made=str(self.path)))
 
     def summary(self) -> Summary:
         """What the run came to, as far as it went: measured beside predicted."""
         from phalanx.record.account.summary import summarize
-        from phalanx.record.report.story import with_lost_processes
+        from phalanx.record.report.run_report import with_lost_processes
 
         return with_lost_processes(self, summarize(self))
 
@@ -336,13 +336,13 @@ class RunPlot:
 
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
-        from phalanx.record.report.style import CSS
+        from phalanx.io.style import REPORT_CSS
 
         figures = "".join(
             f"<figure><figcaption><b>{name}</b></figcaption>{svg}</figure>"
             for name, svg in zip(self.names, self.svgs, strict=True)
         )
-        return document_as_html(f'<style>{CSS}</style><div class="plots">{figures}</div>', height=320)
+        return document_as_html(f'<style>{REPORT_CSS}</style><div class="plots">{figures}</div>', height=320)
 
 
 def _lock(file: TextIO, *, patience_s: float) -> bool:

@@ -14,7 +14,6 @@ from phalanx.errors import mistake
 from phalanx.io.files import read_text, write_text
 from phalanx.io.values import seconds
 from phalanx.plan import request
-from phalanx.plan import request as asking
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
@@ -22,7 +21,6 @@ from phalanx.plan.prediction import step_interval
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
 from phalanx.record.account.memberships import layout_spans, raw_lines
-from phalanx.record.account.memberships import layout_spans
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import parse_event
 from phalanx.record.run import Run

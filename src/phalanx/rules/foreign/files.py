@@ -168,7 +168,7 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
             continue
         steps = top.next_steps() if top is not None else ()
         lines.setdefault(steps, line)
-        value = _argument_value(event, kind, anchors, frames, f"{path}:{line}")
+        value = _value(event, kind, anchors, frames, f"{path}:{line}")
         top.take(value) if top is not None else roots.append(value)
         if isinstance(value, dict | list) and kind != "AliasEvent":
             frames.append(_Frame(inner=value, steps=steps))
@@ -185,7 +185,7 @@ def _name(event: Any, where: str) -> str:
     return str(event.value)
 
 
-def _argument_value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
+def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
     if kind == "AliasEvent":
         if event.anchor not in anchors or any(frame.inner is anchors[event.anchor] for frame in frames):
             raise mistake(where, f"alias *{str(event.anchor)[:60]} names nothing that is finished")

@@ -49,7 +49,7 @@ class Trial:
     lr: float = 1e-2
     state_dtype: str = "fp32"
     resume: str = ""  # a folder of checkpoints: goes on from the newest, of whatever layout
-    save_checkpoint: str = ""  # where to write one after the last step
+    save: str = ""  # where to write one after the last step
     loss_scale: float = 0.0  # first scale of fp16, when not the default
     broken_rank: int = -1  # the gradient of this rank is infinite in the first step, as from a bad memory chip
     device: str = "cpu"
