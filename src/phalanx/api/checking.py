@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,14 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.rules.api import check as check_path
 from phalanx.rules.api import check_evidence, this_day
-from phalanx.rules.gather import Request, gather_evidence, is_plan, of_job
+from phalanx.rules.gather import Request, is_plan, of_job
 from phalanx.units import MB, plural
 
 if TYPE_CHECKING:
     from phalanx.rules.explain import Explanation
     from phalanx.rules.fixes import JobFix
     from phalanx.rules.judge import CheckReport
+    from phalanx.rules.own_rules import RuleSource
     from phalanx.rules.profiles import Profile
     from phalanx.rules.rule import Rule
 
@@ -44,13 +45,16 @@ def check(
     waivers: str | Path | None = None,
     select: str = "",
     ignore: str = "",
+    rules: Iterable[RuleSource] = (),
+    allow_code: bool = False,
     require_evidence: bool = False,
     tell: Tell = silent,
 ) -> CheckReport:
     """What the training specification says of a job, a plan, a run, or another trainer's configuration.
 
     `target` is a path, or what `load`, `plan`, `train` or `run` returned. `select` and `ignore` are rule ids or their
-    beginnings, as "CKP,FLT001". The result lists findings, prints as text, shows as HTML in a notebook, and
+    beginnings, as "CKP,FLT001". `rules` are rules of your own, as objects or "file.py:name"; `allow_code` also runs
+    those that the job names. The result lists findings, prints as text, shows as HTML in a notebook, and
     `frame()` gives a table. Raises UserError when the target cannot be checked.
 
     >>> report = check("examples/llama-3-8b-64xH100.toml", select="BAT")
@@ -61,7 +65,15 @@ def check(
     if isinstance(target, Run):
         target = target.path
     if not isinstance(target, str | Path):
-        return _check_value(target, request, select=select, ignore=ignore, require_evidence=require_evidence)
+        return _check_value(
+            target,
+            request,
+            select=select,
+            ignore=ignore,
+            require_evidence=require_evidence,
+            rules=rules,
+            allow_code=allow_code,
+        )
     path = Path(target)
     if path.is_file() and not is_plan(path) and not _is_foreign(path, request):
         # whether the files of a job fit it; no rule reads files of that size
@@ -74,6 +86,8 @@ def check(
             select=select,
             ignore=ignore,
             require_evidence=require_evidence,
+            rules=rules,
+            allow_code=allow_code,
             progress=progress,
         )
     except KeyboardInterrupt:
@@ -82,9 +96,7 @@ def check(
         raise
 
 
-def _check_value(
-    target: Plan | ResolvedJob | Job, request: Request, *, select: str, ignore: str, require_evidence: bool
-) -> CheckReport:
+def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: Any) -> CheckReport:
     """A job or a plan in memory; a plan without its file has no lines to point at."""
     made = target if isinstance(target, Plan) else None
     job = target.job if isinstance(target, Plan) else target
@@ -96,7 +108,7 @@ def _check_value(
         )
     resolved = job if isinstance(job, ResolvedJob) else ResolvedJob(job=job, path=Path(job.name), origins={})
     evidence = of_job(resolved, request, today=this_day(), environ=dict(os.environ), made=made)
-    return check_evidence(evidence, select=select, ignore=ignore, require_evidence=require_evidence)
+    return check_evidence(evidence, **options)
 
 
 def _request(
@@ -151,14 +163,16 @@ class ReadProgress:
             self._tell(self.read)
 
 
-def check_before_training(resolved: ResolvedJob, plan: Plan, *, refuse: bool, tell: Tell) -> None:
+def check_before_training(
+    resolved: ResolvedJob, plan: Plan, *, refuse: bool, tell: Tell, allow_code: bool = False
+) -> None:
     """What `train` asks first: errors are told in full, warnings in a line each. With `refuse`, errors raise."""
     from phalanx.errors import RuleError
     from phalanx.io.values import printable
     from phalanx.rules.api import check_plan
     from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
 
-    report = check_plan(resolved, plan)
+    report = check_plan(resolved, plan, allow_code=allow_code)
     for one in report.problems:
         if one.severity == "error":
             for _, text in finding_lines(one, report):
@@ -360,13 +374,18 @@ class RuleList(PublicResult):
         return len(made)
 
 
-def rules(select: str = "", *, profile: str | None = None) -> RuleList:
-    """The rules of the training specification; `select` as in `check`, `profile` one that they hold for."""
+def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSource] = ()) -> RuleList:
+    """The rules of the training specification; `select` as in `check`, `profile` one they hold for, `own` yours."""
     from phalanx.rules.edition import select_rules as select_rules
+    from phalanx.rules.own_rules import collect_own_rules
     from phalanx.rules.profiles import find_profile
 
     found = find_profile(profile) if profile else None
-    chosen = (one for one in select_rules(select) if found is None or not one.profiles or found.name in one.profiles)
+    chosen = (
+        one
+        for one in select_rules(select, own=collect_own_rules(own).rules)
+        if found is None or not one.profiles or found.name in one.profiles
+    )
     return RuleList(rules=tuple(chosen), profile=found)
 
 
@@ -408,16 +427,22 @@ def explain(
     parity: tuple[str | Path, str | Path] | None = None,
     source: str = "",
     waivers: str | Path | None = None,
+    rules: Iterable[RuleSource] = (),
+    allow_code: bool = False,
     tell: Tell = silent,
 ) -> RulePage:
     """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that."""
-    from phalanx.rules.edition import find_rule
+    from phalanx.rules.explain import explain as explain_rule
 
-    found = find_rule(rule)
     if target is None:
-        return RulePage(rule=found, answer=None)
-    from phalanx.rules.explain import answer
-
+        return RulePage(rule=explain_rule(rule, rules=rules).rule, answer=None)
     request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
-    evidence = gather_evidence(str(target), request, today=this_day(), progress=ReadProgress(str(target), tell))
-    return RulePage(rule=found, answer=answer(found, evidence))
+    told = explain_rule(
+        rule,
+        target,
+        rules=rules,
+        allow_code=allow_code,
+        request=request,
+        progress=ReadProgress(str(target), tell),
+    )
+    return RulePage(rule=told.rule, answer=told)

@@ -66,11 +66,19 @@ def add_evidence(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--waivers", metavar="FILE", help="TOML with [[waiver]] tables, beside those of the job: for any target"
     )
+    parser.add_argument(
+        "--rules",
+        metavar="FILE.py:NAME",
+        action="append",
+        default=[],
+        help="also ask a rule of your own; may be repeated (docs/own-rules.md)",
+    )
+    parser.add_argument("--allow-code", action="store_true", help="run the rules that the job file names")
 
 
 def evidence_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_evidence` as keyword arguments of `phalanx.check` and `phalanx.explain`."""
-    names = ("profile", "cluster", "plan", "drills", "parity", "source", "waivers")
+    names = ("profile", "cluster", "plan", "drills", "parity", "source", "waivers", "rules", "allow_code")
     return {name: getattr(args, name) for name in names}
 
 

@@ -18,6 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="NAME", help="only rules for a hardware profile, with its limits")
     parser.add_argument("--format", choices=("text", "json", "md"), help="text (the default), json or md")
     parser.add_argument("--write", metavar="DIR", help="write an index and a page per rule into a folder")
+    parser.add_argument(
+        "--rules", metavar="FILE.py:NAME", action="append", default=[], help="also list a rule of your own"
+    )
     add_json(parser)
 
 
@@ -27,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise mistake("phalanx rules", f"--json and --format {args.format} exclude each other", fix="give one of them")
     if args.write and (args.select or args.profile):
         raise mistake("phalanx rules", "--write is for all rules", fix="leave --select and --profile out")
-    found = phalanx.rules(args.select, profile=args.profile)
+    found = phalanx.rules(args.select, profile=args.profile, own=args.rules)
     if args.write:
         note(f"wrote {plural(found.write(args.write), 'page')} to {args.write}")
         return 0
