@@ -460,7 +460,7 @@ def test_without_a_place_the_job_shrinks_and_grows_again_at_the_end_of_a_step(st
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(2, up=False)
-    stage.pass_time(2.5)
+    stage.pass_time(REPLACE_S + 0.5)
     assert (stage.epoch, stage.world) == (2, 3)
     stage.ready()
     stage.advance(8)
@@ -542,7 +542,7 @@ def test_a_survivor_that_is_not_replaced_makes_another_epoch_but_no_other_incide
     stage.coordinator.tick()
     agent.lose(0, up=False, leaving=True, **STUCK)
     agent.slots = 0  # nor does any other place get a process
-    stage.pass_time(5.0)
+    stage.pass_time(REPLACE_S + 3.0)
     assert (stage.epoch, stage.world, stage.coordinator.state.saved.failures) == (3, 3, 1)
     assert len(stage.events("incident")) == 1
     assert not stage.coordinator.state.is_over
@@ -635,7 +635,7 @@ def test_what_survivors_say_of_the_last_collective_is_kept_by_the_rank_they_were
     agent = stage.host("a", 4)
     stage.start(step=7)
     agent.lose(0, up=False)
-    stage.pass_time(2.5)
+    stage.pass_time(REPLACE_S + 0.5)
     assert agent.last("form")["seats"] == [["a", 1], ["a", 2], ["a", 3]]
     agent.left(3, epoch=1)
     stage.ready()

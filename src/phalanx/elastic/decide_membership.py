@@ -19,7 +19,9 @@ from phalanx.elastic.failure import Failure
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.elastic.restore_point import ReplicaInfo, RestorePoint, find_restore_points
 
-REPLACE_S = 2.0  # for an agent to start another process in a slot
+# For an agent to start another process in a slot. Shorter is no gain: the run would shrink, and grow again seconds
+# later, where a fork took long (a busy machine, a process of many gigabytes).
+REPLACE_S = 10.0
 REGROW_S = 1.0  # slots that came back are to stay this long before the ranks are disturbed
 
 
