@@ -14,6 +14,7 @@ import pytest
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.decide_membership import REPLACE_S
 from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.restore_point import ReplicaInfo
