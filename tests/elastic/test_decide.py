@@ -543,7 +543,7 @@ def test_a_survivor_that_is_not_replaced_makes_another_epoch_but_no_other_incide
     stage.coordinator.tick()
     agent.lose(0, up=False, leaving=True, **STUCK)
     agent.slots = 0  # nor does any other place get a process
-    stage.pass_time(REPLACE_S + 3.0)
+    stage.pass_time(2 * REPLACE_S + 1.0)
     assert (stage.epoch, stage.world, stage.coordinator.state.saved.failures) == (3, 3, 1)
     assert len(stage.events("incident")) == 1
     assert not stage.coordinator.state.is_over
