@@ -94,7 +94,7 @@ def test_packages_that_are_functions_stay_both(first: str) -> None:
     """Whichever is imported first: the subpackage, a module of it, or the front door."""
     code = (
         f"{first}\nimport phalanx, phalanx.plan.text, phalanx.rules.judge, phalanx.train.prepare\n"
-        "assert phalanx.plan.text.WIDTH and phalanx.rules.judge.Report and phalanx.train.prepare.load_job\n"
+        "assert phalanx.plan.text.WIDTH and phalanx.rules.judge.CheckReport and phalanx.train.prepare.load_job\n"
         "assert len(phalanx.rules('CKP').rules) > 3\n"
         "print(phalanx.plan('examples/llama-3-8b-64xH100.toml', cluster='8xH100:1', calibration=None).layout.devices)"
     )
