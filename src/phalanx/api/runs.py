@@ -423,9 +423,9 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
 
 
 def _metrics_sink(found: Run, target: str, folder: str) -> TrackerSink:
-    from importlib import import_module
+    from phalanx.metrics.trackers import OPENERS
 
-    opened: TrackerSink = import_module(f"phalanx.metrics.to_{target}").open_sink(found, folder)
+    opened: TrackerSink = OPENERS[target](found, folder)
     return opened
 
 
