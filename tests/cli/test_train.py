@@ -104,7 +104,7 @@ def test_from_job_to_report(train: Train, here: Path) -> None:
     assert out.startswith(f"{run.relative_to(here)}: done, 10 of 10 steps, 20.5k tokens")
     assert "predicted" in out
     assert "measured" in out
-    assert "baselines      unigram " in out
+    assert "baselines unigram " in out
     assert "│ Once upon [31m a time" in out
 
 

@@ -262,7 +262,7 @@ def test_a_drill_counts_for_its_own_job_alone(
 ) -> None:
     """Wherever its record lies: two projects of one user share the store, and often the folder of runs."""
     store_record(write(tmp_path / "runs" / "a", environ), store_path(environ))
-    subject = drill_subject({**JOB, drill_key: value}, LAYOUT, base=Path())
+    subject = drill_subject({**JOB, key: value}, LAYOUT, base=Path())
     found = find_drills([tmp_path / "runs"], environ=environ, subject=subject)
     assert len(found) == 2
     for one in found:

@@ -28,7 +28,7 @@ BASE = Layout(
 def job(shape: ModelShape = LARGE, **changes) -> Job:
     sections = {name: made() for name, made in SECTIONS.items()}
     sections |= {"data": Data(sequence=8192), "batch": Batch(global_sequences=2048)}
-    return Job(name="big", model=shape, **(sections | size_changes))
+    return Job(name="big", model=shape, **(sections | changes))
 
 
 def test_every_axis_stays_in_use():

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
@@ -159,6 +159,7 @@ def _without_interrupts() -> Iterator[None]:
 
     The fork server imports torch before it answers: seconds, on a busy machine half a minute.
     """
+    resource_tracker.ensure_running()  # started within, it would unblock what is blocked here
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -207,12 +207,12 @@ from phalanx.train.state.restore import load_shards
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.reader import verify_checkpoint
 from phalanx.train.state.whole_tensors import read_state
-from phalanx.train.parallel.tensor_shard import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32,) * 2)
 for folder in map(Path, sys.argv[1:]):
-    piece = Piece(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0), replicas=1, owner=True, groups={})
+    piece = TensorShard(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0), replicas=1, owner=True, groups={})
     for read in (verify_checkpoint, read_state, lambda folder: load_shards(folder, [piece])):
         try:
             read(folder)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.save import save_checkpoint
-from phalanx.train.parallel.tensor_shard import Piece
+from phalanx.train.parallel.tensor_shard import TensorShard
 
 def write(root, attempt, stop, report, found):
     first = found + 1
@@ -34,7 +34,7 @@ def write(root, attempt, stop, report, found):
             for rank in (1, 0):
                 mine = torch.full((20, 50), float(step))
                 start = (20 * rank, 0)
-                piece = Piece(name="w", tensor=mine, shape=(40, 50), start=start, replicas=1, owner=True, groups={})
+                piece = TensorShard(name="w", tensor=mine, shape=(40, 50), start=start, replicas=1, owner=True, groups={})
                 save_checkpoint(root, step=step, attempt=f"{attempt}.{again}", pieces=[piece], meta={}, rank=rank,
                                 world=2, keep=2, point=point)
         os.write(report, f"{step}\\n".encode())

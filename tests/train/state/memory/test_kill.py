@@ -13,20 +13,18 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import torch
 from phalanx.train.state.restore import load_shards
-from phalanx.train.parallel.tensor_shard import Piece
-from phalanx.elastic.restore_point import choices
-from phalanx.train.state.in_memory import Keeper
-from phalanx.train.state.replica_reader import MemorySource
+from phalanx.train.parallel.tensor_shard import TensorShard
+from phalanx.elastic.restore_point import find_restore_points
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.replica_reader import ReplicaSource
-from phalanx.elastic.replica_store import Vault
+from phalanx.elastic.replica_store import ReplicaStore
 
 torch.set_num_threads(1)
 NAMES = [f"w{place}" for place in range(3)]
 
 def piece(name, value):
     tensor = torch.full((400, 500), float(value))  # 0.8 MB each: about 1 ms of copying a put, and 1 ms of sums
-    return Piece(name=name, tensor=tensor, shape=tensor.shape, start=(0, 0), replicas=1, owner=True, groups={})
+    return TensorShard(name=name, tensor=tensor, shape=tensor.shape, start=(0, 0), replicas=1, owner=True, groups={})
 
 def rank(vault, epoch, found, report):
     restored = None if found is None else (found.epoch, found.step)
@@ -39,7 +37,7 @@ def rank(vault, epoch, found, report):
         os.write(report, keeper.safe_step.to_bytes(8, "little", signed=True))
 
 def newest(vault):
-    found = choices({"here": vault.held()})
+    found = find_restore_points({"here": vault.held()})
     if not found:
         return None, 0
     source = ReplicaSource(found[0], vault=vault, local_host="here", peers={}, secret=b"")
@@ -50,7 +48,7 @@ def newest(vault):
     return found[0], len(found)
 
 def live(vault, epoch, puts, seconds):
-    found = next(iter(choices({"here": vault.held()})), None)
+    found = next(iter(find_restore_points({"here": vault.held()})), None)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -70,7 +68,7 @@ def live(vault, epoch, puts, seconds):
     print(json.dumps({"signal": os.WTERMSIG(status), "before": before, "safe": max(safe, default=-1),
                       "left": left.step if left else 0, "sets": sets}), flush=True)
 
-vault, rng = Vault(1), random.Random(int(sys.argv[1]))
+vault, rng = ReplicaStore(1), random.Random(int(sys.argv[1]))
 for epoch in range(1, int(sys.argv[2]) + 1):
     live(vault, epoch, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
 """
@@ -100,27 +98,21 @@ from mmap import mmap
 import torch
 import torch.distributed as dist
 from phalanx.train.state.restore import load_shards
-from phalanx.train.parallel.tensor_shard import Piece
-from phalanx.train.state.in_memory import buddy_of
-from phalanx.elastic.restore_point import choices
-from phalanx.train.state.in_memory import Keeper
-from phalanx.train.state.in_memory import BuddyAddress
-from phalanx.train.state.replica_server import VaultServer
-from phalanx.train.state.replica_reader import MemorySource
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.in_memory import replica_peer_of
-from phalanx.elastic.restore_point import choices
+from phalanx.elastic.restore_point import find_restore_points
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.in_memory import ReplicaAddress
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.state.replica_reader import ReplicaSource
-from phalanx.elastic.replica_store import Vault
+from phalanx.elastic.replica_store import ReplicaStore
 
 torch.set_num_threads(1)
 WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32
 
 def piece(rank, value, rows=100):
     tensor = torch.full((rows, 500), float(value))
-    return Piece(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0), replicas=1, owner=True, groups={})
+    return TensorShard(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0), replicas=1, owner=True, groups={})
 
 def run_rank(vault, rank, meeting, told):
     server = ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
@@ -157,7 +149,7 @@ def start(ranks, meeting, told, vault):
 def live(seconds, lost, folder):
     told, meeting = mmap(-1, 64), os.path.join(folder, "store")
     told[:32] = (-1).to_bytes(8, "little", signed=True) * 4
-    vaults = {"a": Vault(2), "b": Vault(2)}
+    vaults = {"a": ReplicaStore(2), "b": ReplicaStore(2)}
     ranks = {host: [rank for rank in WHERE if WHERE[rank] == host] for host in "ab"}
     children = {host: start(ranks[host], meeting, told, vaults[host]) for host in "ab"}
     while told[:8] == (-1).to_bytes(8, "little", signed=True):
@@ -170,7 +162,7 @@ def live(seconds, lost, folder):
     vaults.pop(lost)
     (left, vault), = vaults.items()
     held = max(int.from_bytes(told[8 * rank : 8 * rank + 8], "little", signed=True) for rank in range(4))
-    found = choices({left: vault.held()})[0]
+    found = find_restore_points({left: vault.held()})[0]
     source = ReplicaSource(found, vault=vault, local_host=left, peers={}, secret=SECRET)
     whole = piece(0, -1, rows=400)
     load_shards(source, [whole])
