@@ -212,7 +212,8 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32,) * 2)
 for folder in map(Path, sys.argv[1:]):
-    piece = TensorShard(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0), replicas=1, owner=True, groups={})
+    piece = TensorShard(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0),
+                        replicas=1, owner=True, groups={})
     for read in (verify_checkpoint, read_state, lambda folder: load_shards(folder, [piece])):
         try:
             read(folder)

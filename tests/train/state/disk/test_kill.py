@@ -34,7 +34,8 @@ def write(root, attempt, stop, report, found):
             for rank in (1, 0):
                 mine = torch.full((20, 50), float(step))
                 start = (20 * rank, 0)
-                piece = TensorShard(name="w", tensor=mine, shape=(40, 50), start=start, replicas=1, owner=True, groups={})
+                piece = TensorShard(name="w", tensor=mine, shape=(40, 50), start=start,
+                                    replicas=1, owner=True, groups={})
                 save_checkpoint(root, step=step, attempt=f"{attempt}.{again}", pieces=[piece], meta={}, rank=rank,
                                 world=2, keep=2, point=point)
         os.write(report, f"{step}\\n".encode())

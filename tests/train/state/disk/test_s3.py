@@ -42,7 +42,8 @@ def rank_of(rank, root, world, rows, lives):
                 os.kill(os.getpid(), signal.SIGKILL)
         part = rows // world
         mine = torch.full((part, 8), float(value))
-        piece = TensorShard(name="w", tensor=mine, shape=(rows, 8), start=(rank * part, 0), replicas=1, owner=True, groups={})
+        piece = TensorShard(name="w", tensor=mine, shape=(rows, 8), start=(rank * part, 0),
+                            replicas=1, owner=True, groups={})
         save_checkpoint(root, step=step, attempt=attempt, pieces=[piece], meta={"value": value}, rank=rank, world=world,
                         keep=2, timeout_s=60, point=point)
 

@@ -112,7 +112,8 @@ WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32
 
 def piece(rank, value, rows=100):
     tensor = torch.full((rows, 500), float(value))
-    return TensorShard(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0), replicas=1, owner=True, groups={})
+    return TensorShard(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0),
+                       replicas=1, owner=True, groups={})
 
 def run_rank(vault, rank, meeting, told):
     server = ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
