@@ -36,7 +36,7 @@ from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.plan.trainable import trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
-LONGEST_TIMED_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
+LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
 POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
 
@@ -253,7 +253,7 @@ def _bad_interval(ask: PlanRequest, trouble: Reliability) -> Problem:
 
 def _too_long(ask: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
     """A run nobody will wait for, and how many devices would make it one they might."""
-    if not LONGEST_TIMED_S < lasting.wall_s < float("inf"):
+    if not LONGEST_S < lasting.wall_s < float("inf"):
         return ()
     unit = ask.cluster.domain_devices
     needed = math.ceil(layout.devices * lasting.wall_s / BEARABLE_S / unit) * unit
