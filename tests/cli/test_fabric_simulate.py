@@ -269,7 +269,7 @@ def test_ctrl_c_before_anything(capsys: pytest.CaptureFixture[str], monkeypatch:
     def stop(*args: object, **words: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("phalanx.sim.fluid.fill", stop)
+    monkeypatch.setattr("phalanx.sim.fluid.fair_rates_of", stop)
     assert main(["fabric", "simulate", SMALL]) == 130
     assert "nothing is finished yet" in capsys.readouterr().err
 
@@ -350,7 +350,7 @@ def test_ctrl_c_between_two_keeps_the_first(
             raise KeyboardInterrupt
         return run_episode(*args, **words)
 
-    monkeypatch.setattr("phalanx.sim.compare_recovery.episode", stop_the_third)
+    monkeypatch.setattr("phalanx.sim.compare_recovery.run_episode", stop_the_third)
     assert main(["fabric", "simulate", SMALL, "--compare", "--traffic", "ring"]) == 130
     out = capsys.readouterr().out
     assert "PFC on" in out
@@ -366,7 +366,7 @@ def test_ctrl_c_while_flows_finish(capsys: pytest.CaptureFixture[str], monkeypat
             raise KeyboardInterrupt
         return fair_rates_of(*args, **words)
 
-    monkeypatch.setattr("phalanx.sim.fluid.fill", stop_the_fourth)
+    monkeypatch.setattr("phalanx.sim.fluid.fair_rates_of", stop_the_fourth)
     assert main(["fabric", "simulate", SMALL, "--routing", "flow"]) == 130
     out, err = capsys.readouterr()
     assert "last not yet" in out

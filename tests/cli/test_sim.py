@@ -120,7 +120,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
             ["--days", "9", "--fabric", "clos2:16x400G/4p/8"],
             "fabric clos2:16x400G/4p/8: it has 16 NICs, and the plan has 32 devices with one each\n",
         ),
-        (["--days", "9", "--fabric", "none.toml"], "none.toml: no such file\n"),
+        (["--days", "9", "--fabric", "none.toml"], "none.toml: there is no such file\n"),
         (
             ["--days", "9", "--compare", "--levers"],
             "phalanx sim: --compare and --levers are two tables\n  leave one of them out\n",

@@ -75,7 +75,7 @@ def all_equal(space, **options):
 
 
 def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.search.score", all_equal)
+    monkeypatch.setattr("phalanx.plan.search.score_layouts", all_equal)
     ask = make_ask()
     found, scores = search_layouts(ask), all_equal(build_space(ask))
     assert found.fastest.step_s == scores.step_s.min() < found.best.step_s <= SAME * found.fastest.step_s
@@ -91,7 +91,7 @@ def test_a_simpler_layout_that_fills_the_memory_does_not_win(make_ask, monkeypat
         share = np.where(axes_of(scores) == 0, (1 + SAFE_MEMORY) / 2, SAFE_MEMORY)
         return replace(scores, memory_bytes=share * scores.usable_bytes)
 
-    monkeypatch.setattr("phalanx.plan.search.score", crowded)
+    monkeypatch.setattr("phalanx.plan.search.score_layouts", crowded)
     assert search_layouts(make_ask()).best.layout.axes == 1
 
 
@@ -100,7 +100,7 @@ def test_beyond_a_tie_the_fastest_wins_whatever_it_takes(make_ask, monkeypatch):
         scores = all_equal(space, **options)
         return replace(scores, step_s=np.where(scores.step_s == scores.step_s.min(), 1.0 / SAME - 0.02, 1.0))
 
-    monkeypatch.setattr("phalanx.plan.search.score", far_apart)
+    monkeypatch.setattr("phalanx.plan.search.score_layouts", far_apart)
     found = search_layouts(make_ask())
     assert found.best.layout.axes == 3
     assert found.best.layout == found.fastest.layout
@@ -142,7 +142,7 @@ def filled(share_of_fastest, lead, share_of_rest, monkeypatch):
         share = np.where(first, share_of_fastest, share_of_rest)
         return replace(scores, step_s=np.where(first, 1.0 / lead, 1.0), memory_bytes=share * scores.usable_bytes)
 
-    monkeypatch.setattr("phalanx.plan.search.score", made)
+    monkeypatch.setattr("phalanx.plan.search.score_layouts", made)
 
 
 def test_a_layout_with_room_beats_one_at_the_edge_of_memory_that_is_little_faster(make_ask, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_full_layout_fixed_by_hand_names_what_the_free_search_finds(make_ask, 
             memory_bytes=(0.99 if "tensor" in space.ask.fixed else 0.8) * scores.usable_bytes + 0 * scores.step_s,
         )
 
-    monkeypatch.setattr("phalanx.plan.search.score", made)
+    monkeypatch.setattr("phalanx.plan.search.score_layouts", made)
     assert "leaves 20.0% free and takes 1.0" in search_layouts(make_ask(parallel__tensor=2)).warnings[0].fix
 
 

@@ -63,5 +63,5 @@ def test_what_is_no_such_table(tmp_path: Path, text: str | bytes, message: str) 
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match="there is no such CSV file"):
         read_claims(tmp_path / "nowhere.csv")

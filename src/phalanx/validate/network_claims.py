@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.io.files import read_text
 
 COLUMNS = ("source", "quantity", "value", "unit", "conditions")
 LARGEST_BYTES = 64 * 2**20
@@ -44,7 +45,7 @@ def is_network_table(path: Path) -> bool:
 
 def read_claims(path: Path) -> tuple[Claim, ...]:
     """The rows of a file, or a UserError that says what is wrong with it."""
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    reader = csv.DictReader(io.StringIO(read_text(path, noun="CSV file", most_bytes=LARGEST_BYTES), newline=""))
     try:
         names = [name.strip().lower() for name in reader.fieldnames or ()]
         _check_columns(path, names)
@@ -59,17 +60,6 @@ def read_claims(path: Path) -> tuple[Claim, ...]:
     if not rows:
         raise mistake(str(path), "has a header but no rows", fix="add at least one claim")
     return tuple(rows)
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise mistake(str(path), f"is larger than {LARGEST_BYTES >> 20} MiB", fix="split it")
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise mistake(str(path), f"cannot be read: {error.strerror or error}", fix="check the path") from error
-    except UnicodeDecodeError as error:
-        raise mistake(str(path), "is not UTF-8 text", fix="save the table as UTF-8 CSV") from error
 
 
 def _check_columns(path: Path, names: list[str]) -> None:

@@ -19,6 +19,7 @@ from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.types import Cluster
+from phalanx.io.files import read_text
 from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
 
@@ -49,7 +50,7 @@ class PublishedTable:
 
 def read_table(path: Path) -> PublishedTable:
     """The rows of a CSV file, or a UserError that says what is wrong with it."""
-    text = _text(path)
+    text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         columns = tuple(name.strip() for name in reader.fieldnames or ())
@@ -67,28 +68,6 @@ def read_table(path: Path) -> PublishedTable:
         raise mistake(str(path), "has a header but no rows", fix="add at least one run")
     _check_ids(path, rows, lines)
     return PublishedTable(path=path, rows=tuple(rows), lines=tuple(lines), columns=columns)
-
-
-def _text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if path.is_dir():
-            raise mistake(str(path), "is a directory", fix="name a CSV file")
-        if not path.is_file():
-            raise mistake(str(path), "is a device or pipe", fix="name a regular CSV file")
-        if size > LARGEST_TABLE_BYTES:
-            raise mistake(str(path), f"is {size:,} bytes, more than {LARGEST_TABLE_BYTES:,}", fix="split it")
-        raw = path.read_bytes()
-    except FileNotFoundError as error:
-        raise mistake(str(path), "does not exist", fix="name a CSV file of training runs") from error
-    except OSError as error:
-        raise mistake(str(path), f"cannot be read: {error.strerror}", fix="check its permissions") from error
-    if b"\0" in raw:
-        raise mistake(str(path), "is a binary file, not CSV", fix="save the table as UTF-8 CSV")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise mistake(str(path), f"is not UTF-8 (byte {error.start})", fix="save the table as UTF-8 CSV") from error
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
