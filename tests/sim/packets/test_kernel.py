@@ -372,7 +372,7 @@ LOOP = """
 import types
 from constant import SIZE
 import constant
-from phalanx.sim.fair_rates import compiled
+from phalanx.sim.fair_rates import compile_loop
 from phalanx.sim.packets.parts import stamp_of
 
 def made():

@@ -117,7 +117,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from phalanx.train.data import build as module
-from phalanx.train.data.build import Origin, Recipe, build
+from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.progress import Progress
 module.BATCH_BYTES = 4000
 slow = len(sys.argv) > 3
@@ -130,7 +130,7 @@ if slow:
     module._Chunk.add = slowly
 recipe = Recipe(origins=tuple(Origin(path=Path(p)) for p in sys.argv[2].split(",")), vocab=300, heldout=0.1,
                 shard_tokens=3000)
-build(recipe, Path(sys.argv[1]), lambda total: Progress(sys.stderr, total))
+build_dataset(recipe, Path(sys.argv[1]), lambda total: Progress(sys.stderr, total))
 """
 
 
