@@ -66,7 +66,7 @@ def test_ctrl_c_prints_what_was_finished(
     def halfway(*args: object, **named: object) -> object:
         return replace(run_connections(*args, **named), stopped="interrupted")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(network_htsim, "run", halfway)
+    monkeypatch.setattr(network_htsim, "run_connections", halfway)
     network_htsim._run.cache_clear()
     assert main(["backtest", claims]) == 130
     out = capsys.readouterr().out

@@ -47,7 +47,8 @@ def plan(
 
     Raises UserError when no layout fits and, unless `hopeless`, for a run that would never finish.
 
-    >>> made = plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
+    >>> import phalanx
+    >>> made = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
     >>> made.layout.devices, made.memory.total_bytes < made.memory.usable_bytes
     (32, True)
     """

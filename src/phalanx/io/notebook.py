@@ -11,8 +11,8 @@ from typing import Any
 def as_frame(columns: Mapping[str, Sequence[object]], *, index: str = "") -> Any:
     """A DataFrame with `index` as its index, or the arrays by name; pandas is never required.
 
-    >>> sorted(as_frame({"step": [0, 1], "loss": [2.5, None]}, index="step"))[-1]
-    'loss'
+    >>> "loss" in as_frame({"step": [0, 1], "loss": [2.5, None]}, index="step")
+    True
     """
     import numpy as np
 

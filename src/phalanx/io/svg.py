@@ -121,7 +121,7 @@ def _range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough:
 def round_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
     """Round numbers in a range.
 
-    >>> ticks(0.0, 10.0), ticks(0.13, 0.52)
+    >>> round_ticks(0.0, 10.0), round_ticks(0.13, 0.52)
     ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [0.2, 0.3, 0.4, 0.5])
     """
     span = high - low

@@ -18,7 +18,7 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
 def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
     """Columns padded to their widest cell; the columns in `right` are aligned to the right. A row stays one line.
 
-    >>> table([("a", "1"), ("bb", "20")], right=(1,))
+    >>> text_table([("a", "1"), ("bb", "20")], right=(1,))
     ['a    1', 'bb  20']
     """
     if not rows:
@@ -58,7 +58,7 @@ def markdown_text(text: object, *, most: int = 500) -> str:
 def text_bar(share: float, width: int) -> str:
     """A bar of eighths of a character.
 
-    >>> bar(0.5, 4), bar(0.3, 4)
+    >>> text_bar(0.5, 4), text_bar(0.3, 4)
     ('██', '█▎')
     """
     eighths = round(min(1.0, max(0.0, share)) * width * 8)

@@ -59,7 +59,7 @@ class TensorBoardSink:
 def tensorboard_tag(name: str) -> str:
     """A name as TensorBoard and W&B group it.
 
-    >>> tag("train.grad.norm")
+    >>> tensorboard_tag("train.grad.norm")
     'train/grad.norm'
     """
     return name.replace(".", "/", 1)

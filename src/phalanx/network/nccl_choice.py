@@ -86,9 +86,9 @@ class AlgorithmChoice:
 def choose_pair(comm: NcclSystem, nbytes: float, *, operation: Operation = "all-reduce") -> AlgorithmChoice:
     """The pair NCCL takes by itself.
 
-    >>> from phalanx.network.nccl_system import system
-    >>> h200 = system(nodes=1, per_node=8, family="hopper")
-    >>> [(one.algorithm, one.protocol) for one in (choose(h200, 2**20), choose(h200, 2**21))]
+    >>> from phalanx.network.nccl_system import build_system
+    >>> h200 = build_system(nodes=1, per_node=8, family="hopper")
+    >>> [(one.algorithm, one.protocol) for one in (choose_pair(h200, 2**20), choose_pair(h200, 2**21))]
     [('Ring', 'LL'), ('NVLS', 'Simple')]
     """
     return min(possible_pairs(comm, nbytes, operation=operation), key=lambda one: one.seconds)
@@ -149,8 +149,8 @@ def expect_collective(
 ) -> ExpectedTime | None:
     """NCCL's own pick, or its best protocol of a named algorithm; None where that does not exist.
 
-    >>> from phalanx.network.nccl_system import system
-    >>> one = expect(system(nodes=8, per_node=8, family="hopper", nic_gbps=400), 64 * 2**20)
+    >>> from phalanx.network.nccl_system import build_system
+    >>> one = expect_collective(build_system(nodes=8, per_node=8, family="hopper", nic_gbps=400), 64 * 2**20)
     >>> one.algorithm, round(one.seconds * 1e6), round(one.low_s * 1e6), round(one.high_s * 1e6)
     ('NVLSTree', 700, 553, 1891)
     """

@@ -77,7 +77,7 @@ def build_system(
 ) -> NcclSystem:
     """The channels NCCL finds where every GPU has its own NIC and all meet in NVSwitches; `links` 0: the family's.
 
-    >>> h200 = system(nodes=1, per_node=8, family="hopper")
+    >>> h200 = build_system(nodes=1, per_node=8, family="hopper")
     >>> h200.ring.count * h200.ring.inside_gb, h200.nvls.count * h200.nvls.inside_gb
     (360.0, 320.0)
     """

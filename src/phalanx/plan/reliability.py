@@ -179,7 +179,7 @@ def _memory_every(cluster: Cluster, rank_bytes: float, step_s: float) -> int:
 def daly_interval(blocking_s: float, mtbf_s: float) -> float:
     """Daly's optimal interval between checkpoints, seconds.
 
-    >>> round(daly(10.0, 86400 / (2048 * 3.8e-3)) / 60, 1)  # minutes, 16,384 GPUs, 10 s per checkpoint
+    >>> round(daly_interval(10.0, 86400 / (2048 * 3.8e-3)) / 60, 1)  # minutes, 16,384 GPUs, 10 s per checkpoint
     7.7
     """
     if not math.isfinite(mtbf_s):
@@ -201,7 +201,7 @@ def effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *, lost_
     """Expected share of wall-clock time that trains; 0 when failures come faster than recovery.
 
     >>> mtbf_s = 86400 / (2048 * 3.8e-3)
-    >>> round(effective_time(10.0, daly(10.0, mtbf_s), mtbf_s, lost_s=90.0), 3)
+    >>> round(effective_time(10.0, daly_interval(10.0, mtbf_s), mtbf_s, lost_s=90.0), 3)
     0.951
     """
     failing = (lost_s + interval_s / 2) / mtbf_s if math.isfinite(mtbf_s) else 0.0
@@ -212,7 +212,7 @@ def exact_effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *,
     """Daly's exact expectation, where a failure during a recovery starts it anew: never below 0.
 
     >>> mtbf_s = 86400 / (2048 * 3.8e-3)
-    >>> round(exact_effective_time(10.0, daly(10.0, mtbf_s), mtbf_s, lost_s=600.0), 3)
+    >>> round(exact_effective_time(10.0, daly_interval(10.0, mtbf_s), mtbf_s, lost_s=600.0), 3)
     0.908
     """
     exponent = (lost_s + interval_s + blocking_s) / mtbf_s
@@ -224,7 +224,7 @@ def exact_effective_time(blocking_s: float, interval_s: float, mtbf_s: float, *,
 def spare_hosts(hosts: int, probability: float) -> int:
     """Spare hosts that cover 99 % of the cases when each host is down with this probability.
 
-    >>> [spares(n, 1.25e-3) for n in (128, 256, 512, 1024)]  # ByteRobust, table 5
+    >>> [spare_hosts(n, 1.25e-3) for n in (128, 256, 512, 1024)]  # ByteRobust, table 5
     [2, 2, 3, 4]
     """
     if probability <= 0:

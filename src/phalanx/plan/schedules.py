@@ -24,9 +24,9 @@ def layers_of_stages(layers: int, stages: int, *, embed_cost: float = 0.0, head_
     Every stage has at least one layer where there are enough. The fullest stage is as light as can be, and among those
     splits the lightest ends win.
 
-    >>> [len(part) for part in split_layers(70, 12, embed_cost=1, head_cost=1)]
+    >>> [len(part) for part in layers_of_stages(70, 12, embed_cost=1, head_cost=1)]
     [5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5]
-    >>> [len(part) for part in split_layers(8, 4)]
+    >>> [len(part) for part in layers_of_stages(8, 4)]
     [2, 2, 2, 2]
     """
     if stages > layers:

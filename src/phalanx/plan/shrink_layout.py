@@ -18,7 +18,7 @@ class BatchDeal:
     Every rank runs the same number of micro-batches, or those that have more would wait in collectives for those that
     have fewer. A micro-batch holds the same sequences for any number of ranks, so its gradient has the same bits.
 
-    >>> dealing = Dealing(data_ranks=3)
+    >>> dealing = BatchDeal(data_ranks=3)
     >>> dealing.rows(8), [dealing.real(rank, 8) for rank in range(3)]
     (3, [range(0, 3), range(3, 6), range(6, 8)])
     """
@@ -37,9 +37,9 @@ class BatchDeal:
     def micro_batches(self, sequences: int) -> int:
         """The fewest micro-batches on each rank that hold a batch of `sequences` and that the schedule can order.
 
-        >>> Dealing(data_ranks=3, micro=2).micro_batches(8)
+        >>> BatchDeal(data_ranks=3, micro=2).micro_batches(8)
         2
-        >>> Dealing(data_ranks=1, rounds=4).micro_batches(9)  # two rounds of 5
+        >>> BatchDeal(data_ranks=1, rounds=4).micro_batches(9)  # two rounds of 5
         10
         """
         count = max(1, -(-sequences // (self.data_ranks * self.micro)))
@@ -68,9 +68,9 @@ def shrink_layout(layout: Layout, *, ranks: int, sequences: int, reproducible: b
     >>> planned = Layout(data=4, shard=4, tensor=1, context=1, pipeline=2, virtual_pipeline=1, expert=1, zero=3,
     ...                  sequence_parallel=False, micro_batch=1, accumulation=4, recompute="none", precision="bf16",
     ...                  schedule="1f1b", offload="none", compression="none")
-    >>> shrink(planned, ranks=7, sequences=16).name
+    >>> shrink_layout(planned, ranks=7, sequences=16).name
     'TP1·CP1·PP2·DP3 (ZeRO-3, EP1) mbs1 no-recompute'
-    >>> shrink(planned, ranks=7, sequences=16).accumulation, shrink(planned, ranks=1, sequences=16)
+    >>> shrink_layout(planned, ranks=7, sequences=16).accumulation, shrink_layout(planned, ranks=1, sequences=16)
     (6, None)
     """
     each = layout.devices // layout.data

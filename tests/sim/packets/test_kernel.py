@@ -378,7 +378,7 @@ from phalanx.sim.packets.parts import stamp_of
 def made():
     stamp = stamp_of(constant.__file__)
 
-    @compiled
+    @compile_loop
     def size():
         _ = stamp
         return SIZE

@@ -52,7 +52,7 @@ def split_t0(radix: int, tiers: int, oversubscription: float) -> tuple[int, int]
 def most_hosts(radix: int, shape: ClosShape) -> int:
     """Hosts that fit at most.
 
-    >>> [most_hosts(k, Shape(planes=1, tiers=t)) for k, t in ((512, 2), (256, 2), (144, 2), (64, 3), (64, 4))]
+    >>> [most_hosts(k, ClosShape(planes=1, tiers=t)) for k, t in ((512, 2), (256, 2), (144, 2), (64, 3), (64, 4))]
     [131072, 32768, 10368, 65536, 2097152]
     """
     down, _ = split_t0(radix, shape.tiers, shape.oversubscription)
@@ -231,7 +231,7 @@ class SwitchCounts:
 def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide: bool = False) -> SwitchCounts:
     """The filling with the fewest switches for at least `t0` T0s with `up` uplinks each.
 
-    >>> fill(512, 256, 512, tiers=2).switches, fill(256, 256, 512, tiers=2).switches  # full, and half full
+    >>> fill_plane(512, 256, 512, tiers=2).switches, fill_plane(256, 256, 512, tiers=2).switches  # full, and half full
     ((512, 256), (256, 128))
     """
     if tiers == 1:

@@ -258,7 +258,7 @@ def fix_of(outcome: Outcome) -> str:
 def shown_setting(edit: Edit) -> str:
     """An edit as a person types it.
 
-    >>> setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
+    >>> shown_setting(Edit(key="checkpoint.interval_s", value=1418, safe=True))
     'checkpoint.interval_s = 1418'
     """
     return f"{edit.key} = {as_toml(edit.value)}"

@@ -155,7 +155,7 @@ class Saving:
 class RunProgress:
     """Seconds of training done at the planned pace. Checkpoints are computed, not simulated one by one.
 
-    >>> progress = Progress(Saving(interval_s=100.0, blocking_s=10.0, lag_s=5.0))
+    >>> progress = RunProgress(Saving(interval_s=100.0, blocking_s=10.0, lag_s=5.0))
     >>> progress.advance(0.0, 224.0, speed=1.0)  # two checkpoints, done at 110 s and at 220 s
     204.0
     >>> progress.restore(224.0), progress.done_s  # the second was not on disk yet

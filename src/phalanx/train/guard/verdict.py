@@ -115,7 +115,7 @@ def settle_divergence(earlier: Mapping[int, str], recomputed: str) -> int | None
 
     None when neither or both were: then doing it again did not give the same, as kernels without a fixed order may not.
 
-    >>> settle({3: "a", 7: "b"}, "b"), settle({3: "a", 7: "b"}, "c")
+    >>> settle_divergence({3: "a", 7: "b"}, "b"), settle_divergence({3: "a", 7: "b"}, "c")
     (3, None)
     """
     wrong = [rank for rank, digest in earlier.items() if digest != recomputed]

@@ -116,7 +116,7 @@ def region_of(param: torch.Tensor, cuts_before: tuple[RegionSplit, ...] = ()) ->
 def chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
     """(first, length) of a chunk as torch.chunk cuts: all but the last are of the ceiling size, late ones may be empty.
 
-    >>> [chunk(5, 4, index) for index in range(4)]
+    >>> [chunk_range(5, 4, index) for index in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
     full = -(-length // parts)
