@@ -66,8 +66,8 @@ def bounded_timeout_s(
 ) -> float:
     """So many steps, between two bounds, and never less than one step.
 
-    >>> bounded_timeout_s(1.0), bounded_timeout_s(10.0), bounded_timeout_s(60.0), bounded_timeout_s(200.0), bounded_timeout_s(float("nan"))
-    (30.0, 50.0, 120.0, 200.0, 120.0)
+    >>> [bounded_timeout_s(seconds) for seconds in (1.0, 10.0, 60.0, 200.0, float("nan"))]
+    [30.0, 50.0, 120.0, 200.0, 120.0]
     """
     if not math.isfinite(step_s):
         return most_s

@@ -139,7 +139,11 @@ def stated(value: T | None, what: str) -> T:
 def count_before(text: str, noun: str) -> int | None:
     """The number before a noun: digits, with K or M for thousands and millions, or a word.
 
-    >>> count_before("2 tiers, 8 planes x 100G", "planes?"), count_before("one plane", "planes?"), count_before("131072-host", "hosts?")
+    >>> (
+    ...     count_before("2 tiers, 8 planes x 100G", "planes?"),
+    ...     count_before("one plane", "planes?"),
+    ...     count_before("131072-host", "hosts?"),
+    ... )
     (8, 1, 131072)
     >>> count_before("75K-GPU job", "GPUs?"), count_before("131,072 hosts", "hosts?")
     (75000, 131072)
@@ -156,7 +160,11 @@ def count_before(text: str, noun: str) -> int | None:
 def pair_before(text: str, after: str) -> tuple[int, int] | None:
     """Two numbers with an x between them, before what `after` matches.
 
-    >>> pair_before("64x800G switches", "G"), pair_before("32x32 leaf-spine", " leaf"), pair_before("8 planes x 100G", "G")
+    >>> (
+    ...     pair_before("64x800G switches", "G"),
+    ...     pair_before("32x32 leaf-spine", " leaf"),
+    ...     pair_before("8 planes x 100G", "G"),
+    ... )
     ((64, 800), (32, 32), None)
     """
     found = re.search(rf"(\d+) ?[x×] ?(\d+)(?:{after})", text)
