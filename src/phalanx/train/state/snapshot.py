@@ -100,15 +100,24 @@ def tensor_in_segment(view: memoryview, shard: StoredShard) -> torch.Tensor:
 def pin_segment(segment: MemorySegment, view: memoryview) -> None:
     """Pin a segment's memory, so that a GPU's copy into it is as fast as the bus; kept as long as the process lives.
 
-    Memory that cannot be pinned is written to all the same, only slower.
+    A segment that grew is mapped at another address. What was pinned at the old one is given back before it is
+    unmapped: CUDA goes on writing to the old pages of an address that it was not told is gone, whatever lies there by
+    then. Memory that cannot be pinned is written to all the same, only slower.
     """
-    if segment.pinned is not None and len(segment.pinned) >= len(view):
+    if segment.pinned is not None and _address(segment.pinned) == _address(view) and len(segment.pinned) >= len(view):
         return
+    runtime, failed = torch.cuda.cudart(), 0
+    if segment.pinned is not None:
+        failed = int(runtime.cudaHostUnregister(_address(segment.pinned)))
+    failed |= int(runtime.cudaHostRegister(_address(view), len(view), 0))
     segment.pinned = view
-    address = np.frombuffer(view, np.uint8).ctypes.data
-    if torch.cuda.cudart().cudaHostRegister(address, len(view), 0):
+    if failed:
         with suppress(RuntimeError):  # the failure would be told again, by the next kernel that is launched
             torch.zeros(1, device="cuda")
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 from phalanx.elastic import replica_store
 from phalanx.elastic.replica_store import HEADER_BYTES, MemorySegment, SegmentHeader
+from phalanx.train.state.snapshot import pin_segment
 
 HEADER = SegmentHeader(
     sequence=3,
@@ -80,4 +83,32 @@ def test_a_segment_grows_and_old_views_stay_good():
     large[4096:4100] = b"next"
     assert bytes(small[4096:4100]) == b"next"
     assert segment.reserve(100).nbytes == 50_000
+    segment.close()
+
+
+def _is_mapped(address):
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
+def test_memory_pinned_for_a_gpu_is_given_back_before_a_larger_segment_is_mapped_elsewhere(monkeypatch):
+    # There is no GPU here: the two calls of the CUDA runtime only write down what they were asked.
+    pinned, mapped_when_freed = {}, []
+
+    def unregister(address):
+        mapped_when_freed.append(_is_mapped(address))
+        del pinned[address]
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0, cudaHostUnregister=unregister
+    )
+    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
+    segment = MemorySegment("test")
+    for size_bytes in (4096, 4096, 1 << 20, 1 << 20, 64 << 20):
+        view = segment.reserve(size_bytes)
+        pin_segment(segment, view)
+        assert list(pinned.values()) == [size_bytes]  # nothing of the smaller mapping is left
+        assert all(map(_is_mapped, pinned))
+    assert mapped_when_freed == [True, True]
     segment.close()
