@@ -197,6 +197,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "recovering": be_killed,
     "recovered": be_killed,  # once, and then trains
     "deaf": be_killed,
+    "deaf-joining": be_killed,  # while the others make their communicators
     "lock-step": hold_lock,
     "lock-for-ever": deadlock,
     "lock-and-stop": stop_with_lock,
@@ -257,6 +258,10 @@ def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
             before_ready(behaviour, part)
             link.send("ready", epoch=membership.generation, port=1, vault=0)
             link.go(membership.generation)
+            if behaviour == "deaf-joining" and membership.generation == 1:
+                if rank == BAD_RANK:
+                    be_killed()
+                wait_for(lambda: False, lambda: False)
             if behaviour == "lock-building" and (rank, membership.generation) == (BAD_RANK, 1):
                 hold_lock()
             state, why = behave(behaviour, part)

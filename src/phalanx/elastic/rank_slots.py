@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.elastic import failure as failing
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import Heartbeat, HeartbeatBoard
+from phalanx.elastic.heartbeat_board import NO_STEP, Heartbeat, HeartbeatBoard, Phase
 from phalanx.elastic.rank_process import Work, fork_rank, state_of
 from phalanx.record.run import Run
 
@@ -31,6 +31,9 @@ YOUNG_S = 2.0
 ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is asked whether it runs at all
 TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
 LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
+# A process that makes communicators when its membership ends cannot be woken, and has computed nothing yet that another
+# would have to do again: it is replaced after so long, not after dead_after_s.
+BUILDING_LEAVES_S = 2.5
 STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
 Message = dict[str, Any]
 
@@ -201,12 +204,16 @@ class RankSlots:
             asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
             if slot.silent_s > self._dead_after_s:
                 self._kill(slot, _silent(slot.pid, slot.silent_s))
-            elif slot.is_leaving and asked_s > self._dead_after_s:
+            elif slot.is_leaving and asked_s > (bound_s := self._leaves_within_s(beat)):
                 held = " (native code holds its interpreter lock)" if now - beat.answered_s > self.locked_s else ""
-                bound = f"fault.dead_after_s = {self._dead_after_s:g} s"
+                bound = f"{bound_s:g} s" if bound_s < self._dead_after_s else f"fault.dead_after_s = {bound_s:g} s"
                 self._kill(slot, f"did not leave its membership within {bound}{held}")
             elif asked_s > self._joins_within_s:
                 self._kill(slot, f"was not ready to join within {self._joins_within_s:g} s (comm.init_timeout_s)")
+
+    def _leaves_within_s(self, beat: Heartbeat) -> float:
+        joins = beat.phase == Phase.BUILDING and beat.step == NO_STEP
+        return min(BUILDING_LEAVES_S, self._dead_after_s) if joins else self._dead_after_s
 
     def kill_hung(self, slot: Slot, message: Message) -> None:
         """The coordinator found that everybody waits for this one."""
