@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -253,13 +254,10 @@ def _stage_tables(c: Cases) -> list[dict[str, Floats]]:
         )
         for schedule, pp, vpp, count, layers, head in known
     ]
-    return [
-        {
-            item.name: np.asarray([float(getattr(loads[place], item.name)) for loads in found])[places].reshape(shape)
-            for item in fields(StageLoad)
-        }
-        for place in range(len(found[0]))
-    ]
+    names = [item.name for item in fields(StageLoad)]
+    values_of = attrgetter(*names)
+    table = np.array([[values_of(load) for load in loads] for loads in found], dtype=np.float64).transpose(1, 2, 0)
+    return [{name: row[places].reshape(shape) for name, row in zip(names, rows, strict=True)} for rows in table.copy()]
 
 
 def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:

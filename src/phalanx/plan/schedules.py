@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 
 from phalanx.errors import mistake
 
@@ -38,13 +40,15 @@ def layers_of_stages(layers: int, stages: int, *, embed_cost: float = 0.0, head_
         )
     counts = [1] * stages
     cost = [1.0 + (embed_cost if s == 0 else 0.0) + (head_cost if s == stages - 1 else 0.0) for s in range(stages)]
+    # The lightest stage takes the next layer; on a tie an inner one, whose activations are held for less long.
+    lightest = [(cost[s], s in (0, stages - 1), -s) for s in range(stages)]
+    heapify(lightest)
     for _ in range(layers - stages):
-        # The lightest stage takes the next layer; on a tie an inner one, whose activations are held for less long.
-        lightest = min(range(stages), key=lambda s: (cost[s], s in (0, stages - 1), -s))
-        counts[lightest] += 1
-        cost[lightest] += 1.0
-    bounds = [sum(counts[:s]) for s in range(stages + 1)]
-    return [range(bounds[s], bounds[s + 1]) for s in range(stages)]
+        weight, is_end, stage = lightest[0]
+        counts[-stage] += 1
+        heapreplace(lightest, (weight + 1.0, is_end, stage))
+    bounds = [0, *accumulate(counts)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 def is_v_shaped(schedule: str, chunks: int) -> bool:
@@ -217,16 +221,14 @@ def stage_loads(
     chunks, ranks = max(chunks, 1), min(ranks, max(num_layers, 1))
     if ranks * chunks > num_layers:  # the search asks before it knows what is legal
         chunks = max(1, num_layers // ranks)
-    layers = layers_of_stages(num_layers, ranks * chunks, embed_cost=embed_cost, head_cost=head_cost)
     if ranks == 1:
         schedule, chunks, count = "1f1b", 1, 1
     in_rounds = count % ranks == 0 or schedule == "1f1b" or is_v_shaped(schedule, chunks)
     # Later rounds repeat the first three.
     played = 1 if schedule == "gpipe" else min(count, 3 * ranks if in_rounds else MOST_PLAYED)
-    chosen = [0, min(1, ranks - 1), max(ranks - 2, 0), ranks - 1]
-    loads = [rank_load(schedule, rank, ranks, chunks, played, layers=layers) for rank in chosen]
+    loads = _played_loads(schedule, ranks, chunks, played, num_layers, embed_cost, head_cost)
     if schedule == "gpipe":
-        loads = [
+        return tuple(
             replace(
                 one,
                 held=one.held * count,
@@ -235,5 +237,16 @@ def stage_loads(
                 waiting_logits=count - 1,
             )
             for one in loads
-        ]
-    return tuple(loads)
+        )
+    return loads
+
+
+@lru_cache(maxsize=4096)
+def _played_loads(
+    schedule: str, ranks: int, chunks: int, played: int, num_layers: int, embed_cost: float, head_cost: float
+) -> tuple[StageLoad, ...]:
+    """Kept beside `stage_loads`: a search asks for hundreds of counts of micro-batches, most of which play the same."""
+    layers = layers_of_stages(num_layers, ranks * chunks, embed_cost=embed_cost, head_cost=head_cost)
+    chosen = [0, min(1, ranks - 1), max(ranks - 2, 0), ranks - 1]
+    by_rank = {rank: rank_load(schedule, rank, ranks, chunks, played, layers=layers) for rank in dict.fromkeys(chosen)}
+    return tuple(by_rank[rank] for rank in chosen)
