@@ -1,0 +1,77 @@
+"""A run ends while memory holds a newer step than the disk: it is written, as a checkpoint like any other."""
+
+import threading
+
+import pytest
+
+from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import Lineage
+from phalanx.errors import SystemFailure
+from phalanx.train.state.reader import CheckpointReader
+from phalanx.train.state.rescue import RescueOrder, rescue_state
+from phalanx.train.state.restore import load_shards
+
+
+def order_for(*hosts, newer_than=0, at_most=None):
+    lineage = Lineage().begin(1, source=None)
+    return RescueOrder(generation=1, hosts=hosts, lineage=lineage, at_most=at_most, newer_than=newer_than)
+
+
+def assert_same(kit, tensors, place, world):
+    right = kit.cut(tensors, world)
+    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load_shards(place, pieces, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+
+
+def test_the_newest_step_in_memory_becomes_a_checkpoint(kit, vault, tmp_path):
+    kit.put_all(vault, kit.state(5), 4, step=5)
+    kit.put_all(vault, kit.state(6), 4, step=6)
+    full, free = tmp_path / "no folder", tmp_path / "free"
+    full.write_text("a file stands where the checkpoints should go")
+    saved = rescue_state(tmp_path, order_for("here"), host="here", vault=vault, places=[full, free], keep=2)
+    assert saved is not None
+    assert (saved.step, saved.path.parent) == (6, free)
+    assert CheckpointReader(saved.path).meta == {"step": 6}
+    assert_same(kit, kit.state(6), saved.path, 3)
+
+
+def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, vault, tmp_path):
+    kit.put_all(vault, kit.state(5), 4, step=5)
+    for order in (order_for("here", newer_than=5), order_for("here", at_most=4)):
+        assert rescue_state(tmp_path, order, host="here", vault=vault, places=[tmp_path / "c"], keep=2) is None
+    assert not (tmp_path / "c").exists()
+
+
+def test_two_hosts_write_their_ranks_and_the_first_commits(kit, vault, tmp_path):
+    here, there = vault, ReplicaStore(4)
+    tensors = kit.state(7)
+    for rank, pieces in enumerate(kit.cut(tensors, 4)):
+        keeper = kit.keeper(here if rank < 2 else there, rank, 4, slot=rank % 2)
+        keeper.put(7, pieces, {"step": 7}, held=-1, rank_meta={"seed": 7})
+        keeper._sealer.wait()
+        keeper.close()
+    found = {}
+
+    def work(host, store):
+        order = order_for("here", "there")
+        found[host] = rescue_state(tmp_path, order, host=host, vault=store, places=[tmp_path / "c"], keep=2)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in (("here", here), ("there", there))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found["there"] is None
+    assert found["here"].step == 7
+    assert_same(kit, tensors, found["here"].path, 4)
+    there.close()
+
+
+def test_a_copy_that_is_damaged_is_not_written(kit, vault, tmp_path):
+    kit.put_all(vault, kit.state(5), 4, step=5)
+    segment = next(one for one in vault.generations("own", 2) if one.header() is not None)
+    segment.view()[4096 + 3] ^= 1
+    with pytest.raises(SystemFailure, match=r"step 5 is not saved: .* is not what was written"):
+        rescue_state(tmp_path, order_for("here"), host="here", vault=vault, places=[tmp_path / "c"], keep=2)
+    assert not list((tmp_path / "c").glob("step-*"))
