@@ -7,13 +7,13 @@ the same whether the run has 4 hosts or 16,384.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Generic, Literal, TypeVar
 
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.heartbeat_board import NO_STEP, Progress
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.restore_point import Lineage
 from phalanx.job.schema import Job
@@ -22,7 +22,7 @@ from phalanx.plan.layout import Layout
 Message = dict[str, Any]  # of a kind, with JSON values
 K = TypeVar("K", bound=int | str)
 V = TypeVar("V")
-BUCKETS = 64  # of 16,384 hosts each holds 256: a change copies 256 + 64 references instead of all
+BUCKETS = 256  # of 16,384 hosts each holds 64: a change copies 64 + 256 references instead of all
 
 
 class FrozenMap(Mapping[K, V], Generic[K, V]):
@@ -53,6 +53,15 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         number = _bucket(key)
         return self._with(number, {one: value for one, value in self._buckets[number].items() if one != key})
 
+    def update(self, values: Mapping[K, V]) -> FrozenMap[K, V]:
+        """With all of these; what many changes at once cost one copy."""
+        buckets = [dict(one) for one in self._buckets]
+        for key, value in values.items():
+            buckets[_bucket(key)][key] = value
+        made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
+        made._buckets, made._count = tuple(buckets), sum(len(one) for one in buckets)
+        return made
+
     def _with(self, number: int, bucket: dict[K, V]) -> FrozenMap[K, V]:
         made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
         made._buckets = (*self._buckets[:number], bucket, *self._buckets[number + 1 :])
@@ -79,6 +88,8 @@ class CoordinatorSettings:
     prescribed: tuple[Message, ...] = ()  # layouts that a replay takes up, each from a step on
     num_plans: int = 1  # that the run has had; goes into its record
     newest_generation: int = 0  # that ranks of this run were ever fenced with; the next is above it
+    rack_hosts: int = 1  # that fail together: copies of state go to another rack where there is one
+    machines: Mapping[str, str] = field(default_factory=dict)  # of hosts that share one: tasks of another launcher
 
     def layout_at(self, step: int) -> Layout:
         """What is wanted: the plan, or what a replay prescribes from this step on."""
@@ -96,9 +107,12 @@ class HostView:
     has_status: bool = False  # it has said which processes it has
     gone_s: float | None = None  # when it hung up
     alive: Mapping[int, int] = field(default_factory=dict)  # slot -> process
-    progress: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)  # slot -> step, phase, age in seconds
+    progress: Progress | None = None  # of its ranks; None before any has told
+    exceptions: Mapping[int, Progress | None] = field(default_factory=dict)  # slots that differ, or have not told
     problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
+    told: int = 0  # newest generation that this connection has told it of
     ready: Message | None = None
+    is_ready: bool = False  # every rank that the present membership has here
     stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
 
     @property
@@ -106,9 +120,20 @@ class HostView:
         """Whether its agent is connected and has said which processes it has."""
         return self.has_status and self.gone_s is None
 
+    def progress_of(self, slot: int) -> Progress | None:
+        """Step, phase and age of the rank in a slot; None before it has told."""
+        return self.exceptions.get(slot, self.progress)
+
     def age_s(self, slot: int) -> float:
         """Seconds since the rank in a slot got anywhere."""
-        return self.progress[slot][2] if slot in self.progress else 0.0
+        told = self.progress_of(slot)
+        return told[2] if told is not None else 0.0
+
+    def num_usable(self, quarantined: Collection[HostSlot]) -> int:
+        """Living processes that may become ranks."""
+        if not self.is_here or self.problems:
+            return 0
+        return sum((self.name, slot) not in quarantined for slot in self.alive) if quarantined else len(self.alive)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +145,8 @@ class SavedState:
     pids: tuple[int, ...] = ()  # of the members' processes, by rank
     running: bool = False  # there is a membership, and the run is not over
     forming: bool = False  # its members were not yet told to go
-    go: Message | None = None  # what they were told
+    go: Message | None = None  # what all were told
+    peers: Mapping[str, Message] = field(default_factory=dict)  # and what each host: who takes the copies of its ranks
     lineage: Lineage = field(default_factory=Lineage)
     step: int = NO_STEP  # where the run stands
     best_step: int = NO_STEP  # the furthest it ever came
@@ -134,10 +160,12 @@ class SavedState:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
+        return {**self.progress_json(), **self.members_json()}
+
+    def progress_json(self) -> dict[str, Any]:
+        """What is written down every second: the same few lines for any number of ranks."""
         return {
             "epoch": self.generation,
-            "formation": self.membership.to_json() if self.membership is not None else None,
-            "pids": list(self.pids),
             "running": self.running,
             "forming": self.forming,
             "go": self.go,
@@ -153,6 +181,14 @@ class SavedState:
             "seat_failures": [[one.host, one.slot, count] for one, count in sorted(self.slot_failures.items())],
         }
 
+    def members_json(self) -> dict[str, Any]:
+        """What changes only with the membership."""
+        return {
+            "formation": self.membership.to_json() if self.membership is not None else None,
+            "pids": list(self.pids),
+            "peers": dict(self.peers),
+        }
+
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> SavedState:
         """The reverse; raises KeyError, TypeError or ValueError on anything else."""
@@ -163,6 +199,7 @@ class SavedState:
             running=bool(body["running"]),
             forming=bool(body["forming"]),
             go=body["go"],
+            peers=body["peers"],
             lineage=Lineage.from_json(body["lineage"]),
             step=int(body["step"]),
             best_step=int(body["best_step"]),
@@ -195,6 +232,9 @@ class CoordinatorState:
     hosts: FrozenMap[str, HostView] = field(default_factory=FrozenMap)
     host_order: tuple[str, ...] = ()
     num_processes: int = 0  # on all hosts
+    num_usable: int = 0  # of them, those that may become ranks: as many as there are `living_slots`
+    num_here: int = 0  # hosts that are connected and have said which processes they have
+    num_ready: int = 0  # hosts of the membership whose ranks are all ready
     bad_hosts: frozenset[str] = frozenset()  # with problems
     check_hosts_s: float = -1e9  # when the next host may have been silent for too long
     beat_s: float = -1e9  # when agents were last told that we live
@@ -262,6 +302,11 @@ class CoordinatorState:
         """Whether a process in this slot, now or later, may become a rank."""
         host = self.hosts.get(place.host)
         return host is not None and not host.problems and place not in self.saved.quarantined
+
+    def is_living(self, place: HostSlot) -> bool:
+        """Whether there is a process in this slot that may become a rank: whether it is one of `living_slots`."""
+        host = self.hosts.get(place.host)
+        return host is not None and host.is_here and place.slot in host.alive and self.is_usable(place)
 
     def pid_at(self, place: HostSlot) -> int | None:
         """The process in a slot."""

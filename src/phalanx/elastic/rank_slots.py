@@ -85,6 +85,8 @@ class RankSlots:
         self.locked_s = min(LOCKED_S, dead_after_s / 2)
         self._selector, self._say, self._forget_agent = selector, say, forget
         self._dead_after_s, self._joins_within_s = dead_after_s, joins_within_s
+        # What ranks were in when they left the membership before, by slot: told with the word that this host is ready.
+        self.collectives: dict[str, list[int]] = {}
         self._watched_s = time.monotonic()
         self._oom_kills = failing.oom_kills()
 
@@ -145,7 +147,10 @@ class RankSlots:
         elif message["kind"] == "left":
             slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left
-            self._say(**message)
+            if present:
+                self._say(**message)
+            elif message.get("last_collective"):
+                self.collectives.setdefault(str(message["last_collective"]), []).append(slot.number)
 
     def reap(self) -> None:
         for slot in self.slots:
