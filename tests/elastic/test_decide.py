@@ -276,6 +276,34 @@ def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     assert [one["pid"] for one in stage.events("epoch")[0]["members"]] == [*first.pids.values(), *second.pids.values()]
 
 
+def test_after_a_replaced_process_all_hosts_are_sent_the_same_few_bytes(stage: Stage) -> None:
+    """Nobody moved: hosts hear that, and what it adds up to, however many there are."""
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=3)
+    first.lose(1)
+    stage.coordinator.tick()
+    assert stage.epoch == 2
+    assert first.last("form") == second.last("form")
+    assert "ranks" not in first.last("form")
+    assert first.last("form")["same_as"][0] == 1
+    stage.ready()
+    second.hang_up()
+    second.join()  # what was said on the old connection is not built upon
+    stage.advance(5)
+    second.lose(0)
+    stage.pass_time(0.25)
+    assert (stage.epoch, "same_as" in first.last("form"), "ranks" in second.last("form")) == (3, True, False)
+    stage.ready()
+    stage.advance(7)
+    second.hang_up()
+    second.digest = "of another history"
+    second.join()
+    first.lose(0)
+    stage.pass_time(0.25)
+    assert stage.seats == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    assert "ranks" in second.last("form"), "told in full"
+
+
 def test_hosts_that_never_come_end_it_with_who_is_there(stage: Stage) -> None:
     stage.host("a", 3)
     stage.pass_time(TIMEOUT_S + 1, by_s=1.0)

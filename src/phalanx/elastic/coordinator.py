@@ -36,6 +36,7 @@ from phalanx.record.run import Run, open_run
 
 TICK_S = 0.01
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
+PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
 
 
@@ -125,21 +126,24 @@ class AgentConnections:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._gauge = Gauge(self._selector)
+        self._pumped_s = -1e9
         self._channels: dict[str, Channel] = {}
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         heard: list[tuple[str, dict[str, Any]]] = []
-        ready = self._selector.select(timeout_s)
-        heard += [
-            one for channel in self._listener.pump() for one in self._admit(channel)
-        ]  # every turn: it drops who is late
-        for key, _ in ready:
-            if key.data is self._gauge:
+        is_due = time.monotonic() - self._pumped_s > PUMP_S  # it drops who is late
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                is_due = True
+            elif key.data is self._gauge:
                 self._gauge.listen()
-            elif key.fileobj is not self._listener:
+            else:
                 heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
+        if is_due:
+            self._pumped_s = time.monotonic()
+            heard += [one for channel in self._listener.pump() for one in self._admit(channel)]
         return heard
 
     def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,6 @@ are only taken note of; what is to be done is decided when the clock ticks, a hu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from phalanx.elastic.coordinator_state import (
@@ -60,6 +59,7 @@ def initial_state(
         stepped_s=now_s,
         takes_over=saved.running,
         host_order=hosts,
+        known_hosts=frozenset(hosts),
     )
     decision = Decision(state, now_s=now_s, unix_s=unix_s)
     if saved.running:
@@ -114,7 +114,7 @@ def _excuse_own_pause(decision: Decision) -> None:
     paused_s, state.ticked_s = now - state.ticked_s, now
     if paused_s > PAUSE_S:
         state.hosts = state.hosts.update(
-            {name: replace(host, heard_s=host.heard_s + paused_s) for name, host in state.hosts.items()}
+            {name: host.changed(heard_s=host.heard_s + paused_s) for name, host in state.hosts.items()}
         )
     if now - state.beat_s >= BEAT_S:
         every_s = heartbeat_every_s(len(state.hosts), state.job.fault.dead_after_s)
@@ -205,7 +205,7 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
         if kind != "gone":  # it was given up, and lives: it is to introduce itself again
             decision.send(name, {"kind": "again"})
         return
-    host = replace(host, heard_s=decision.now_s)
+    host = host.changed(heard_s=decision.now_s)
     if kind == "beat" and _is_of_training(decision, message):
         _on_beat(decision, host, message)  # nearly all there is: the host is changed once
         return
@@ -224,12 +224,12 @@ def _on_joined(decision: Decision, name: str, hello: Message) -> None:
     ]
     host = HostView(name=name, address=str(hello.get("address", "")), heard_s=decision.now_s, problems=tuple(problems))
     decision.set_host(host)
-    if name not in state.host_order:
-        state.host_order = (*state.host_order, name)
+    if name not in state.known_hosts:
+        state.host_order, state.known_hosts = (*state.host_order, name), state.known_hosts | {name}
     decision.record(
         "host", host=name, state="joined", problems=problems, link_bytes_per_s=hello.get("link_bytes_per_s")
     )
-    if is_new:
+    if is_new and problems:
         decision.exclude_host(host, problems)
     if state.stop_requests:
         decision.send(name, {"kind": "stop"})
@@ -243,7 +243,7 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
         saved.membership.digest,
     )
     alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    host = replace(host, has_status=True, alive=alive, told=generation if is_told else 0)
+    host = host.changed(has_status=True, alive=alive, told=generation if is_told else 0)
     decision.set_host(host)
     _request_stop(decision, int(message["wishes"]))  # before anything is formed of these slots
     if saved.membership is None or not saved.running:
@@ -268,12 +268,12 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
 
 
 def _on_gone(decision: Decision, host: HostView, message: Message) -> None:
-    decision.set_host(replace(host, gone_s=decision.now_s))
+    decision.set_host(host.changed(gone_s=decision.now_s))
 
 
 def _on_up(decision: Decision, host: HostView, message: Message) -> None:
     started = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    decision.set_host(replace(host, alive={**host.alive, **started}))
+    decision.set_host(host.changed(alive={**host.alive, **started}))
 
 
 def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
@@ -281,7 +281,7 @@ def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
     slot, pid = int(message["slot"]), int(message["pid"])
     if host.alive.get(slot) == pid:
         alive = {number: process for number, process in host.alive.items() if number != slot}
-        decision.set_host(replace(host, alive=alive))
+        decision.set_host(host.changed(alive=alive))
     rank = saved.membership.rank_at(HostSlot(host.name, slot)) if saved.membership is not None else None
     if rank is None or not saved.running or saved.pids[rank] != pid:
         return
@@ -318,14 +318,15 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
         return
     ranks = state.membership.ranks_on(host.name) if state.saved.membership is not None else {}
     is_ready = bool(ranks) and all(str(slot) in message["ports"] for slot in ranks)
-    host = replace(host, ready=message, is_ready=is_ready)
+    host = host.changed(ready=message, is_ready=is_ready)
     decision.set_host(host)
     if state.asked_at is not None and "time" in message:
         asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
         if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
             # Their clock was read after we asked.
             skew_s = clock_skew_s(float(message["time"]), took_s, now_s=decision.unix_s)
-            decision.exclude_host(host, [problem.render() for problem in check_skew(skew_s, host=host.name)])
+            if problems := [problem.render() for problem in check_skew(skew_s, host=host.name)]:
+                decision.exclude_host(host, problems)
 
 
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
@@ -344,7 +345,7 @@ def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
     progress = _progress(message["progress"])
     exceptions = {int(slot): _progress(one) for slot, one in message.get("exceptions", {}).items()}
-    decision.set_host(replace(host, progress=progress, exceptions=exceptions))
+    decision.set_host(host.changed(progress=progress, exceptions=exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
     step = max(one[0] for one in (progress, *exceptions.values(), (saved.step, 0, 0.0)) if one is not None)
@@ -360,7 +361,7 @@ def _progress(told: Sequence[Any] | None) -> Progress | None:
 
 def _on_where(decision: Decision, host: HostView, message: Message) -> None:
     stacks = {int(slot): (bool(waits), str(place)) for slot, (waits, place) in message["ranks"].items()}
-    decision.set_host(replace(host, stacks=stacks))
+    decision.set_host(host.changed(stacks=stacks))
 
 
 def _on_stop(decision: Decision, host: HostView, message: Message) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from typing import Any
 
 from phalanx.elastic.coordinator_state import (
     CoordinatorState,
@@ -62,23 +63,29 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     state = decision.state
     before = state.saved.membership
     policy = state.job.fault.recovery if before is not None or not as_planned else "replace"
-    membership = next_membership(
-        generation=max(state.saved.generation, state.settings.newest_generation) + 1,
-        planned=state.settings.layout_at(state.saved.step),
-        sequences=state.job.batch.global_sequences,
-        reproducible=state.job.numerics.reproducible,
-        policy="auto" if policy == "stop" else policy,
-        before=before,
-        alive=state.living_slots(),
-        fallen=_slots_of_ended(state, before) if before is not None else (),
-    )
+    generation = max(state.saved.generation, state.settings.newest_generation) + 1
+    planned = state.settings.layout_at(state.saved.step)
+    membership: Membership | None
+    if before is not None and before.layout == planned and policy != "shrink" and _are_all_living(state, before):
+        membership = before.renumbered(generation)  # in every slot there is a process again: the usual case
+    else:
+        membership = next_membership(
+            generation=generation,
+            planned=planned,
+            sequences=state.job.batch.global_sequences,
+            reproducible=state.job.numerics.reproducible,
+            policy="auto" if policy == "stop" else policy,
+            before=before,
+            alive=state.living_slots(),
+            fallen=_slots_of_ended(state, before) if before is not None else (),
+        )
     if membership is None:
         return False
     state.before = before
     decision.forget_failures()
     decision.reset_progress()
-    hosts = state.hosts
-    pids = tuple(hosts[name].alive[slot] for name, slot in membership.slots)
+    alive = {name: host.alive for name, host in state.hosts.items()}
+    pids = tuple(alive[name][slot] for name, slot in membership.slots)
     decision.save(
         generation=membership.generation,
         membership=membership,
@@ -135,7 +142,23 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
             decision.send(name, {**summary, **membership.share_of(name)})
     if same and before is not None:
         decision.send_all(same, {**summary, "same_as": [before.generation, before.digest]})
-    state.hosts = state.hosts.update({host.name: replace(host, told=membership.generation) for host in hosts})
+    state.hosts = state.hosts.update({host.name: host.changed(told=membership.generation) for host in hosts})
+
+
+def _are_all_living(state: CoordinatorState, membership: Membership) -> bool:
+    """Whether there is a process for every rank where the rank was."""
+    if state.saved.quarantined and not state.saved.quarantined.isdisjoint(membership.slots):
+        return False
+    for name in membership.hosts:
+        host = state.hosts.get(name)
+        if (
+            host is None
+            or not host.is_here
+            or host.problems
+            or not membership.ranks_on(name).keys() <= host.alive.keys()
+        ):
+            return False
+    return True
 
 
 def _slots_of_ended(state: CoordinatorState, before: Membership) -> set[HostSlot]:
@@ -277,24 +300,23 @@ def _replica_peers(state: CoordinatorState, membership: Membership) -> dict[str,
     Each host is told of its own; nobody needs to know everybody's addresses.
     """
     machines = state.settings.machines
-    ring = ReplicaRing(
-        [machines.get(host, host) for host, _ in membership.slots]
-        if machines
-        else [one[0] for one in membership.slots],
-        rack_hosts=state.settings.rack_hosts,
-    )
+    ring = ReplicaRing([machines.get(host, host) for host, _ in membership.slots], rack_hosts=state.settings.rack_hosts)
+    listens: dict[int, list[Any]] = {}
+    for name in membership.hosts:
+        host = state.hosts[name]
+        assert host.ready is not None
+        address, ports = host.address, host.ready["ports"]
+        for slot, rank in membership.ranks_on(name).items():
+            listens[rank] = [address, int(ports[str(slot)][1])]
     peers: dict[str, Message] = {}
     for name in membership.hosts:
-        told: Message = {}
-        for slot, rank in membership.ranks_on(name).items():
-            peer = ring.peer_of(rank)
-            if peer is None:
-                return {}
-            place = membership.slots[peer.rank]
-            host = state.hosts[place.host]
-            assert host.ready is not None
-            told[str(slot)] = [peer.slot, host.address, int(host.ready["ports"][str(place.slot)][1])]
-        peers[name] = told
+        takers = ring.takers_of(machines.get(name, name))
+        if not takers:
+            return {}
+        peers[name] = {
+            str(slot): [takers[rank].slot, *listens[takers[rank].rank]]
+            for slot, rank in membership.ranks_on(name).items()
+        }
     return peers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import replace
 
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, FrozenMap, GivenUp, HostView, Message
@@ -281,7 +280,7 @@ def _patience_s(state: CoordinatorState, phase: int) -> float:
 def _ask_for_stacks(decision: Decision) -> None:
     decision.state.stacks_asked_s = decision.now_s
     state = decision.state
-    state.hosts = state.hosts.update({name: replace(host, stacks=None) for name, host in state.hosts.items()})
+    state.hosts = state.hosts.update({name: host.changed(stacks=None) for name, host in state.hosts.items()})
     decision.broadcast({"kind": "where"})
 
 

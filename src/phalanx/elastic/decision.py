@@ -101,7 +101,7 @@ class Decision:
         """A membership begins: nobody is ready for it, or has got anywhere in it."""
         state = self.state
         changed = {
-            name: replace(host, ready=None, is_ready=False, progress=None, exceptions={})
+            name: host.changed(ready=None, is_ready=False, progress=None, exceptions={})
             for name, host in state.hosts.items()
             if host.ready is not None or host.progress is not None or host.exceptions
         }
@@ -110,7 +110,7 @@ class Decision:
     def exclude_host(self, host: HostView, problems: Sequence[str]) -> None:
         """A bad host takes no part until its agent is started again."""
         new = tuple(text for text in problems if text not in host.problems)
-        self.set_host(replace(host, problems=(*host.problems, *new)))
+        self.set_host(host.changed(problems=(*host.problems, *new)))
         for text in problems:
             self.record("quarantine", host=host.name, reason=text)
 

@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import orjson
+
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.fence import current_generation
 from phalanx.io.files import replace_text
@@ -171,7 +173,8 @@ class FileElection:
         if not self._members or any(one is not other for one, other in zip(members, self._members, strict=True)):
             number = 1 - int(self._members_file == "coordinator-members-1.json")
             self._members_file, self._members = f"coordinator-members-{number}.json", members
-            replace_text(self._run.path / self._members_file, json.dumps(saved.members_json()) + "\n")
+            text = orjson.dumps(saved.members_json(), option=orjson.OPT_APPEND_NEWLINE).decode()
+            replace_text(self._run.path / self._members_file, text)
         body = {"address": list(address), "started": self._started_s, "term": self.term}
         body |= {"members": self._members_file, **saved.progress_json()}
         replace_text(self._run.path / "coordinator.json", json.dumps(body) + "\n")

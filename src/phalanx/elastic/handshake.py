@@ -20,6 +20,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from phalanx.errors import mistake
 from phalanx.record.secret import SECRET_BYTES
 from phalanx.record.secret import read_secret as read_secret  # whoever makes secrets reads them too
@@ -46,14 +48,17 @@ def make_nonce() -> bytes:
 
 def encode(message: Message) -> bytes:
     """A message as compact JSON."""
-    return json.dumps(message, separators=(",", ":")).encode()
+    try:
+        return orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # whole numbers of more than 64 bits
+        return json.dumps(message, separators=(",", ":")).encode()
 
 
 def decode(text: bytes) -> Message:
     """The message in authentic bytes; a peer that speaks something else is refused."""
     try:
-        message = json.loads(text)
-    except (ValueError, RecursionError):
+        message = orjson.loads(text)
+    except ValueError:
         raise Refused("an authentic frame does not hold JSON") from None
     if not isinstance(message, dict):
         raise Refused("an authentic frame does not hold a JSON object")

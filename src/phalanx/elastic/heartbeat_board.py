@@ -115,7 +115,7 @@ class HeartbeatBoard:
 
 Progress = tuple[int, int, float]  # step, phase, seconds since the rank got anywhere
 ALIKE_S = 1.0  # ranks of a host whose ages differ by less are told of as one
-HOSTS_PER_S = 1024  # whose heartbeats the coordinator takes in a second, about 5 % of a core
+HOSTS_PER_S = 512  # whose heartbeats the coordinator takes in a second, before they come as rarely as they may
 LEAST_BEAT_S, MOST_BEAT_S = 0.25, 4.0
 
 
@@ -123,7 +123,7 @@ def heartbeat_every_s(num_hosts: int, dead_after_s: float = math.inf) -> float:
     """Seconds between two heartbeats of an agent: the more hosts, the fewer, and four within `dead_after_s`.
 
     >>> [heartbeat_every_s(hosts, 30.0) for hosts in (2, 512, 1024, 16384)], heartbeat_every_s(16384, 5.0)
-    ([0.25, 0.5, 1.0, 4.0], 1.25)
+    ([0.25, 1.0, 2.0, 4.0], 1.25)
     """
     most_s = max(LEAST_BEAT_S, min(MOST_BEAT_S, dead_after_s / 4))
     return min(max(LEAST_BEAT_S, num_hosts / HOSTS_PER_S), most_s)

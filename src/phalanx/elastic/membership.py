@@ -43,6 +43,13 @@ class Membership:
             ranks.setdefault(host, {})[slot] = rank
         object.__setattr__(self, "_ranks", ranks)
 
+    def renumbered(self, generation: int) -> Membership:
+        """The same ranks in the same slots, as another generation; nothing is worked out again."""
+        made = object.__new__(Membership)
+        made.__dict__.update(self.__dict__)
+        made.__dict__["generation"] = generation
+        return made
+
     @property
     def world(self) -> int:
         """The number of ranks."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaPeer:
+class ReplicaPeer(NamedTuple):
     """A rank of another machine that takes our copy. `slot` is our place among its host's guests."""
 
     rank: int
@@ -39,9 +38,14 @@ class ReplicaRing:
         >>> [ReplicaRing("abcd", rack_hosts=2).peer_of(rank).rank for rank in range(4)]
         [2, 3, 0, 1]
         """
+        return self.takers_of(self._machines[rank]).get(rank)
+
+    def takers_of(self, machine: str) -> dict[int, ReplicaPeer]:
+        """The peers of all ranks of a machine, by rank; empty when there is no other machine."""
         if len(self._ranks) == 1:
-            return None
-        mine = self._machines[rank]
-        place = self._ranks[mine].index(rank)
-        takers = self._ranks[self._following[mine]]
-        return ReplicaPeer(rank=takers[place % len(takers)], slot=place)
+            return {}
+        takers = self._ranks[self._following[machine]]
+        return {
+            rank: ReplicaPeer(rank=takers[place % len(takers)], slot=place)
+            for place, rank in enumerate(self._ranks[machine])
+        }
