@@ -946,10 +946,9 @@ def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Sta
 
 
 def astray(agent: Agent, **fields: Any) -> None:
-    for slot in agent.ranks:
-        agent.left(
-            slot, **{"fault": "not-finite", "why": "the gradient was not finite", "sound": 6, "step": 9, **fields}
-        )
+    """All ranks of a host leave at once, and its agent tells it at once."""
+    how = {"fault": "not-finite", "why": "the gradient was not finite", "sound": 6, "step": 9, **fields}
+    agent.say("left", ranks=[{"kind": "left", "slot": slot, "epoch": agent.epoch, **how} for slot in agent.ranks])
 
 
 def test_numbers_that_go_astray_are_rolled_back_once(stage: Stage) -> None:

@@ -298,6 +298,11 @@ def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
 
 
 def _on_left(decision: Decision, host: HostView, message: Message) -> None:
+    """A rank came out of its membership, or several of a host at once."""
+    for one in message.get("ranks", ()):
+        _on_left(decision, host, one)
+    if "ranks" in message:
+        return
     state = decision.state
     generation, place = int(message["epoch"]), HostSlot(host.name, int(message["slot"]))
     known = (state.saved.membership, state.before)

@@ -155,6 +155,7 @@ class HostAgent:
                 self._hear()
             else:
                 self._ranks.listen(key.data)
+        self._ranks.tell_left()  # before it is told that their processes ended
         self._ranks.reap()
         if not self.wishes.count or self._generation:
             self._ranks.fill()  # else a process here might let the coordinator begin what is asked to stop
