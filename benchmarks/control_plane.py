@@ -1,8 +1,8 @@
 """A real coordinator process against many fake hosts: `python benchmarks/control_plane.py [--hosts 64 1024 16384]`.
 
 Each fake host has its own connection, handshake, hello, status, ready and heartbeats, and 8 slots without processes in
-them; several processes share the hosts. The times are of this machine with the fakes on it, so they are upper bounds:
-on a cluster every host pays for its own side.
+them; several processes share the hosts. A spare host joins once all train. The times are of this machine with the fakes
+on it, so they are upper bounds: on a cluster every host pays for its own side.
 
 Beside each time, in brackets, the processor time of the coordinator itself: the same on a busy machine.
 
@@ -117,13 +117,17 @@ def serve_hosts(line: Connection, run: Run, numbers: Sequence[int], world: int) 
         time.sleep(0.01)
     line.recv()
     selector, hosts = selectors.DefaultSelector(), []
-    for number in numbers:
+
+    def join(number: int) -> None:
         hello = {"role": "agent", "host": f"host-{number:05d}", "id": str(number), "address": "127.0.0.1"}
         channel = connect(where, secret, {**hello, "epoch": 0, "time": time.time()}, timeout_s=60.0)
         host = FakeHost(number=number, channel=channel, pids={slot: 1 + number * SLOTS + slot for slot in range(SLOTS)})
         channel.send({"kind": "status", "slots": host.pids, "epoch": 0, "digest": "", "went": 0, "wishes": 0})
         selector.register(channel, selectors.EVENT_READ, host)
         hosts.append(host)
+
+    for number in numbers:
+        join(number)
     line.send(("joined", time.monotonic()))
     step, told, began_s = 10, 0, time.monotonic()
     received = 0
@@ -154,7 +158,11 @@ def serve_hosts(line: Connection, run: Run, numbers: Sequence[int], world: int) 
             order = line.recv()
             if order == "end":
                 return
-            victim = hosts[-1]
+            if order == "spare":  # one more host, so that a lost one is replaced
+                join(world // SLOTS)
+                waiting.add(world // SLOTS)
+                continue
+            victim = hosts[0]
             if order == "lose":
                 pid, victim.pids[0] = victim.pids[0], victim.pids[0] + 10**7
                 failure = {"rank": 0, "step": step, "at_s": time.time(), "kind": "Signal", "message": "killed"}
@@ -195,7 +203,7 @@ def measure(hosts: int, *, processes: int) -> Row:
             for number in range(processes):
                 ours, theirs = context.Pipe()
                 share = range(number, hosts, processes)
-                child = context.Process(target=serve_hosts, args=(theirs, run, share, SLOTS * (hosts - 1)), daemon=True)
+                child = context.Process(target=serve_hosts, args=(theirs, run, share, SLOTS * hosts), daemon=True)
                 child.start()
                 lines.append(ours)
                 children.append(child)
@@ -207,6 +215,7 @@ def measure(hosts: int, *, processes: int) -> Row:
             joined_s = max(_await(line, "joined")[1] for line in lines)
             went_s = max(_await(line, "went")[1] for line in lines)
             begin_cpu_s = _processor_s(coordinator.pid) - spent
+            lines[-1].send("spare")
             time.sleep(2.0)  # first heartbeats, and their rhythm
             before, before_s = _processor_s(coordinator.pid), time.monotonic()
             time.sleep(STEADY_S)
@@ -246,10 +255,10 @@ def measure(hosts: int, *, processes: int) -> Row:
 
 
 def _make_run(folder: Path, hosts: int) -> Run:
-    """A run of 8 ranks on each host but one: the last is a spare, so that a lost host is replaced."""
+    """A run of 8 ranks on each host."""
     job = load_job(str(JOB), overrides=["fault.dead_after_s=30", "fault.recovery='replace'"], cluster=None, steps=0)
     plan = make(job)
-    world = SLOTS * (hosts - 1)
+    world = SLOTS * hosts
     layout = replace(plan.layout, data=world, shard=world, accumulation=1)
     run = create_run(folder, "plane", job_toml="", job={}, plan_json=replace(plan, layout=layout).to_json())
     names = [f"host-{number:05d}" for number in range(hosts)]

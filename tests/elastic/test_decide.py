@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.elastic import decide_membership
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_state import SavedState
@@ -19,6 +20,7 @@ from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.restore_point import ReplicaInfo, fold_held
 from phalanx.plan.plan import Plan
+from phalanx.record.account.stragglers import places
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, make
@@ -302,6 +304,20 @@ def test_after_a_replaced_process_all_hosts_are_sent_the_same_few_bytes(stage: S
     stage.pass_time(0.25)
     assert stage.seats == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
     assert "ranks" in second.last("form"), "told in full"
+
+
+def test_members_of_many_are_recorded_in_ranges_that_readers_follow(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event of 16,384 hosts would be longer than readers take a line to be."""
+    monkeypatch.setattr(decide_membership, "MOST_LISTED", 2)
+    for name in "abcd":
+        stage.host(name, 1)
+    stage.start()
+    told = [one for one in read_events(stage.run.supervisor)[0] if one["event"] in ("epoch", "members")]
+    assert [(one["event"], len(one["members"])) for one in told] == [("epoch", 2), ("members", 2)]
+    assert told[1]["members"][0] == {"rank": 2, "host": "c", "slot": 0, "count": 1}
+    assert places({}, told).hosts == dict(enumerate("abcd"))
 
 
 def test_hosts_that_never_come_end_it_with_who_is_there(stage: Stage) -> None:

@@ -84,7 +84,7 @@ class Channel:
             self._push(memoryview(prefix + text + mac))
             self._push(view)
 
-    def receive(self) -> list[Message]:
+    def receive(self, most: int = BURST) -> list[Message]:
         """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
 
         Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then of no more use).
@@ -92,7 +92,7 @@ class Channel:
         """
         messages: list[Message] = []
         try:
-            while len(messages) < BURST and (message := self._next()) is not None:
+            while len(messages) < most and (message := self._next()) is not None:
                 messages.append(message)
                 if self._owed_bytes:
                     break

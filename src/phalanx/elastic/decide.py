@@ -35,7 +35,7 @@ from phalanx.elastic.decide_membership import (
 from phalanx.elastic.decide_recovery import CAUSE_S, after_all_left, after_some_left, find_hung_rank, recover
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
+from phalanx.elastic.heartbeat_board import MOST_BEAT_S, Progress, heartbeat_every_s
 from phalanx.elastic.membership import HostSlot
 from phalanx.elastic.preflight import check_skew, clock_skew_s
 
@@ -118,7 +118,7 @@ def _excuse_own_pause(decision: Decision) -> None:
         )
     if now - state.beat_s >= BEAT_S:
         every_s = heartbeat_every_s(len(state.hosts), state.job.fault.dead_after_s)
-        if now - state.beat_s >= every_s:
+        if now - state.beat_s >= min(MOST_BEAT_S, 4 * every_s - BEAT_S):  # they only want to know that we live
             state.beat_s = now
             decision.broadcast({"kind": "beat", "every_s": every_s})
 

@@ -59,6 +59,17 @@ Message = dict[str, Any]
 Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
 
 
+def turn_s(place: int) -> float:
+    """When it is an agent's turn to start a coordinator, by its place among the hosts: each time for twice as many.
+
+    However many of the first hosts are lost at once, somebody's turn comes long before anybody gives up.
+
+    >>> [turn_s(place) for place in (0, 1, 2, 3, 4, 120, 16383)]
+    [0.0, 0.5, 1.0, 1.0, 1.5, 3.5, 7.0]
+    """
+    return TURN_S * place.bit_length()
+
+
 class HostAgent:
     """One host of a run."""
 
@@ -185,20 +196,16 @@ class HostAgent:
                 return
         alone_s = now - self._lost_s
         # The first agent has started one; as long as that may still be importing, more would only slow it down.
-        patience_s = TURN_S * self._turn() + (DEAF_S if self._turn() and not self._joined else 0.0)
+        patience_s = self._turn_s() + (DEAF_S if self._turn_s() and not self._joined else 0.0)
         if alone_s > patience_s and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
         if alone_s > LOST_S:
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
 
-    def _turn(self) -> int:
-        """When it is our turn to start a coordinator: each time for twice as many hosts as before.
-
-        Of 16,384 hosts the last have theirs after 7 s, however many of the first are lost at once.
-        """
+    def _turn_s(self) -> float:
         place = self._order.index(self.host) if self.host in self._order else len(self._order)
-        return place.bit_length()
+        return turn_s(place)
 
     def _measure_link(self, where: tuple[str, int]) -> None:
         """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
