@@ -43,6 +43,11 @@ from phalanx.train.prepare import load_job, make
 JOB = Path(__file__).parents[1] / "examples" / "drill.toml"
 SIZES = (64, 256, 512, 1024, 4096, 16384)
 SLOTS = 8
+OVERRIDES = [
+    "fault.dead_after_s=60",
+    "fault.recovery='replace'",
+    "comm.init_timeout_s=600",
+]  # a busy machine is no fault
 STEADY_S = 10.0
 RECONNECT_S = 1.0  # decide.py: for which a host that hung up may come back
 LIMIT_S = 600.0
@@ -256,7 +261,7 @@ def measure(hosts: int, *, processes: int) -> Row:
 
 def _make_run(folder: Path, hosts: int) -> Run:
     """A run of 8 ranks on each host."""
-    job = load_job(str(JOB), overrides=["fault.dead_after_s=30", "fault.recovery='replace'"], cluster=None, steps=0)
+    job = load_job(str(JOB), overrides=OVERRIDES, cluster=None, steps=0)
     plan = make(job)
     world = SLOTS * hosts
     layout = replace(plan.layout, data=world, shard=world, accumulation=1)
@@ -296,7 +301,7 @@ def _slope(rows: Sequence[Row], name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--processes", type=int, default=2, help="that share the fake hosts")
+    parser.add_argument("--processes", type=int, default=4, help="that share the fake hosts")
     called = parser.parse_args()
     _allow_descriptors()
     print("| hosts (GPUs) | join | start | load of a core | rank lost | bytes a host | host lost | memory |")
