@@ -18,7 +18,7 @@ from phalanx.elastic import host_agent as hosting
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import StopSignals
-from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.membership import HostMembership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import die_with, take_rank
 from phalanx.errors import mistake
@@ -48,7 +48,7 @@ class Part:
 
     run: Run
     link: RankLink
-    membership: Membership
+    membership: HostMembership
     rank: int
     host: str
     is_deaf: bool = False  # does not notice that its membership is over, as in a collective that nobody wakes
@@ -67,7 +67,7 @@ class Part:
 
     def meet(self, step: int) -> None:
         """Wait for the others of this host, as a collective would."""
-        slots = self.membership.ranks_on(self.host)
+        slots = self.membership.ranks
 
         def is_there(slot: int) -> bool:
             beat = self.link.board.last(slot)
@@ -242,11 +242,11 @@ def before_ready(behaviour: str, part: Part) -> None:
 def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
     """The trainer's way through formations, without training."""
     while (form := link.next_form()) is not None:
-        membership = Membership.from_json(form)
-        rank = membership.rank_at(HostSlot(host, link.slot))
+        membership = HostMembership.from_json(form)
+        rank = membership.ranks.get(link.slot)
         if rank is None:
             continue
-        local = len(membership.ranks_on(host))
+        local = len(membership.ranks)
         take_rank(run, rank, world=membership.world, slot=link.slot, local_world=local)
         print(f"pid {os.getpid()}")
         state = why = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ SECRET = bytes(range(32))
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    door = Listener("127.0.0.1", 0, SECRET, _greet)
+    door = Listener("127.0.0.1", 0, SECRET, partial(_greet, 1))
     yield door
     door.close()
 

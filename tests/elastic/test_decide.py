@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx.elastic import decide_membership
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.decide_membership import REPLACE_S
 from phalanx.elastic.fence import current_generation
-from phalanx.elastic.heartbeat_board import Phase
-from phalanx.elastic.restore_point import ReplicaInfo
+from phalanx.elastic.heartbeat_board import Phase, fold_progress
+from phalanx.elastic.restore_point import ReplicaInfo, fold_held
 from phalanx.plan.plan import Plan
+from phalanx.record.account.stragglers import places
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, make
@@ -61,8 +63,9 @@ class Stage:
     def _save(self, saved: SavedState) -> None:
         self.saved.append(json.loads(json.dumps(saved.to_json())))
 
-    def _send(self, host: str, message: Message) -> None:
-        self.agents[host].take(json.loads(json.dumps(message)))
+    def _send(self, hosts: Sequence[str], message: Message) -> None:
+        for host in hosts:
+            self.agents[host].take(json.loads(json.dumps(message)))
 
     def pass_time(self, seconds: float, *, beats: bool = True, by_s: float = 0.25) -> None:
         """Ticks; agents that are connected say that they live."""
@@ -109,6 +112,15 @@ class Stage:
         return formation.world if formation is not None else 0
 
     @property
+    def seats(self) -> list[list[Any]]:
+        """Host and slot of every rank of the membership; what agents were told agrees with it."""
+        membership = self.coordinator.state.membership
+        for name, agent in self.agents.items():
+            if agent.connected and agent.epoch == membership.generation:
+                assert agent.ranks == membership.ranks_on(name)
+        return [list(one) for one in membership.slots]
+
+    @property
     def epoch(self) -> int:
         return self.coordinator.state.saved.generation
 
@@ -132,6 +144,7 @@ class Agent:
     pids: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
     epoch: int = 0
+    digest: str = ""
     went: int = 0
     step: int = -1
     age_s: float = 0.0
@@ -156,7 +169,7 @@ class Agent:
     def join(self, **hello: Any) -> None:
         self.connected = True
         self.say("joined", hello={"host": self.name, "address": "10.0.0.1", "time": time.time(), **hello})
-        self.say("status", slots=self.pids, epoch=self.epoch, went=self.went, wishes=self.wishes)
+        self.say("status", slots=self.pids, epoch=self.epoch, digest=self.digest, went=self.went, wishes=self.wishes)
 
     def hang_up(self) -> None:
         self.connected = False
@@ -167,19 +180,22 @@ class Agent:
             return
         self.heard.append(message)
         if message["kind"] == "form":
-            self.epoch = message["epoch"]
-            self.ranks = {slot: rank for rank, (host, slot) in enumerate(message["seats"]) if host == self.name}
+            if "same_as" in message:
+                assert message["same_as"] == [self.epoch, self.digest]
+            else:
+                self.ranks = {int(slot): rank for slot, rank in message["ranks"].items()}
+            self.epoch, self.digest = message["epoch"], message["digest"]
             self.step = -1
         elif message["kind"] == "go":
             self.went = message["epoch"]
 
     def ready(self) -> None:
         ports = {slot: [7000 + slot, 8000 + slot] for slot in self.ranks}
-        self.say("ready", epoch=self.epoch, ports=ports, held=[one.to_json() for one in self.held])
+        self.say("ready", epoch=self.epoch, ports=ports, held=[one.to_json() for one in fold_held(self.held)])
 
     def beat(self) -> None:
-        progress = {slot: [self.step, int(self.phase), self.age_s] for slot in self.ranks} if self.went else {}
-        self.say("beat", epoch=self.epoch, progress=progress)
+        progress = {slot: (self.step, int(self.phase), self.age_s) for slot in self.ranks} if self.went else {}
+        self.say("beat", epoch=self.epoch, **fold_progress(progress))
 
     def lose(self, slot: int, *, up: bool = True, leaving: bool = False, **failure: Any) -> None:
         """A process ends: by SIGKILL, or as `failure` says; another takes its slot.
@@ -246,7 +262,7 @@ def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     second.up()
     stage.coordinator.tick()
     assert first.kinds() == second.kinds() == ["form"]
-    assert first.last("form")["seats"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    assert stage.seats == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
     assert current_generation(stage.run) == 1
     first.ready()
     stage.coordinator.tick()
@@ -255,16 +271,53 @@ def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     stage.coordinator.tick()
     go = second.last("go")
     assert go["store"] == ["10.0.0.1", 7000]
-    assert go["vaults"] == {
-        "0": ["10.0.0.1", 8000],
-        "1": ["10.0.0.1", 8001],
-        "2": ["10.0.0.1", 8000],
-        "3": ["10.0.0.1", 8001],
-    }
+    assert go["peers"] == {"0": [0, "10.0.0.1", 8000], "1": [1, "10.0.0.1", 8001]}, "who takes its copies, by slot"
     assert go["restore"] is None
     assert stage.status[0] == "running"
     assert [(one["step"], one["source"]) for one in stage.events("restore")] == [(0, "start")]
     assert [one["pid"] for one in stage.events("epoch")[0]["members"]] == [*first.pids.values(), *second.pids.values()]
+
+
+def test_after_a_replaced_process_all_hosts_are_sent_the_same_few_bytes(stage: Stage) -> None:
+    """Nobody moved: hosts hear that, and what it adds up to, however many there are."""
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=3)
+    first.lose(1)
+    stage.coordinator.tick()
+    assert stage.epoch == 2
+    assert first.last("form") == second.last("form")
+    assert "ranks" not in first.last("form")
+    assert first.last("form")["same_as"][0] == 1
+    stage.ready()
+    second.hang_up()
+    second.join()  # what was said on the old connection is not built upon
+    stage.advance(5)
+    second.lose(0)
+    stage.pass_time(0.25)
+    assert (stage.epoch, "same_as" in first.last("form"), "ranks" in second.last("form")) == (3, True, False)
+    stage.ready()
+    stage.advance(7)
+    second.hang_up()
+    second.digest = "of another history"
+    second.join()
+    first.lose(0)
+    stage.pass_time(0.25)
+    assert stage.seats == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    assert "ranks" in second.last("form"), "told in full"
+
+
+def test_members_of_many_are_recorded_in_ranges_that_readers_follow(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event of 16,384 hosts would be longer than readers take a line to be."""
+    monkeypatch.setattr(decide_membership, "MOST_LISTED", 2)
+    for name in "abcd":
+        stage.host(name, 1)
+    stage.start()
+    told = [one for one in read_events(stage.run.supervisor)[0] if one["event"] in ("epoch", "members")]
+    assert [(one["event"], len(one["members"])) for one in told] == [("epoch", 2), ("members", 2)]
+    assert told[1]["members"][0] == {"rank": 2, "host": "c", "slot": 0, "count": 1}
+    assert places({}, told).hosts == dict(enumerate("abcd"))
 
 
 def test_hosts_that_never_come_end_it_with_who_is_there(stage: Stage) -> None:
@@ -294,7 +347,7 @@ def test_a_host_that_fails_its_preflight_takes_no_part(make_stage: Callable[...,
     good.slots = 2
     good.up()
     stage.coordinator.tick()
-    assert (stage.world, good.last("form")["seats"]) == (2, [["a", 0], ["a", 1]])
+    assert (stage.world, stage.seats) == (2, [["a", 0], ["a", 1]])
     assert stage.events("quarantine")[0]["reason"] == "b: its disk is full"
 
 
@@ -328,7 +381,7 @@ def test_a_host_that_turned_bad_is_left_out_of_the_next_formation(stage: Stage) 
     good.ready()
     bad.say("unfit", epoch=stage.epoch, problems=["b: its disk cannot be written"])
     stage.coordinator.tick()
-    assert (stage.epoch, good.last("form")["seats"]) == (3, [["a", 0], ["a", 1]])
+    assert (stage.epoch, stage.seats) == (3, [["a", 0], ["a", 1]])
     assert stage.events("epoch")[-1]["reason"] == "without host b: failed the preflight"
     (told,) = stage.events("quarantine")
     assert (told["host"], told["reason"], told["epoch"]) == ("b", "b: its disk cannot be written", 2)
@@ -419,7 +472,7 @@ def test_a_new_coordinator_hears_of_the_bad_host_from_its_hello(stage: Stage) ->
     good.join()
     bad.join(problems=["b: its disk cannot be written"])
     stage.pass_time(1.0)
-    assert (stage.world, good.last("form")["seats"]) == (2, [["a", 0], ["a", 1]])
+    assert (stage.world, stage.seats) == (2, [["a", 0], ["a", 1]])
 
 
 # ---- a rank falls ----------------------------------------------------------------------------------------------------
@@ -454,7 +507,7 @@ def test_a_spare_takes_the_place_at_once(stage: Stage) -> None:
     stage.start(step=7)
     agent.lose(2, up=False)
     stage.coordinator.tick()
-    assert agent.last("form")["seats"] == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
+    assert stage.seats == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
 
 
 def test_without_a_place_the_job_shrinks_and_grows_again_at_the_end_of_a_step(stage: Stage) -> None:
@@ -474,7 +527,7 @@ def test_without_a_place_the_job_shrinks_and_grows_again_at_the_end_of_a_step(st
         agent.left(slot, state="reform", step=12)
     stage.coordinator.tick()
     assert (stage.epoch, stage.world, stage.events("epoch")[-1]["reason"]) == (3, 4, "as planned")
-    assert agent.last("form")["seats"] == [["a", slot] for slot in range(4)]
+    assert stage.seats == [["a", slot] for slot in range(4)]
     assert len(stage.events("incident")) == 1, "growing is none"
 
 
@@ -626,7 +679,7 @@ def test_messages_of_old_epochs_are_ignored(stage: Stage) -> None:
     for slot in range(4):
         agent.left(slot, epoch=1, state="done")
     agent.say("ready", epoch=1, ports={}, held=[])
-    agent.say("beat", epoch=1, progress={0: [99, 2, 0.0]})
+    agent.say("beat", epoch=1, progress=[99, 2, 0.0])
     stage.pass_time(2.0)
     assert (stage.epoch, stage.coordinator.state.is_over, "go" in agent.kinds()[2:]) == (2, False, False)
     assert stage.coordinator.state.saved.step == 7
@@ -637,7 +690,7 @@ def test_what_survivors_say_of_the_last_collective_is_kept_by_the_rank_they_were
     stage.start(step=7)
     agent.lose(0, up=False)
     stage.pass_time(REPLACE_S + 0.5)
-    assert agent.last("form")["seats"] == [["a", 1], ["a", 2], ["a", 3]]
+    assert stage.seats == [["a", 1], ["a", 2], ["a", 3]]
     agent.left(3, epoch=1)
     stage.ready()
     (evidence,) = stage.events("evidence")
@@ -650,7 +703,7 @@ def test_under_shrink_a_lost_rank_is_not_replaced(make_stage: Callable[..., Stag
     stage.start(step=7)
     agent.lose(1)
     stage.coordinator.tick()
-    assert agent.last("form")["seats"] == [["a", 0], ["a", 2], ["a", 3]]
+    assert stage.seats == [["a", 0], ["a", 2], ["a", 3]]
     stage.ready()
     stage.advance(8)
     stage.pass_time(3.0)
@@ -752,7 +805,7 @@ def test_a_place_that_fails_again_and_again_is_left_alone_when_there_is_another(
         stage.ready()
     (told,) = stage.events("quarantine")
     assert (told["slot"], told["reason"]) == (1, "failed 3 times in a row")
-    assert agent.last("form")["seats"] == [["a", 0], ["a", 4], ["a", 2], ["a", 3]]
+    assert stage.seats == [["a", 0], ["a", 4], ["a", 2], ["a", 3]]
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------
@@ -883,7 +936,7 @@ def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> 
     stage.ready()
     go = first.last("go")
     assert (go["restore"]["epoch"], go["restore"]["step"]) == (1, 8)
-    assert go["peers"] == {"a": ["10.0.0.1", 8000], "b": ["10.0.0.1", 8000]}
+    assert (go["restore"]["hosts"], go["restore"]["writers"]) == (2, [[0, 3]])
     assert [(one["step"], one["source"]) for one in stage.events("restore")][-1] == (8, "memory")
     first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1})  # undone: epoch 2 went on from step 8
     second.held = snapshots(epoch=1, step=9, world=4, slots={0: 2, 1: 3})
@@ -900,7 +953,7 @@ def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Sta
     second.held = snapshots(epoch=1, step=9, world=4, slots={0: 3})
     first.lose(3)
     stage.coordinator.tick()
-    assert {host for host, _ in first.last("form")["seats"]} == {"a"}
+    assert {host for host, _ in stage.seats} == {"a"}
     stage.ready()
     assert first.last("go")["restore"] is None
 
@@ -909,10 +962,9 @@ def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Sta
 
 
 def astray(agent: Agent, **fields: Any) -> None:
-    for slot in agent.ranks:
-        agent.left(
-            slot, **{"fault": "not-finite", "why": "the gradient was not finite", "sound": 6, "step": 9, **fields}
-        )
+    """All ranks of a host leave at once, and its agent tells it at once."""
+    how = {"fault": "not-finite", "why": "the gradient was not finite", "sound": 6, "step": 9, **fields}
+    agent.say("left", ranks=[{"kind": "left", "slot": slot, "epoch": agent.epoch, **how} for slot in agent.ranks])
 
 
 def test_numbers_that_go_astray_are_rolled_back_once(stage: Stage) -> None:
@@ -954,7 +1006,7 @@ def test_one_rank_whose_copy_was_wrong_is_put_aside(stage: Stage) -> None:
     assert stage.epoch == 1, "the others may have more to say"
     stage.pass_time(0.5)
     assert stage.events("quarantine")[0]["slot"] == 2
-    assert agent.last("form")["seats"] == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
+    assert stage.seats == [["a", 0], ["a", 1], ["a", 4], ["a", 3]]
     stage.ready()
     assert agent.last("go")["at_most"] == 8
 
@@ -1252,7 +1304,7 @@ def test_quarantine_and_counts_outlive_the_coordinator(stage: Stage) -> None:
     agent.lose(0)
     stage.pass_time(1.0)
     assert stage.coordinator.state.saved.failures == 2
-    assert ["a", 2] not in agent.last("form")["seats"]
+    assert ["a", 2] not in stage.seats
 
 
 # ---- stopping --------------------------------------------------------------------------------------------------------
@@ -1301,7 +1353,7 @@ def test_the_stop_file(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
     stage.run.stop_file.touch()
-    stage.pass_time(0.75)
+    stage.pass_time(1.25)
     assert agent.kinds()[-1] == "stop"
 
 

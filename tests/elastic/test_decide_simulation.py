@@ -42,8 +42,8 @@ from phalanx.elastic.coordinator_state import (
     Send,
 )
 from phalanx.elastic.decide import decide, initial_state
-from phalanx.elastic.heartbeat_board import Phase
-from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.heartbeat_board import Phase, fold_progress
+from phalanx.elastic.membership import HostMembership, HostSlot
 from phalanx.plan.plan import Plan
 from phalanx.train.prepare import load_job, make
 
@@ -181,6 +181,9 @@ class Simulation:
             again, same = decide(before, message)
             assert (again.saved, same) == (after.saved, actions)
             assert after.num_processes == sum(len(host.alive) for host in after.hosts.values())
+            assert after.num_usable == len(after.living_slots())
+            assert after.num_here == sum(host.is_here for host in after.hosts.values())
+            assert after.num_ready == sum(host.is_ready for host in after.hosts.values())
             assert after.bad_hosts == {name for name, host in after.hosts.items() if host.problems}
         self.state = after
         if self._perform(actions):
@@ -211,8 +214,10 @@ class Simulation:
 
     def _check_sent(self, message: Message) -> None:
         if message["kind"] == "form":
-            membership = Membership.from_json(message)
-            assert membership.generation == self.fence == self.saved.generation
+            membership = self.saved.membership
+            assert membership is not None
+            assert message["digest"] == membership.digest
+            assert membership.generation == message["epoch"] == self.fence == self.saved.generation
             assert len(set(membership.slots)) == len(set(self.saved.pids)) == membership.world
             if membership.generation not in self.generations:
                 assert membership.generation > max(self.generations, default=0)
@@ -254,7 +259,8 @@ class Simulation:
         self.links[agent.connection] = agent.name, self.now_s
         self._say(agent, "joined", hello={"address": "10.0.0.1", "time": UNIX_S + self.now_s})
         slots = {slot: one.pid for slot, one in agent.ranks.items()}
-        self._say(agent, "status", slots=slots, epoch=agent.generation, went=agent.went, wishes=int(self.stop_asked))
+        told = {"epoch": agent.generation, "digest": agent.form["digest"] if agent.form is not None else ""}
+        self._say(agent, "status", slots=slots, **told, went=agent.went, wishes=int(self.stop_asked))
         unsaid, agent.unsaid = agent.unsaid, []
         for message in [*unsaid, *agent.left.values()]:
             self._say(agent, **message)
@@ -293,11 +299,12 @@ class Simulation:
             return
         step, ranks = self.progress.get(agent.went, -1), self._members(agent)
         progress = {
-            slot: [step, int(Phase.TRAINING), self._age_s(agent.went)]
-            for slot, one in ranks.items()
+            slot: (step, int(Phase.TRAINING), self._age_s(agent.went))
             if one.member_of == agent.went == agent.generation
+            else None
+            for slot, one in ranks.items()
         }
-        self._say(agent, "beat", epoch=agent.generation, progress=progress)
+        self._say(agent, "beat", epoch=agent.generation, **fold_progress(progress))
 
     def _age_s(self, generation: int) -> float:
         return self.now_s - getattr(self, "moved_s", {}).get(generation, self.now_s)
@@ -323,7 +330,7 @@ class Simulation:
         elif kind == "seat" and message["epoch"] == agent.generation > agent.went:
             one = agent.ranks.get(message["slot"])
             assert agent.form is not None
-            rank = Membership.from_json(agent.form).ranks_on(agent.name).get(message["slot"])
+            rank = HostMembership.from_json(agent.form).ranks.get(message["slot"])
             if one is not None and one.rank < 0 and rank is not None:
                 one.rank, one.member_of, agent.told_ready = rank, agent.generation, False
                 self.after(0.5, lambda: self._become_ready(agent, message["slot"], agent.generation))
@@ -342,7 +349,12 @@ class Simulation:
             agent.over = True
 
     def _take_form(self, agent: SimulatedAgent, message: Message) -> None:
-        ranks = Membership.from_json(message).ranks_on(agent.name)
+        if "same_as" in message:
+            if agent.form is None or message["same_as"] != [agent.form["epoch"], agent.form["digest"]]:
+                self._disconnect(agent)
+                return
+            message = {**message, "ranks": agent.form["ranks"]}
+        ranks = HostMembership.from_json(message).ranks
         agent.generation, agent.form, agent.told_ready, agent.reforming = message["epoch"], message, False, False
         agent.left.clear()
         for slot, one in agent.ranks.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from phalanx.elastic.membership import HostSlot, Membership, next_membership
+from phalanx.elastic.membership import HostMembership, HostSlot, Membership, next_membership
 from phalanx.plan.layout import Layout
 
 LAYOUT = Layout(
@@ -89,3 +90,19 @@ def test_a_membership_as_json_and_back() -> None:
     assert (membership.ranks_on("b"), membership.hosts) == ({0: 2, 1: 3}, ("a", "b"))
     with pytest.raises(ValueError, match="3 slots for 4 ranks"):
         Membership(generation=1, layout=LAYOUT, slots=membership.slots[:3])
+
+
+def test_many_ranks_are_few_words() -> None:
+    """Of 131,072 ranks a host is told eight, and the whole is known by its digest; no message grows with the hosts."""
+    hosts = 512
+    layout = replace(LAYOUT, data=8 * hosts, shard=8 * hosts)
+    places = tuple(HostSlot(f"host-{host:05d}", slot) for host in range(hosts) for slot in range(8))
+    one = Membership(generation=3, layout=layout, slots=places)
+    assert Membership.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert len(one.runs) == hosts
+    told = json.dumps({**one.summary(), **one.share_of("host-00511")})
+    assert len(told) < 700
+    share = HostMembership.from_json(json.loads(told))
+    assert (share.generation, share.world, share.ranks[7]) == (3, 4096, 4095)
+    moved = Membership(generation=4, layout=layout, slots=(*places[1:], places[0]))
+    assert len({one.digest, one.renumbered(4).digest, moved.digest}) == 2

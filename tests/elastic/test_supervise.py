@@ -426,6 +426,26 @@ def test_a_coordinator_that_is_lost_is_replaced_and_nobody_notices(
     assert (process.returncode, orphans(run)) == (130, [])
 
 
+def test_a_frozen_host_with_the_coordinator_on_it_does_not_stop_the_others(make_run: MakeRun, start: Start) -> None:
+    """Its processes keep whatever they hold: the others go on without it, and it does no harm when it wakes up."""
+    run = make_run("auto")
+    process = start(run, "good", "2")
+    assert wait(lambda: steps(run) > 5)
+    agent = next(pid for pid in children(process.pid) if "host-0" in command(pid))
+    frozen = [agent, *children(agent)]
+    assert coordinator_of(agent) in frozen
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    worlds = lambda: [event["world"] for event in supervisor(run, "epoch")]  # noqa: E731
+    assert wait(lambda: worlds() == [RANKS, RANKS // 2]), worlds()
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    assert wait(lambda: worlds()[-1] == RANKS), worlds()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, orphans(run)) == (130, [])
+
+
 def test_agents_that_did_not_hear_of_the_end_find_it_written_down(run: Run, start: Start) -> None:
     process = start(run, "good")
     assert wait(lambda: steps(run) > 5)

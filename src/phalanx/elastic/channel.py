@@ -23,12 +23,12 @@ from typing import NoReturn
 from phalanx.elastic import handshake
 from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
 
-__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect"]
+__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect", "encode_message"]
 
 Address = tuple[str, int]
 Hello = Message | Callable[[Message], Message]
 PREFIX = struct.Struct("!IQI")  # bytes of the message, bytes of data after it, crc32 of the data
-MAX_MESSAGE_BYTES = 1 << 24  # the word to go is 190 bytes a rank: 80,000 of them
+MAX_MESSAGE_BYTES = 1 << 24  # none of the coordinator's grows with the number of hosts
 PIECE_BYTES = 1 << 20  # bulk data is moved and summed in pieces that stay in a core's cache
 BURST = 64  # messages one receive() takes, so that a talkative peer does not starve a loop
 STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
@@ -36,6 +36,14 @@ HALF_OPEN = 64  # connections that have not yet proved anything
 HELLO_S = 5.0  # for which a connection may prove nothing
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
+
+
+def encode_message(message: Message) -> bytes:
+    """A message as a channel sends it; raises ValueError for one that no channel takes."""
+    text = handshake.encode(message)
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")
+    return text
 
 
 class Channel:
@@ -65,9 +73,10 @@ class Channel:
         """
         if "data_bytes" in message:
             raise ValueError("data_bytes is the channel's own key")
-        text = handshake.encode(message)
-        if len(text) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")
+        self.send_text(encode_message(message), data, crc32=crc32)
+
+    def send_text(self, text: bytes, data: memoryview | bytes = b"", *, crc32: int | None = None) -> None:
+        """`send` for a message that `encode_message` has encoded: what many are told is encoded once."""
         view = _flat(data)
         prefix = PREFIX.pack(len(text), view.nbytes, zlib.crc32(view) if crc32 is None else crc32)
         with self._sending, self._sends.unbroken():
@@ -75,7 +84,7 @@ class Channel:
             self._push(memoryview(prefix + text + mac))
             self._push(view)
 
-    def receive(self) -> list[Message]:
+    def receive(self, most: int = BURST) -> list[Message]:
         """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
 
         Raises Closed when the peer is gone, Refused when a frame is not authentic (the channel is then of no more use).
@@ -83,7 +92,7 @@ class Channel:
         """
         messages: list[Message] = []
         try:
-            while len(messages) < BURST and (message := self._next()) is not None:
+            while len(messages) < most and (message := self._next()) is not None:
                 messages.append(message)
                 if self._owed_bytes:
                     break

@@ -1,113 +1,121 @@
-"""`python -m phalanx.elastic.coordinator RUN ADDRESS PARENT`: decides who takes part, one generation after another.
+"""`python -m phalanx.elastic.coordinator RUN ADDRESS PARENT [PIPE]`: decides who takes part, generation by generation.
 
-One per run, whoever holds `coordinator.lock`; started by an agent, and by another one when it is gone. What it must not
-forget is in `coordinator.json`: ranks go on training while there is no coordinator, and the next one takes over.
-No torch here.
+One per run, whoever holds the newest term (election.py); started by an agent, and by another one when it is gone or
+frozen. What it must not forget is in `coordinator.json`: ranks go on training while there is no coordinator, and the
+next one takes over. Where it listens is written into the pipe of the agent that started it. No torch here.
 """
 
 from __future__ import annotations
 
-import fcntl
+import gc
 import json
+import os
+import resource
 import selectors
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.bandwidth import ROLE, Gauge
-from phalanx.elastic.channel import Channel, Closed, Listener, Refused
+from phalanx.elastic.channel import Channel, Closed, Listener, Refused, encode_message
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.fence import current_generation
+from phalanx.elastic.election import Deposed, Election, FileElection
 from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.heartbeat_board import heartbeat_every_s
 from phalanx.elastic.local_launch import ENDED
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
-from phalanx.io.files import replace_text
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 
 TICK_S = 0.01
-SPEAKS_S = 2.0  # an agent beats four times a second
+SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
+PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
 
 
 def main(arguments: list[str]) -> int:
     """Coordinate until the run is over; ends at once when somebody else does."""
-    folder, address, parent = arguments
+    folder, address, parent, *pipe = arguments
     if int(parent):
         die_with(int(parent))
     run = open_run(folder)
-    with open(run.path / "coordinator.lock", "a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return 0
-        if run.status().get("state") in ENDED:  # whoever had the lock before us came to the end
-            return 0
-        return _coordinate(run, address)
+    election = FileElection(run, started_s=float(run.launch().get("launched") or 0.0))
+    if run.status().get("state") in ENDED or not election.take():
+        return 0
+    try:
+        if run.status().get("state") not in ENDED:  # whoever had it before us came to the end
+            _coordinate(run, address, election, pipe=int(pipe[0]) if pipe else None)
+        election.release()
+    except Deposed as why:
+        print(f"another process coordinates: {why}", file=sys.stderr)
+    return 0
 
 
-def _coordinate(run: Run, address: str) -> int:
+def _coordinate(run: Run, address: str, election: Election, *, pipe: int | None) -> None:
     plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
     hosts = len(run.launch().get("hosts", ()))
-    listener = Listener(address, 0, read_secret(run.path / "secret"), _greet, half_open=max(64, 2 * hosts))
+    allow_descriptors(hosts)
+    # Every message makes some immutable values anew, hardly ever in circles: looking for those costs a third of the
+    # time of 16,384 hosts, because each look goes through all that is known of them.
+    gc.set_threshold(100_000, 50, 100)
+    greet = partial(_greet, election.term)
+    listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
     agents = AgentConnections(listener)
-    started = float(run.launch().get("launched") or 0.0)
 
     def save(saved: SavedState) -> None:
-        where = {"address": list(listener.address), "started": started, **saved.to_json()}
-        replace_text(run.path / "coordinator.json", json.dumps(where) + "\n")
+        election.save(saved, listener.address)
 
-    before = read_saved_state(run, since_s=started)
-    coordinator = Coordinator(run, plan, agents.send, events, saved=before, save=save)
-    noted = coordinator.state.saved
-    save(noted)  # where we are
-    noted_s = time.monotonic()
     try:
+        before = election.load()
+        coordinator = Coordinator(run, plan, agents.send, events, saved=before, save=save, check=election.check)
+        noted = coordinator.state.saved
+        save(noted)  # where we are
+        if pipe is not None:
+            with suppress(OSError), os.fdopen(pipe, "w") as told:
+                told.write(json.dumps(list(listener.address)) + "\n")
+        noted_s = ticked_s = time.monotonic()
         while not coordinator.state.is_over:
-            for host, message in agents.receive(TICK_S):
+            heard = agents.receive(TICK_S)
+            election.renew()  # before anything is done about it: we may have been frozen
+            for host, message in heard:
                 coordinator.hear(host, message)
-            coordinator.tick()
+            if time.monotonic() - ticked_s >= TICK_S or not heard:
+                ticked_s = time.monotonic()
+                coordinator.tick()
             if coordinator.state.saved is not noted and time.monotonic() - noted_s > PROGRESS_S:
                 noted, noted_s = coordinator.state.saved, time.monotonic()
                 save(noted)
         agents.drain()
-        return 0
     finally:
         events.close()
         listener.close()
 
 
-def _greet(hello: dict[str, Any]) -> dict[str, Any]:
+def allow_descriptors(hosts: int) -> None:
+    """A socket for every host: more than the 1,024 that processes may open where nobody asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * hosts + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _greet(term: int, hello: dict[str, Any]) -> dict[str, Any]:
     """Only agents belong here: a replica on its way to a peer may reach a port that was the peer's before."""
     if hello.get("role") == ROLE:
         return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
         raise Refused(f"a {hello.get('role')!r} has no business with the coordinator")
-    return {"role": "coordinator"}
-
-
-def read_saved_state(run: Run, *, since_s: float) -> SavedState:
-    """What the coordinator before this one knew, if it was one of the same launch; nothing otherwise."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        body = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))
-        if float(body["started"]) == since_s:
-            return SavedState.from_json(body)
-    return SavedState(generation=current_generation(run))
-
-
-def coordinator_address(run: Run) -> tuple[str, int] | None:
-    """Where the last coordinator that is known listens."""
-    try:
-        host, port = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))["address"]
-        return str(host), int(port)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return {"role": "coordinator", "term": term}
 
 
 class AgentConnections:
@@ -118,21 +126,24 @@ class AgentConnections:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._gauge = Gauge(self._selector)
+        self._pumped_s = -1e9
         self._channels: dict[str, Channel] = {}
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         heard: list[tuple[str, dict[str, Any]]] = []
-        ready = self._selector.select(timeout_s)
-        heard += [
-            one for channel in self._listener.pump() for one in self._admit(channel)
-        ]  # every turn: it drops who is late
-        for key, _ in ready:
-            if key.data is self._gauge:
+        is_due = time.monotonic() - self._pumped_s > PUMP_S  # it drops who is late
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                is_due = True
+            elif key.data is self._gauge:
                 self._gauge.listen()
-            elif key.fileobj is not self._listener:
+            else:
                 heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
+        if is_due:
+            self._pumped_s = time.monotonic()
+            heard += [one for channel in self._listener.pump() for one in self._admit(channel)]
         return heard
 
     def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
@@ -156,13 +167,14 @@ class AgentConnections:
         """Whether another agent of that name is there and speaks: two would drive each other out for ever."""
         old = self._channels.get(host)
         other = old is not None and old.peer.get("id") != channel.peer.get("id")
-        return other and time.monotonic() - self._heard_s[host] < SPEAKS_S
+        speaks_s = max(SPEAKS_S, 2 * heartbeat_every_s(len(self._channels)))
+        return other and time.monotonic() - self._heard_s[host] < speaks_s
 
     def _listen(self, host: str, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
         if self._channels.get(host) is not channel:
             return []
         try:
-            messages = channel.receive()
+            messages = channel.receive(most=1)  # hardly ever are there two: the selector tells, without another look
             self._heard_s[host] = time.monotonic()
             return [(host, message) for message in messages]
         except (Closed, Refused, OSError):
@@ -175,12 +187,14 @@ class AgentConnections:
             self._selector.unregister(channel)
         channel.close()
 
-    def send(self, host: str, message: dict[str, Any]) -> None:
-        """Say something to an agent; one that is gone shows as such when we listen."""
-        channel = self._channels.get(host)
-        if channel is not None:
-            with suppress(Closed, OSError, TimeoutError):
-                channel.send(message)
+    def send(self, hosts: Sequence[str], message: dict[str, Any]) -> None:
+        """Say something to agents, encoded once; one that is gone shows as such when we listen."""
+        text = encode_message(message)
+        for host in hosts:
+            channel = self._channels.get(host)
+            if channel is not None:
+                with suppress(Closed, OSError, TimeoutError):
+                    channel.send_text(text)
 
     def drain(self) -> None:
         """Wait a moment until the agents have hung up, so that the last word reaches them."""

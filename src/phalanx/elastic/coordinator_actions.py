@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,26 +33,31 @@ from phalanx.record.account.incidents import find_culprit, read_flights, recorde
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 
-LOOK_S = 0.5  # between looks for the stop file
+LOOK_S = 1.0  # between looks for the stop file: it is on a disk that many share
 MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
 UNTRUSTED = "untrusted-"
 
 
 class Coordinator:
-    """Holds the state of `decide`, gives it what is heard, and does what it says."""
+    """Holds the state of `decide`, gives it what is heard, and does what it says.
+
+    `check` raises when another coordinates by now: called before what cannot be undone.
+    """
 
     def __init__(
         self,
         run: Run,
         plan: Plan,
-        send: Callable[[str, Message], None],
+        send: Callable[[Sequence[str], Message], None],
         events: EventWriter,
         *,
         saved: SavedState,
         save: Callable[[SavedState], None],
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._send, self._events, self._save, self._clock = run, send, events, save, clock
+        self._check = check
         self._looked_s, self._recorded_evidence = -1e9, 0  # newest generation whose flight recorders were read
         launch = run.launch()
         settings = CoordinatorSettings(
@@ -63,6 +68,9 @@ class Coordinator:
             prescribed=tuple(launch.get("formations", ())),
             num_plans=run.plan_count(),
             newest_generation=current_generation(run),
+            # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; of one host it is itself.
+            rack_hosts=max(1, plan.cluster.domain_devices // max(1, plan.cluster.host_devices)),
+            machines={str(host): str(machine) for host, machine in launch.get("machines", {}).items()},
         )
         hosts = tuple(str(name) for name in launch.get("hosts", ()))
         self.state, actions = initial_state(settings, saved, hosts=hosts, now_s=clock(), unix_s=time.time())
@@ -90,13 +98,13 @@ class Coordinator:
         for action in actions:
             match action:
                 case Send():
-                    for host in action.hosts:
-                        self._send(host, action.message)
+                    self._send(action.hosts, action.message)
                 case RecordEvent():
                     self._events.write(action.event, **action.fields)
                 case SaveState():
                     self._save(action.saved)
                 case BeginGeneration():
+                    self._check()
                     begin_generation(self._run, action.generation)
                 case RecordEvidence():
                     self._record_evidence(action)
@@ -104,6 +112,7 @@ class Coordinator:
                     if self._run.status().get("state") != "running":
                         self._run.set_status("running", world=action.world, started=round(time.time(), 3))
                 case EndRun():
+                    self._check()
                     message, fields = complete_message(self._run, action)
                     self._run.set_status(action.state, exit_code=action.exit_code, message=message, **fields)
                     self._events.write("end", epoch=action.generation, state=action.state, message=message)

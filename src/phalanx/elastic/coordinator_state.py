@@ -7,13 +7,13 @@ the same whether the run has 4 hosts or 16,384.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, Literal, TypeVar
 
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.heartbeat_board import NO_STEP, Progress
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.restore_point import Lineage
 from phalanx.job.schema import Job
@@ -22,7 +22,7 @@ from phalanx.plan.layout import Layout
 Message = dict[str, Any]  # of a kind, with JSON values
 K = TypeVar("K", bound=int | str)
 V = TypeVar("V")
-BUCKETS = 64  # of 16,384 hosts each holds 256: a change copies 256 + 64 references instead of all
+BUCKETS = 256  # of 16,384 hosts each holds 64: a change copies 64 + 256 references instead of all
 
 
 class FrozenMap(Mapping[K, V], Generic[K, V]):
@@ -43,6 +43,20 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
     def __len__(self) -> int:
         return self._count
 
+    def items(self) -> ItemsView[K, V]:
+        """All at once: no key is looked up again."""
+        return self._as_dict().items()
+
+    def values(self) -> ValuesView[V]:
+        """The same."""
+        return self._as_dict().values()
+
+    def _as_dict(self) -> dict[K, V]:
+        whole: dict[K, V] = {}
+        for bucket in self._buckets:
+            whole.update(bucket)
+        return whole
+
     def set(self, key: K, value: V) -> FrozenMap[K, V]:
         """With this value under this key."""
         number = _bucket(key)
@@ -52,6 +66,15 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         """Without this key."""
         number = _bucket(key)
         return self._with(number, {one: value for one, value in self._buckets[number].items() if one != key})
+
+    def update(self, values: Mapping[K, V]) -> FrozenMap[K, V]:
+        """With all of these; what many changes at once cost one copy."""
+        buckets = [dict(one) for one in self._buckets]
+        for key, value in values.items():
+            buckets[_bucket(key)][key] = value
+        made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
+        made._buckets, made._count = tuple(buckets), sum(len(one) for one in buckets)
+        return made
 
     def _with(self, number: int, bucket: dict[K, V]) -> FrozenMap[K, V]:
         made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
@@ -79,6 +102,8 @@ class CoordinatorSettings:
     prescribed: tuple[Message, ...] = ()  # layouts that a replay takes up, each from a step on
     num_plans: int = 1  # that the run has had; goes into its record
     newest_generation: int = 0  # that ranks of this run were ever fenced with; the next is above it
+    rack_hosts: int = 1  # that fail together: copies of state go to another rack where there is one
+    machines: Mapping[str, str] = field(default_factory=dict)  # of hosts that share one: tasks of another launcher
 
     def layout_at(self, step: int) -> Layout:
         """What is wanted: the plan, or what a replay prescribes from this step on."""
@@ -86,7 +111,7 @@ class CoordinatorSettings:
         return Layout(**wanted[-1]["layout"]) if wanted else self.planned
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: a changed copy of a dictionary is ten times faster than `replace`
 class HostView:
     """A host, as its agent describes it."""
 
@@ -96,19 +121,40 @@ class HostView:
     has_status: bool = False  # it has said which processes it has
     gone_s: float | None = None  # when it hung up
     alive: Mapping[int, int] = field(default_factory=dict)  # slot -> process
-    progress: Mapping[int, tuple[int, int, float]] = field(default_factory=dict)  # slot -> step, phase, age in seconds
+    progress: Progress | None = None  # of its ranks; None before any has told
+    exceptions: Mapping[int, Progress | None] = field(default_factory=dict)  # slots that differ, or have not told
     problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
+    told: int = 0  # newest generation that this connection has told it of
     ready: Message | None = None
+    is_ready: bool = False  # every rank that the present membership has here
     stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
+
+    def changed(self, **fields: Any) -> HostView:
+        """The same host with other values: what `dataclasses.replace` gives, for every heartbeat."""
+        made = object.__new__(HostView)
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(fields)
+        return made
 
     @property
     def is_here(self) -> bool:
         """Whether its agent is connected and has said which processes it has."""
         return self.has_status and self.gone_s is None
 
+    def progress_of(self, slot: int) -> Progress | None:
+        """Step, phase and age of the rank in a slot; None before it has told."""
+        return self.exceptions.get(slot, self.progress)
+
     def age_s(self, slot: int) -> float:
         """Seconds since the rank in a slot got anywhere."""
-        return self.progress[slot][2] if slot in self.progress else 0.0
+        told = self.progress_of(slot)
+        return told[2] if told is not None else 0.0
+
+    def num_usable(self, quarantined: Collection[HostSlot]) -> int:
+        """Living processes that may become ranks."""
+        if not self.is_here or self.problems:
+            return 0
+        return sum((self.name, slot) not in quarantined for slot in self.alive) if quarantined else len(self.alive)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +166,8 @@ class SavedState:
     pids: tuple[int, ...] = ()  # of the members' processes, by rank
     running: bool = False  # there is a membership, and the run is not over
     forming: bool = False  # its members were not yet told to go
-    go: Message | None = None  # what they were told
+    go: Message | None = None  # what all were told
+    peers: Mapping[str, Message] = field(default_factory=dict)  # and what each host: who takes the copies of its ranks
     lineage: Lineage = field(default_factory=Lineage)
     step: int = NO_STEP  # where the run stands
     best_step: int = NO_STEP  # the furthest it ever came
@@ -134,10 +181,12 @@ class SavedState:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
+        return {**self.progress_json(), **self.members_json()}
+
+    def progress_json(self) -> dict[str, Any]:
+        """What is written down every second: the same few lines for any number of ranks."""
         return {
             "epoch": self.generation,
-            "formation": self.membership.to_json() if self.membership is not None else None,
-            "pids": list(self.pids),
             "running": self.running,
             "forming": self.forming,
             "go": self.go,
@@ -153,6 +202,14 @@ class SavedState:
             "seat_failures": [[one.host, one.slot, count] for one, count in sorted(self.slot_failures.items())],
         }
 
+    def members_json(self) -> dict[str, Any]:
+        """What changes only with the membership."""
+        return {
+            "formation": self.membership.to_json() if self.membership is not None else None,
+            "pids": list(self.pids),
+            "peers": dict(self.peers),
+        }
+
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> SavedState:
         """The reverse; raises KeyError, TypeError or ValueError on anything else."""
@@ -163,6 +220,7 @@ class SavedState:
             running=bool(body["running"]),
             forming=bool(body["forming"]),
             go=body["go"],
+            peers=body["peers"],
             lineage=Lineage.from_json(body["lineage"]),
             step=int(body["step"]),
             best_step=int(body["best_step"]),
@@ -176,7 +234,7 @@ class SavedState:
         )
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class CoordinatorState:
     """All that `decide` knows. Its fields are assigned only to a copy, by `decide`, and no value is ever changed.
 
@@ -194,7 +252,11 @@ class CoordinatorState:
 
     hosts: FrozenMap[str, HostView] = field(default_factory=FrozenMap)
     host_order: tuple[str, ...] = ()
+    known_hosts: frozenset[str] = frozenset()  # the same
     num_processes: int = 0  # on all hosts
+    num_usable: int = 0  # of them, those that may become ranks: as many as there are `living_slots`
+    num_here: int = 0  # hosts that are connected and have said which processes they have
+    num_ready: int = 0  # hosts of the membership whose ranks are all ready
     bad_hosts: frozenset[str] = frozenset()  # with problems
     check_hosts_s: float = -1e9  # when the next host may have been silent for too long
     beat_s: float = -1e9  # when agents were last told that we live
@@ -224,8 +286,7 @@ class CoordinatorState:
     def copy(self) -> CoordinatorState:
         """Another one with the same values."""
         made = object.__new__(CoordinatorState)
-        for name in _FIELD_NAMES:
-            setattr(made, name, getattr(self, name))
+        made.__dict__.update(self.__dict__)
         return made
 
     @property
@@ -263,13 +324,15 @@ class CoordinatorState:
         host = self.hosts.get(place.host)
         return host is not None and not host.problems and place not in self.saved.quarantined
 
+    def is_living(self, place: HostSlot) -> bool:
+        """Whether there is a process in this slot that may become a rank: whether it is one of `living_slots`."""
+        host = self.hosts.get(place.host)
+        return host is not None and host.is_here and place.slot in host.alive and self.is_usable(place)
+
     def pid_at(self, place: HostSlot) -> int | None:
         """The process in a slot."""
         host = self.hosts.get(place.host)
         return host.alive.get(place.slot) if host is not None else None
-
-
-_FIELD_NAMES = tuple(one.name for one in fields(CoordinatorState))
 
 
 # ---- what it hears ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ are only taken note of; what is to be done is decided when the clock ticks, a hu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from phalanx.elastic.coordinator_state import (
     Action,
@@ -23,11 +23,19 @@ from phalanx.elastic.coordinator_state import (
     Message,
     SavedState,
 )
-from phalanx.elastic.decide_membership import await_hosts, await_members, kill_all, regrow, start_members
+from phalanx.elastic.decide_membership import (
+    await_hosts,
+    await_members,
+    go_of,
+    kill_all,
+    regrow,
+    start_members,
+    tell_membership,
+)
 from phalanx.elastic.decide_recovery import CAUSE_S, after_all_left, after_some_left, find_hung_rank, recover
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.heartbeat_board import MOST_BEAT_S, Progress, heartbeat_every_s
 from phalanx.elastic.membership import HostSlot
 from phalanx.elastic.preflight import check_skew, clock_skew_s
 
@@ -51,6 +59,7 @@ def initial_state(
         stepped_s=now_s,
         takes_over=saved.running,
         host_order=hosts,
+        known_hosts=frozenset(hosts),
     )
     decision = Decision(state, now_s=now_s, unix_s=unix_s)
     if saved.running:
@@ -104,11 +113,14 @@ def _excuse_own_pause(decision: Decision) -> None:
     state, now = decision.state, decision.now_s
     paused_s, state.ticked_s = now - state.ticked_s, now
     if paused_s > PAUSE_S:
-        for host in state.hosts.values():
-            decision.set_host(replace(host, heard_s=host.heard_s + paused_s))
+        state.hosts = state.hosts.update(
+            {name: host.changed(heard_s=host.heard_s + paused_s) for name, host in state.hosts.items()}
+        )
     if now - state.beat_s >= BEAT_S:
-        state.beat_s = now
-        decision.broadcast({"kind": "beat"})
+        every_s = heartbeat_every_s(len(state.hosts), state.job.fault.dead_after_s)
+        if now - state.beat_s >= min(MOST_BEAT_S, 4 * every_s - BEAT_S):  # they only want to know that we live
+            state.beat_s = now
+            decision.broadcast({"kind": "beat", "every_s": every_s})
 
 
 # ---- the wish to stop ------------------------------------------------------------------------------------------------
@@ -144,15 +156,17 @@ def _give_up_hosts(decision: Decision) -> None:
     if now > state.check_hosts_s:
         _give_up_silent_hosts(decision)
     if state.takes_over and state.saved.membership is not None:
-        missing = [
-            name for name in state.membership.hosts if (host := state.hosts.get(name)) is None or not host.is_here
-        ]
+        missing = _missing_hosts(state)
         patience_s = RECONNECT_S if state.failures or state.left else TAKE_OVER_S
         if missing and now - state.began_s < patience_s:
             return
         state.takes_over = False
         for name in missing:
             _lose_host(decision, name, "did not come back")
+
+
+def _missing_hosts(state: CoordinatorState) -> list[str]:
+    return [name for name in state.membership.hosts if (host := state.hosts.get(name)) is None or not host.is_here]
 
 
 def _give_up_silent_hosts(decision: Decision) -> None:
@@ -191,7 +205,10 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
         if kind != "gone":  # it was given up, and lives: it is to introduce itself again
             decision.send(name, {"kind": "again"})
         return
-    host = replace(host, heard_s=decision.now_s)
+    host = host.changed(heard_s=decision.now_s)
+    if kind == "beat" and _is_of_training(decision, message):
+        _on_beat(decision, host, message)  # nearly all there is: the host is changed once
+        return
     decision.set_host(host)
     if kind in HANDLERS:
         HANDLERS[kind](decision, host, message)
@@ -207,12 +224,12 @@ def _on_joined(decision: Decision, name: str, hello: Message) -> None:
     ]
     host = HostView(name=name, address=str(hello.get("address", "")), heard_s=decision.now_s, problems=tuple(problems))
     decision.set_host(host)
-    if name not in state.host_order:
-        state.host_order = (*state.host_order, name)
+    if name not in state.known_hosts:
+        state.host_order, state.known_hosts = (*state.host_order, name), state.known_hosts | {name}
     decision.record(
         "host", host=name, state="joined", problems=problems, link_bytes_per_s=hello.get("link_bytes_per_s")
     )
-    if is_new:
+    if is_new and problems:
         decision.exclude_host(host, problems)
     if state.stop_requests:
         decision.send(name, {"kind": "stop"})
@@ -220,13 +237,18 @@ def _on_joined(decision: Decision, name: str, hello: Message) -> None:
 
 def _on_status(decision: Decision, host: HostView, message: Message) -> None:
     """What an agent has that has just connected, perhaps not for the first time."""
-    host = replace(host, has_status=True, alive={int(slot): int(pid) for slot, pid in message["slots"].items()})
+    state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
+    is_told = saved.membership is not None and (generation, message["digest"]) == (
+        saved.generation,
+        saved.membership.digest,
+    )
+    alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
+    host = host.changed(has_status=True, alive=alive, told=generation if is_told else 0)
     decision.set_host(host)
     _request_stop(decision, int(message["wishes"]))  # before anything is formed of these slots
-    state, saved = decision.state, decision.state.saved
     if saved.membership is None or not saved.running:
         return
-    ranks, generation = saved.membership.ranks_on(host.name), int(message["epoch"])
+    ranks = saved.membership.ranks_on(host.name)
     ended = [
         rank for slot, rank in ranks.items() if host.alive.get(slot) != saved.pids[rank] and rank not in state.replacing
     ]
@@ -237,21 +259,21 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
     if ended or not ranks:
         return
     if generation < saved.generation and saved.forming:  # it was never told, or the word was lost
-        decision.send(host.name, {"kind": "form", **saved.membership.to_json()})
+        tell_membership(decision, [host])
     elif int(message["went"]) < saved.generation and saved.go is not None:
-        decision.send(host.name, saved.go)
+        decision.send(host.name, go_of(saved, host.name))
     elif saved.forming:  # whoever has its slot stays in it
         for slot in ranks:
             decision.send(host.name, {"kind": "seat", "epoch": saved.generation, "slot": slot})
 
 
 def _on_gone(decision: Decision, host: HostView, message: Message) -> None:
-    decision.set_host(replace(host, gone_s=decision.now_s))
+    decision.set_host(host.changed(gone_s=decision.now_s))
 
 
 def _on_up(decision: Decision, host: HostView, message: Message) -> None:
     started = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    decision.set_host(replace(host, alive={**host.alive, **started}))
+    decision.set_host(host.changed(alive={**host.alive, **started}))
 
 
 def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
@@ -259,7 +281,7 @@ def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
     slot, pid = int(message["slot"]), int(message["pid"])
     if host.alive.get(slot) == pid:
         alive = {number: process for number, process in host.alive.items() if number != slot}
-        decision.set_host(replace(host, alive=alive))
+        decision.set_host(host.changed(alive=alive))
     rank = saved.membership.rank_at(HostSlot(host.name, slot)) if saved.membership is not None else None
     if rank is None or not saved.running or saved.pids[rank] != pid:
         return
@@ -276,6 +298,11 @@ def _on_lost(decision: Decision, host: HostView, message: Message) -> None:
 
 
 def _on_left(decision: Decision, host: HostView, message: Message) -> None:
+    """A rank came out of its membership, or several of a host at once."""
+    for one in message.get("ranks", ()):
+        _on_left(decision, host, one)
+    if "ranks" in message:
+        return
     state = decision.state
     generation, place = int(message["epoch"]), HostSlot(host.name, int(message["slot"]))
     known = (state.saved.membership, state.before)
@@ -294,14 +321,17 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
     state = decision.state
     if int(message["epoch"]) != state.saved.generation:
         return
-    host = replace(host, ready=message)
+    ranks = state.membership.ranks_on(host.name) if state.saved.membership is not None else {}
+    is_ready = bool(ranks) and all(str(slot) in message["ports"] for slot in ranks)
+    host = host.changed(ready=message, is_ready=is_ready)
     decision.set_host(host)
     if state.asked_at is not None and "time" in message:
         asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
         if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
             # Their clock was read after we asked.
             skew_s = clock_skew_s(float(message["time"]), took_s, now_s=decision.unix_s)
-            decision.exclude_host(host, [problem.render() for problem in check_skew(skew_s, host=host.name)])
+            if problems := [problem.render() for problem in check_skew(skew_s, host=host.name)]:
+                decision.exclude_host(host, problems)
 
 
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
@@ -311,25 +341,32 @@ def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
         decision.exclude_host(host, [text for text in found if text not in host.problems])
 
 
+def _is_of_training(decision: Decision, message: Message) -> bool:
+    saved = decision.state.saved
+    return int(message["epoch"]) == saved.generation and not saved.forming
+
+
 def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
-    if int(message["epoch"]) != saved.generation or saved.forming:
+    progress = _progress(message["progress"])
+    exceptions = {int(slot): _progress(one) for slot, one in message.get("exceptions", {}).items()}
+    decision.set_host(host.changed(progress=progress, exceptions=exceptions))
+    if saved.membership is None or not saved.membership.has_host(host.name):
         return
-    progress = {
-        int(slot): (int(step), int(phase), float(age)) for slot, (step, phase, age) in message["progress"].items()
-    }
-    decision.set_host(replace(host, progress=progress))
-    ranks = saved.membership.ranks_on(host.name) if saved.membership is not None else {}
-    step = max((progress[slot][0] for slot in ranks if slot in progress), default=NO_STEP)
+    step = max(one[0] for one in (progress, *exceptions.values(), (saved.step, 0, 0.0)) if one is not None)
     if step > saved.step:
         state.step_s = max(0.9 * state.step_s, decision.now_s - state.stepped_s)
         state.stepped_s = decision.now_s
     decision.note_step(step)
 
 
+def _progress(told: Sequence[Any] | None) -> Progress | None:
+    return (int(told[0]), int(told[1]), float(told[2])) if told is not None else None
+
+
 def _on_where(decision: Decision, host: HostView, message: Message) -> None:
     stacks = {int(slot): (bool(waits), str(place)) for slot, (waits, place) in message["ranks"].items()}
-    decision.set_host(replace(host, stacks=stacks))
+    decision.set_host(host.changed(stacks=stacks))
 
 
 def _on_stop(decision: Decision, host: HostView, message: Message) -> None:
@@ -346,7 +383,6 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "left": _on_left,
     "ready": _on_ready,
     "unfit": _on_unfit,
-    "beat": _on_beat,
     "where": _on_where,
     "stop": _on_stop,
 }

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from phalanx.elastic.coordinator_state import (
     CoordinatorState,
     EndRun,
     FrozenMap,
+    HostView,
     ListCheckpoints,
     MarkRunning,
     Message,
     RecordEvidence,
+    SavedState,
 )
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
-from phalanx.elastic.restore_point import ReplicaInfo, RestorePoint, find_restore_points
+from phalanx.elastic.replica_ring import ReplicaRing
+from phalanx.elastic.restore_point import find_whole_step
 
 # For an agent to start another process in a slot. Shorter is no gain: the run would shrink, and grow again seconds
 # later, where a fork took long (a busy machine, a process of many gigabytes).
 REPLACE_S = 10.0
+MOST_LISTED = 4096  # members in one event: a line of 1 MiB is the longest that readers take
 REGROW_S = 1.0  # slots that came back are to stay this long before the ranks are disturbed
 
 
@@ -29,7 +35,7 @@ def await_hosts(decision: Decision) -> None:
     """Before the first membership: begin as soon as there are slots for the plan, or with fewer when time is up."""
     state, patience_s = decision.state, decision.state.job.comm.init_timeout_s
     wanted = state.settings.layout_at(0).devices
-    if state.num_processes >= wanted and len(state.living_slots()) >= wanted:
+    if state.num_usable >= wanted:
         form(decision, "start")
         return
     have_all_arrived = state.num_processes >= max(state.settings.num_slots, state.settings.planned.devices)
@@ -42,7 +48,7 @@ def await_hosts(decision: Decision) -> None:
             return
         here = ", ".join(name for name in state.host_order if name in state.hosts) or "no host"
         message = (
-            f"{state.settings.run_path}: {len(state.living_slots())} of {state.settings.planned.devices} ranks "
+            f"{state.settings.run_path}: {state.num_usable} of {state.settings.planned.devices} ranks "
             f"arrived within {patience_s:g} s\n  here: {here}\n  look at the logs of the agents that are missing"
         )
         end = EndRun(state="failed", exit_code=FAILED, message=message, generation=state.saved.generation)
@@ -57,41 +63,101 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     state = decision.state
     before = state.saved.membership
     policy = state.job.fault.recovery if before is not None or not as_planned else "replace"
-    membership = next_membership(
-        generation=max(state.saved.generation, state.settings.newest_generation) + 1,
-        planned=state.settings.layout_at(state.saved.step),
-        sequences=state.job.batch.global_sequences,
-        reproducible=state.job.numerics.reproducible,
-        policy="auto" if policy == "stop" else policy,
-        before=before,
-        alive=state.living_slots(),
-        fallen=_slots_of_ended(state, before) if before is not None else (),
-    )
+    generation = max(state.saved.generation, state.settings.newest_generation) + 1
+    planned = state.settings.layout_at(state.saved.step)
+    membership: Membership | None
+    if before is not None and before.layout == planned and policy != "shrink" and _are_all_living(state, before):
+        membership = before.renumbered(generation)  # in every slot there is a process again: the usual case
+    else:
+        membership = next_membership(
+            generation=generation,
+            planned=planned,
+            sequences=state.job.batch.global_sequences,
+            reproducible=state.job.numerics.reproducible,
+            policy="auto" if policy == "stop" else policy,
+            before=before,
+            alive=state.living_slots(),
+            fallen=_slots_of_ended(state, before) if before is not None else (),
+        )
     if membership is None:
         return False
     state.before = before
     decision.forget_failures()
-    for host in state.hosts.values():
-        if host.ready is not None or host.progress:
-            decision.set_host(replace(host, ready=None, progress={}))
-    pids = tuple(state.hosts[one.host].alive[one.slot] for one in membership.slots)
+    decision.reset_progress()
+    alive = {name: host.alive for name, host in state.hosts.items()}
+    pids = tuple(alive[name][slot] for name, slot in membership.slots)
     decision.save(
-        generation=membership.generation, membership=membership, pids=pids, running=True, forming=True, go=None
+        generation=membership.generation,
+        membership=membership,
+        pids=pids,
+        running=True,
+        forming=True,
+        go=None,
+        peers={},
     )
     state.asked_at, state.unfit_s = (decision.unix_s, decision.now_s), None
     decision.begin_generation(membership.generation)
+    _record_membership(decision, reason)
+    tell_membership(decision, list(state.hosts.values()))
+    return True
+
+
+def _record_membership(decision: Decision, reason: str) -> None:
+    """Who is which rank; of many, only what changed hands in ranges, in as many events as it takes."""
+    state, membership, pids = decision.state, decision.state.membership, decision.state.saved.pids
+    if membership.world <= MOST_LISTED:
+        members: list[Message] = [
+            {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]}
+            for rank, one in enumerate(membership.slots)
+        ]
+    else:
+        members = [
+            {"rank": rank, "host": host, "slot": slot, "count": count} for rank, host, slot, count in membership.runs
+        ]
     decision.record(
         "epoch",
         reason=reason,
         world=membership.world,
         plan=state.settings.num_plans,
         layout=asdict(membership.layout),
-        members=[
-            {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]}
-            for rank, one in enumerate(membership.slots)
-        ],
+        members=members[:MOST_LISTED],
     )
-    decision.broadcast({"kind": "form", **membership.to_json()})
+    for first in range(MOST_LISTED, len(members), MOST_LISTED):
+        decision.record("members", members=members[first : first + MOST_LISTED])
+
+
+def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
+    """Tell hosts of the present membership: whoever has the same ranks as before hears only that.
+
+    In the usual case, a process that is replaced in its slot, this is one short message that is the same for everybody.
+    """
+    state, membership, before = decision.state, decision.state.membership, decision.state.before
+    summary = {"kind": "form", **membership.summary()}
+    same: list[str] = []
+    for host in hosts:
+        name = host.name
+        if before is not None and host.told == before.generation and before.ranks_on(name) == membership.ranks_on(name):
+            same.append(name)
+        else:
+            decision.send(name, {**summary, **membership.share_of(name)})
+    if same and before is not None:
+        decision.send_all(same, {**summary, "same_as": [before.generation, before.digest]})
+    state.hosts = state.hosts.update({host.name: host.changed(told=membership.generation) for host in hosts})
+
+
+def _are_all_living(state: CoordinatorState, membership: Membership) -> bool:
+    """Whether there is a process for every rank where the rank was."""
+    if state.saved.quarantined and not state.saved.quarantined.isdisjoint(membership.slots):
+        return False
+    for name in membership.hosts:
+        host = state.hosts.get(name)
+        if (
+            host is None
+            or not host.is_here
+            or host.problems
+            or not membership.ranks_on(name).keys() <= host.alive.keys()
+        ):
+            return False
     return True
 
 
@@ -106,18 +172,14 @@ def await_members(decision: Decision) -> None:
     state = decision.state
     if state.replacing:
         _replace_lost_members(decision)
-    elif unfit := [name for name in state.membership.hosts if name in state.bad_hosts]:
+    elif unfit := [name for name in sorted(state.bad_hosts) if state.membership.has_host(name)]:
         _form_without(decision, unfit)
     elif _are_all_ready(state):
         decision.actions.append(ListCheckpoints())
 
 
 def _are_all_ready(state: CoordinatorState) -> bool:
-    for place in state.membership.slots:
-        host = state.hosts.get(place.host)
-        if host is None or host.ready is None or str(place.slot) not in host.ready["ports"]:
-            return False
-    return True
+    return state.num_ready == state.membership.num_hosts
 
 
 def _replace_lost_members(decision: Decision) -> None:
@@ -176,8 +238,9 @@ def await_lost_slots(decision: Decision, membership: Membership, waited_s: float
         return True
     if state.job.fault.recovery == "shrink" or waited_s > state.job.comm.init_timeout_s:
         return False
-    alive = set(state.living_slots())
-    return any(one not in alive and (one.host not in state.hosts or state.is_usable(one)) for one in membership.slots)
+    return any(
+        one.host not in state.hosts or (state.is_usable(one) and not state.is_living(one)) for one in membership.slots
+    )
 
 
 def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
@@ -186,26 +249,26 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     if saved.membership is None or not saved.forming or state.replacing or not _are_all_ready(state):
         return  # somebody was lost while the disk was read
     membership = saved.membership
-    ready = {name: message for name in membership.hosts if (message := state.hosts[name].ready) is not None}
+    told = [one for name in membership.hosts for one in (state.hosts[name].ready or {}).get("held", ())]
     trusted = [step for step in checkpoints if saved.at_most is None or step <= saved.at_most]
     on_disk = max(trusted, default=0)
-    point = _newest_in_memory(state, ready)
+    # What others than the members' hosts hold cannot be reached.
+    point = find_whole_step(told, lineage=saved.lineage, at_most=saved.at_most)
     if point is not None and on_disk > point.step:
         point = None  # replicas that could not be renewed for long are older than the disk
     step = point.step if point is not None else on_disk
     went_s = saved.went_s or decision.unix_s
-    ports = {
-        rank: (state.hosts[one.host].address, ready[one.host]["ports"][str(one.slot)])
-        for rank, one in enumerate(membership.slots)
-    }
-    vaults = {str(rank): [address, int(both[1])] for rank, (address, both) in ports.items()}
+    first = state.hosts[membership.slots[0].host]
+    assert first.ready is not None
+    restore = None
+    if point is not None:
+        numbers = {"epoch": point.epoch, "step": point.step, "world": point.world}
+        restore = {**numbers, "hosts": membership.num_hosts, "writers": point.writers.to_json()}
     go = {
         "kind": "go",
         "epoch": membership.generation,
-        "store": [ports[0][0], int(ports[0][1][0])],
-        "vaults": vaults,
-        "peers": {one.host: vaults[str(rank)] for rank, one in reversed(list(enumerate(membership.slots)))},
-        "restore": point.to_json() if point is not None else None,
+        "store": [first.address, int(first.ready["ports"][str(membership.slots[0].slot)][0])],
+        "restore": restore,
         "at_most": saved.at_most,
         "case": saved.divergence,
         "went_s": went_s,
@@ -216,23 +279,67 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
         lineage=saved.lineage.begin(membership.generation, source=source),
         forming=False,
         go=go,
+        peers=_replica_peers(state, membership),
         step=step,
         best_step=max(step, saved.best_step),
         went_s=went_s,
     )
-    told = dict(sorted(state.last_collectives.items()))
-    decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=told))
+    collectives = _last_collectives(state)
+    decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=collectives))
     state.last_collectives = FrozenMap()
     decision.record("restore", step=step, source="memory" if point is not None else "disk" if step else "start")
-    decision.broadcast(go)
+    for name in membership.hosts:
+        decision.send(name, go_of(state.saved, name))
+    decision.send_all([name for name in state.hosts if not membership.has_host(name)], go)
     decision.actions.append(MarkRunning(world=membership.world))
 
 
-def _newest_in_memory(state: CoordinatorState, ready: Mapping[str, Message]) -> RestorePoint | None:
-    """The newest step that the members' hosts hold in full; what others hold cannot be reached."""
-    held = {name: [ReplicaInfo.from_json(one) for one in message.get("held", ())] for name, message in ready.items()}
-    found = find_restore_points(held, lineage=state.saved.lineage, at_most=state.saved.at_most)
-    return found[0] if found else None
+def _replica_peers(state: CoordinatorState, membership: Membership) -> dict[str, Message]:
+    """Who takes the copies of each host's ranks: by slot, our place among the guests there, and where it listens.
+
+    Each host is told of its own; nobody needs to know everybody's addresses.
+    """
+    machines = state.settings.machines
+    ring = ReplicaRing([machines.get(host, host) for host, _ in membership.slots], rack_hosts=state.settings.rack_hosts)
+    listens: dict[int, list[Any]] = {}
+    for name in membership.hosts:
+        host = state.hosts[name]
+        assert host.ready is not None
+        address, ports = host.address, host.ready["ports"]
+        for slot, rank in membership.ranks_on(name).items():
+            listens[rank] = [address, int(ports[str(slot)][1])]
+    peers: dict[str, Message] = {}
+    for name in membership.hosts:
+        takers = ring.takers_of(machines.get(name, name))
+        if not takers:
+            return {}
+        peers[name] = {
+            str(slot): [takers[rank].slot, *listens[takers[rank].rank]]
+            for slot, rank in membership.ranks_on(name).items()
+        }
+    return peers
+
+
+def _last_collectives(state: CoordinatorState) -> dict[int, str]:
+    """What ranks were in when they left the membership before; of many, those that differ from most come first."""
+    before = state.before
+    found = dict(state.last_collectives)
+    for name in before.hosts if before is not None else ():
+        host = state.hosts.get(name)
+        told = host.ready.get("collectives", {}) if host is not None and host.ready is not None else {}
+        ranks = before.ranks_on(name) if before is not None else {}
+        found.update({ranks[int(slot)]: str(text) for text, slots in told.items() for slot in slots if slot in ranks})
+    if len(found) > MOST_LISTED:
+        counts = Counter(found.values())
+        found = dict(sorted(found.items(), key=lambda one: (counts[one[1]], one[0]))[:MOST_LISTED])
+    return dict(sorted(found.items()))
+
+
+def go_of(saved: SavedState, host: str) -> Message:
+    """What one host is told when all go."""
+    assert saved.go is not None
+    peers = saved.peers.get(host)
+    return {**saved.go, "peers": peers} if peers else saved.go
 
 
 def regrow(decision: Decision) -> None:
@@ -243,7 +350,7 @@ def regrow(decision: Decision) -> None:
     if state.regrow_asked or state.job.fault.recovery != "auto" or is_whole or state.stop_requests:
         return
     better = None
-    if state.num_processes > membership.world:
+    if state.num_usable > membership.world:
         better = next_membership(
             generation=state.saved.generation + 1,
             planned=wanted,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import replace
 
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, FrozenMap, GivenUp, HostView, Message
@@ -61,14 +60,13 @@ def _too_often(state: CoordinatorState) -> str:
 
 def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
     """Whether it will soon be clear who is there: a host that hung up, one that joins, a process being started."""
-    if not all(host.is_here for host in state.hosts.values()):
+    if state.num_here < len(state.hosts):
         return True
     if state.job.fault.recovery == "shrink" or waited_s > REPLACE_S:
         return False
-    alive = set(state.living_slots())
     missing = [state.membership.slots[rank] for rank in state.failures]
-    is_coming = any(place not in alive and state.is_usable(place) for place in missing)
-    return is_coming and len(alive) < state.membership.world
+    is_coming = any(state.is_usable(place) and not state.is_living(place) for place in missing)
+    return is_coming and state.num_usable < state.membership.world
 
 
 def _record_incident(decision: Decision, cause: Failure) -> None:
@@ -82,7 +80,7 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
         place = membership.slots[rank]
         count = state.saved.slot_failures.get(place, 0) + 1
         decision.change_saved(slot_failures={**state.saved.slot_failures, place: count})
-        if count >= state.job.fault.restarts and len(state.living_slots()) > membership.world:
+        if count >= state.job.fault.restarts and state.num_usable > membership.world:
             decision.quarantine_slot(place, f"failed {plural(count, 'time')} in a row")
     place = membership.slots[cause.rank]
     decision.record(
@@ -217,7 +215,9 @@ def find_hung_rank(decision: Decision) -> None:
         decision.fail(0, "Deadlock", "every rank waits for another, and none moves")
         return
     host, slot, place = found
-    phase = host.progress[slot][1]
+    told = host.progress_of(slot)
+    assert told is not None
+    phase = told[1]
     what, bound = SLOW_PHASES.get(Phase(phase)), f"{_patience_s(state, phase):g} s"
     text = f", {what}, which may take comm.init_timeout_s + {MARGIN_S:g} s = {bound}" if what is not None else ""
     _kill_rank(decision, host, slot, place, patience=text)
@@ -264,7 +264,7 @@ def _is_nothing_moving(state: CoordinatorState) -> bool:
     """
     for place in state.membership.slots:
         host = state.hosts.get(place.host)
-        told = host.progress.get(place.slot) if host is not None else None
+        told = host.progress_of(place.slot) if host is not None else None
         if told is None or told[2] <= _patience_s(state, told[1]):
             return False
     return True
@@ -279,8 +279,8 @@ def _patience_s(state: CoordinatorState, phase: int) -> float:
 
 def _ask_for_stacks(decision: Decision) -> None:
     decision.state.stacks_asked_s = decision.now_s
-    for host in decision.state.hosts.values():
-        decision.set_host(replace(host, stacks=None))
+    state = decision.state
+    state.hosts = state.hosts.update({name: host.changed(stacks=None) for name, host in state.hosts.items()})
     decision.broadcast({"kind": "where"})
 
 
@@ -294,10 +294,10 @@ def _have_all_answered(decision: Decision) -> bool:
 def _culprit(state: CoordinatorState, among: Set[HostSlot]) -> tuple[HostView, int, str] | None:
     """The one of some slots that waits for nobody and came least far; its host, slot and place in the code."""
     found = [
-        (host.progress[slot][0], state.membership.rank_at(HostSlot(host.name, slot)) or 0, host, slot)
+        (told[0], state.membership.rank_at(HostSlot(host.name, slot)) or 0, host, slot)
         for host, slot in _members(state)
-        if HostSlot(host.name, slot) in among and slot in host.progress and host.stacks and slot in host.stacks
-        if not host.stacks[slot][0]
+        if HostSlot(host.name, slot) in among and host.stacks and slot in host.stacks
+        if not host.stacks[slot][0] and (told := host.progress_of(slot)) is not None
     ]
     if not found:
         return None

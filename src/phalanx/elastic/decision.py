@@ -37,6 +37,11 @@ class Decision:
         """Say something to one agent."""
         self.actions.append(Send(hosts=(host,), message=message))
 
+    def send_all(self, hosts: Sequence[str], message: Message) -> None:
+        """Say the same to several agents: it is encoded once."""
+        if hosts:
+            self.actions.append(Send(hosts=tuple(hosts), message=message))
+
     def broadcast(self, message: Message) -> None:
         """Say something to every agent that is known."""
         self.actions.append(Send(hosts=tuple(self.state.hosts), message=message))
@@ -71,27 +76,50 @@ class Decision:
         """A host is as described now."""
         state, old = self.state, self.state.hosts.get(host.name)
         state.hosts = state.hosts.set(host.name, host)
-        state.num_processes += len(host.alive) - (len(old.alive) if old is not None else 0)
+        if old is None or old.alive is not host.alive or old.is_here != host.is_here or old.problems != host.problems:
+            self._count(host, 1)
+            if old is not None:
+                self._count(old, -1)
         if bool(host.problems) != (host.name in state.bad_hosts):
             state.bad_hosts = state.bad_hosts ^ {host.name}
+        state.num_ready += host.is_ready - (old is not None and old.is_ready)
+
+    def _count(self, host: HostView, sign: int) -> None:
+        self.state.num_processes += sign * len(host.alive)
+        self.state.num_usable += sign * host.num_usable(self.state.saved.quarantined)
+        self.state.num_here += sign * host.is_here
 
     def drop_host(self, name: str) -> None:
         """A host is given up."""
-        state = self.state
-        state.num_processes -= len(state.hosts[name].alive)
+        state, old = self.state, self.state.hosts[name]
+        self._count(old, -1)
+        state.num_ready -= old.is_ready
         state.bad_hosts = state.bad_hosts - {name}
         state.hosts = state.hosts.drop(name)
+
+    def reset_progress(self) -> None:
+        """A membership begins: nobody is ready for it, or has got anywhere in it."""
+        state = self.state
+        changed = {
+            name: host.changed(ready=None, is_ready=False, progress=None, exceptions={})
+            for name, host in state.hosts.items()
+            if host.ready is not None or host.progress is not None or host.exceptions
+        }
+        state.hosts, state.num_ready = state.hosts.update(changed), 0
 
     def exclude_host(self, host: HostView, problems: Sequence[str]) -> None:
         """A bad host takes no part until its agent is started again."""
         new = tuple(text for text in problems if text not in host.problems)
-        self.set_host(replace(host, problems=(*host.problems, *new)))
+        self.set_host(host.changed(problems=(*host.problems, *new)))
         for text in problems:
             self.record("quarantine", host=host.name, reason=text)
 
     def quarantine_slot(self, place: HostSlot, reason: str) -> None:
         """A slot that is not used any more."""
-        self.change_saved(quarantined=self.state.saved.quarantined | {place})
+        host, quarantined = self.state.hosts.get(place.host), self.state.saved.quarantined
+        if host is not None:
+            self.state.num_usable -= host.num_usable(quarantined) - host.num_usable(quarantined | {place})
+        self.change_saved(quarantined=quarantined | {place})
         self.record("quarantine", host=place.host, slot=place.slot, reason=reason)
 
     # ---- ranks -----------------------------------------------------------------------------------------------------

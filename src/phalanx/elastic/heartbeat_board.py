@@ -8,10 +8,14 @@ from outside. An old answer of a process that runs only says that the lock is he
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 _STOP, _REFORM = 0, 1  # bytes of the flags
 _WORD = 8  # bytes; every value is one word, written at once: a reader never sees half of it
@@ -105,3 +109,39 @@ class HeartbeatBoard:
     def reforming(self) -> bool:
         """Whether the ranks are to leave the membership."""
         return self._memory[_REFORM] == 1
+
+
+# ---- in messages to the coordinator ----------------------------------------------------------------------------------
+
+Progress = tuple[int, int, float]  # step, phase, seconds since the rank got anywhere
+ALIKE_S = 1.0  # ranks of a host whose ages differ by less are told of as one
+HOSTS_PER_S = 512  # whose heartbeats the coordinator takes in a second, before they come as rarely as they may
+LEAST_BEAT_S, MOST_BEAT_S = 0.25, 4.0
+
+
+def heartbeat_every_s(num_hosts: int, dead_after_s: float = math.inf) -> float:
+    """Seconds between two heartbeats of an agent: the more hosts, the fewer, and four within `dead_after_s`.
+
+    >>> [heartbeat_every_s(hosts, 30.0) for hosts in (2, 512, 1024, 16384)], heartbeat_every_s(16384, 5.0)
+    ([0.25, 1.0, 2.0, 4.0], 1.25)
+    """
+    most_s = max(LEAST_BEAT_S, min(MOST_BEAT_S, dead_after_s / 4))
+    return min(max(LEAST_BEAT_S, num_hosts / HOSTS_PER_S), most_s)
+
+
+def fold_progress(progress: Mapping[int, Progress | None]) -> dict[str, Any]:
+    """What a host tells of its ranks (by slot; None where one has not told): what most do, and who differs.
+
+    >>> fold_progress({0: (7, 2, 0.5), 1: (7, 2, 0.25), 2: (6, 2, 9.0), 3: None})
+    {'progress': (7, 2, 0.25), 'exceptions': {2: (6, 2, 9.0), 3: None}}
+    """
+    told = [one for one in progress.values() if one is not None]
+    if not told:
+        return {"progress": None}
+    (step, phase), _ = Counter(one[:2] for one in told).most_common(1)[0]
+    age_s = min(one[2] for one in told if one[:2] == (step, phase))
+    alike = (step, phase, age_s)
+    exceptions = {
+        slot: one for slot, one in progress.items() if one is None or one[:2] != alike[:2] or one[2] > age_s + ALIKE_S
+    }
+    return {"progress": alike, "exceptions": exceptions} if exceptions else {"progress": alike}

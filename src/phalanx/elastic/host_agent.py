@@ -7,6 +7,7 @@ ends, and decides. The processes themselves are in rank_slots.py.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -19,13 +20,13 @@ from functools import partial
 from typing import Any
 
 from phalanx.elastic.bandwidth import measure
-from phalanx.elastic.channel import Channel, Closed, Refused, connect
-from phalanx.elastic.coordinator import coordinator_address
+from phalanx.elastic.channel import Address, Channel, Closed, Refused, connect
+from phalanx.elastic.election import coordinator_address
 from phalanx.elastic.forked_check import ForkedCheck
 from phalanx.elastic.handshake import read_secret
-from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.heartbeat_board import Phase, Progress, fold_progress
 from phalanx.elastic.local_launch import ENDED, StopSignals
-from phalanx.elastic.membership import Membership
+from phalanx.elastic.membership import HostMembership
 from phalanx.elastic.preflight import (
     LEAST_LINK_SHARE,
     check_between,
@@ -36,14 +37,16 @@ from phalanx.elastic.preflight import (
 from phalanx.elastic.rank_process import Work, find_ranks
 from phalanx.elastic.rank_slots import RankSlots, Slot
 from phalanx.elastic.replica_store import ReplicaStore
+from phalanx.elastic.restore_point import fold_held
 from phalanx.errors import Problem, SystemFailure
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 
 TICK_S = 0.01
-BEAT_S = 0.25
+BEAT_S = 0.25  # between heartbeats, unless the coordinator of many hosts asks for fewer
 RETRY_S = 0.05  # between attempts to reach the coordinator
-TURN_S = 0.5  # after which the next agent tries to start a coordinator; the first does so at once
+DISK_S = 1.0  # between looks at the run folder for its address: thousands of hosts share that disk
+TURN_S = 0.5  # after which the next agents try to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
 DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
 START_PATIENCE = 3  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
@@ -54,6 +57,17 @@ WRONG_CALL = 2
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 Message = dict[str, Any]
 Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
+
+
+def turn_s(place: int) -> float:
+    """When it is an agent's turn to start a coordinator, by its place among the hosts: each time for twice as many.
+
+    However many of the first hosts are lost at once, somebody's turn comes long before anybody gives up.
+
+    >>> [turn_s(place) for place in (0, 1, 2, 3, 4, 120, 16383)]
+    [0.0, 0.5, 1.0, 1.0, 1.5, 3.5, 7.0]
+    """
+    return TURN_S * place.bit_length()
 
 
 class HostAgent:
@@ -90,9 +104,14 @@ class HostAgent:
         self._channel: Channel | None = None
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._lost_s = self._tried_s = self._heard_s = time.monotonic()
-        self._spawned_s = -1e9
-        self._beat_s = 0.0
-        self._form: Message | None = None  # the newest
+        self._spawned_s = self._looked_s = -1e9
+        self._where: Address | None = None  # of the coordinator, as the run folder last said
+        self._own_where: Address | None = None  # of the one that we have started, as it told us itself
+        self._pipe = -1  # through which it does
+        self._term = 0  # the newest of a coordinator that we have met: one of an older term is over
+        self._beat_s, self._beat_every_s = 0.0, BEAT_S
+        self._form: Message | None = None  # the newest, as ranks are told of it
+        self._membership: HostMembership | None = None  # the same
         self._told_wishes = 0
         self._generation = self._went = 0  # of the newest membership, and of the newest that was told to go
         self._told_ready = 0
@@ -147,6 +166,7 @@ class HostAgent:
                 self._hear()
             else:
                 self._ranks.listen(key.data)
+        self._ranks.tell_left()  # before it is told that their processes ended
         self._ranks.reap()
         if not self.wishes.count or self._generation:
             self._ranks.fill()  # else a process here might let the coordinator begin what is asked to stop
@@ -164,22 +184,28 @@ class HostAgent:
         if self._channel is not None or now - self._tried_s < RETRY_S:
             return
         self._tried_s = now
-        status = self.run.status()
-        if status.get("state") in ENDED:  # the word of it did not reach us
-            self._over = int(status.get("exit_code", 3))
-            return
-        where = coordinator_address(self.run)
-        if where is not None and self._connect(where):
-            return
+        if now - self._looked_s >= DISK_S:
+            self._looked_s = now
+            status = self.run.status()
+            if status.get("state") in ENDED:  # the word of it did not reach us
+                self._over = int(status.get("exit_code", 3))
+                return
+            self._where = coordinator_address(self.run)
+        for where in dict.fromkeys((self._read_pipe(), self._where)):
+            if where is not None and self._connect(where):
+                return
         alone_s = now - self._lost_s
-        turn = self._order.index(self.host) if self.host in self._order else len(self._order)
         # The first agent has started one; as long as that may still be importing, more would only slow it down.
-        patience_s = TURN_S * turn + (DEAF_S if turn and not self._joined else 0.0)
+        patience_s = self._turn_s() + (DEAF_S if self._turn_s() and not self._joined else 0.0)
         if alone_s > patience_s and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
         if alone_s > LOST_S:
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
+
+    def _turn_s(self) -> float:
+        place = self._order.index(self.host) if self.host in self._order else len(self._order)
+        return turn_s(place)
 
     def _measure_link(self, where: tuple[str, int]) -> None:
         """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
@@ -215,19 +241,28 @@ class HostAgent:
             self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
         except (OSError, TimeoutError, Refused):
             return False
+        term = int(self._channel.peer.get("term", 0))
+        if term < self._term:  # it was frozen, and does not know yet that it is over
+            self._channel.close()
+            self._channel = None
+            return False
+        self._term = term
         self._joined = True
         self._selector.register(self._channel, selectors.EVENT_READ, None)
         self._heard_s = time.monotonic()
         self._told_ready, self._told_wishes = 0, self.wishes.count
         slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
-        self._say("status", slots=slots, epoch=self._generation, went=self._went, wishes=self.wishes.count)
+        digest = self._membership.digest if self._membership is not None else ""
+        self._say(
+            "status", slots=slots, epoch=self._generation, digest=digest, went=self._went, wishes=self.wishes.count
+        )
         unsaid, self._unsaid = self._unsaid, []
         for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
             self._say(**message)
         return True
 
     def _spawn_coordinator(self) -> None:
-        """Start one, unless ours still runs; it ends by itself when another has the lock."""
+        """Start one, unless ours still runs; it ends by itself when another coordinates."""
         if self._coordinator is not None and self._coordinator.poll() is None:
             silent_s = time.monotonic() - max(self._spawned_s, self._lost_s)
             patience = START_PATIENCE if self._spawned_s >= self._lost_s else 1  # it may still be starting
@@ -236,16 +271,38 @@ class HostAgent:
             return
         self._spawned_s = time.monotonic()
         command = [sys.executable, "-P", "-m", "phalanx.elastic.coordinator"]
+        self._close_pipe()
+        self._own_where = None
+        self._pipe, theirs = os.pipe()
+        os.set_blocking(self._pipe, False)
         with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
             self._coordinator = subprocess.Popen(
-                [*command, str(self.run.path), self.address, str(os.getpid())],
+                [*command, str(self.run.path), self.address, str(os.getpid()), str(theirs)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                pass_fds=(theirs,),
             )
+        os.close(theirs)
+
+    def _read_pipe(self) -> Address | None:
+        """Where our own coordinator listens, once it has told; no other needs to be asked, and no disk."""
+        if self._pipe >= 0:
+            with contextlib.suppress(BlockingIOError):
+                told = os.read(self._pipe, 4096)  # it is written at once
+                self._close_pipe()
+                if told:
+                    host, port = json.loads(told)
+                    self._own_where = str(host), int(port)
+        return self._own_where
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
 
     def _kill_coordinator(self) -> None:
-        """Ours hangs: as long as it has the lock there is no other."""
+        """Ours hangs: it would keep its term until its lease is over."""
         if self._coordinator is not None and self._coordinator.poll() is None:
             self._coordinator.kill()
             self._coordinator.wait()
@@ -281,7 +338,10 @@ class HostAgent:
             self._take_form(message)
         elif kind == "go" and int(message["epoch"]) == self._generation > self._went:
             self._went = self._generation
+            self._ranks.collectives.clear()
             self._ranks.hand_to_all(message)
+        elif kind == "beat":
+            self._beat_every_s = float(message.get("every_s", BEAT_S))
         elif kind == "taken":
             print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
             self._over = WRONG_CALL
@@ -301,16 +361,22 @@ class HostAgent:
             self._over = int(message["code"])
 
     def _take_form(self, message: Message) -> None:
-        membership = Membership.from_json(message)
-        if membership.generation <= self._generation:  # told twice
+        if int(message["epoch"]) <= self._generation:  # told twice
             return
-        ranks = membership.ranks_on(self.host)
-        self._generation, self._form = membership.generation, message
+        if "same_as" in message:
+            known = self._membership
+            if known is None or [known.generation, known.digest] != message["same_as"]:
+                self._hang_up()  # what it builds on never reached us: with our hello we are told in full
+                return
+            ranks = {str(slot): rank for slot, rank in known.ranks.items()}
+            message = {key: value for key, value in message.items() if key != "same_as"} | {"ranks": ranks}
+        membership = HostMembership.from_json(message)
+        self._generation, self._form, self._membership = membership.generation, message, membership
         self.board.ask_to_reform(False)
         now = time.monotonic()
         for slot in self._slots:
             slot.generation, slot.ready, slot.left, slot.asked_s = membership.generation, None, None, now
-            slot.rank = ranks.get(slot.number, -1)
+            slot.rank = membership.ranks.get(slot.number, -1)
             if slot.pid and slot.rank >= 0 and not slot.member_of:
                 slot.member_of = membership.generation
         self._ranks.hand_to_all(message)
@@ -319,7 +385,8 @@ class HostAgent:
     def _seat(self, slot: Slot) -> None:
         """The new process of a slot takes the rank that the membership being made has there."""
         assert self._form is not None
-        rank = Membership.from_json(self._form).ranks_on(self.host).get(slot.number)
+        assert self._membership is not None
+        rank = self._membership.ranks.get(slot.number)
         if slot.pid and rank is not None and slot.rank < 0:
             slot.rank, slot.generation, slot.asked_s = rank, self._generation, time.monotonic()
             slot.member_of, slot.seated = self._generation, True
@@ -374,26 +441,29 @@ class HostAgent:
             "ready",
             epoch=self._generation,
             ports={str(slot.number): slot.ready for slot in members},
-            held=[one.to_json() for one in self.vault.held()],
+            held=[one.to_json() for one in fold_held(self.vault.held())],
+            collectives=self._ranks.collectives,
             time=time.time(),
         )
 
     def _tell_beat(self) -> None:
         now = time.monotonic()
-        if now - self._beat_s < BEAT_S:
+        if now - self._beat_s < self._beat_every_s:
             return
         self._beat_s = now
-        progress = {}
+        progress: dict[int, Progress | None] = {}
         for slot in self._slots:
-            beat = self.board.last(slot.number)
-            if slot.pid and slot.rank >= 0 and beat.epoch == slot.generation:
+            if slot.rank < 0:
+                continue
+            beat, progress[slot.number] = self.board.last(slot.number), None
+            if slot.pid and beat.epoch == slot.generation:
                 is_locked = now - beat.answered_s > self._ranks.locked_s
                 slot.locked_s = now if is_locked else slot.locked_s
                 # Once the lock is free again, the rank has as long as any other for what it is at.
                 since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
                 phase = Phase.LOCKED if is_locked else beat.phase
-                progress[slot.number] = [beat.step, int(phase), round(now - since_s, 3)]
-        self._say("beat", epoch=self._generation, progress=progress)
+                progress[slot.number] = beat.step, int(phase), round(now - since_s, 3)
+        self._say("beat", epoch=self._generation, **fold_progress(progress))
 
     def _tell_wishes(self) -> None:
         count = self.wishes.count
@@ -413,6 +483,7 @@ class HostAgent:
 
     def _forget(self) -> None:
         """In a forked child: what is the agent's alone."""
+        self._close_pipe()
         if self._channel is not None:
             self._channel.forget()
         if self._look is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.elastic import failure
+from phalanx.elastic.election import is_coordinated
 from phalanx.elastic.failure import last_checkpoint
 from phalanx.elastic.handshake import make_secret
 from phalanx.errors import mistake
@@ -173,16 +173,13 @@ def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
 
 def _refuse_second(run: Run) -> None:
     """The launcher of an earlier launch may be gone while agents of other hosts train on."""
-    with open(run.path / "coordinator.lock", "a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise mistake(
-                str(run.path),
-                "hosts of an earlier launch still train in it",
-                why="a second launch would take the run from under them",
-                fix="make a file called stop in the folder, and wait until they have saved",
-            ) from None
+    if is_coordinated(run):
+        raise mistake(
+            str(run.path),
+            "hosts of an earlier launch still train in it",
+            why="a second launch would take the run from under them",
+            fix="make a file called stop in the folder, and wait until they have saved",
+        )
 
 
 class Fleet:

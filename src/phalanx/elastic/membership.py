@@ -6,24 +6,26 @@ Every change of members is a new generation. In messages, in coordinator.json an
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink_layout import shrink_layout
 from phalanx.units import plural
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class HostSlot:
+class HostSlot(NamedTuple):
     """A place for one rank: a slot of a host."""
 
     host: str
     slot: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Membership:
     """The ranks that train together; `slots[r]` is where rank r runs."""
 
@@ -37,9 +39,16 @@ class Membership:
         if len(self.slots) != self.layout.devices:
             raise ValueError(f"{plural(len(self.slots), 'slot')} for {plural(self.layout.devices, 'rank')}")
         ranks: dict[str, dict[int, int]] = {}
-        for rank, one in enumerate(self.slots):
-            ranks.setdefault(one.host, {})[one.slot] = rank
+        for rank, (host, slot) in enumerate(self.slots):
+            ranks.setdefault(host, {})[slot] = rank
         object.__setattr__(self, "_ranks", ranks)
+
+    def renumbered(self, generation: int) -> Membership:
+        """The same ranks in the same slots, as another generation; nothing is worked out again."""
+        made = object.__new__(Membership)
+        made.__dict__.update(self.__dict__)
+        made.__dict__["generation"] = generation
+        return made
 
     @property
     def world(self) -> int:
@@ -51,6 +60,15 @@ class Membership:
         """Hosts with a rank, in the order of their first rank."""
         return tuple(self._ranks)
 
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts have a rank."""
+        return len(self._ranks)
+
+    def has_host(self, host: str) -> bool:
+        """Whether a host has a rank."""
+        return host in self._ranks
+
     def rank_at(self, place: HostSlot) -> int | None:
         """The rank in a slot; None when the slot has none."""
         return self._ranks.get(place.host, {}).get(place.slot)
@@ -59,12 +77,32 @@ class Membership:
         """Slot -> rank of one host."""
         return self._ranks.get(host, {})
 
+    @cached_property
+    def runs(self) -> list[tuple[int, str, int, int]]:
+        """The slots in short: first rank, host, first slot, and how many ranks follow each other slot by slot."""
+        runs: list[tuple[int, str, int, int]] = []
+        first, host, slot, count = 0, "", 0, 0
+        for rank, one in enumerate(self.slots):
+            if count and one.host == host and one.slot == slot + count:
+                count += 1
+                continue
+            if count:
+                runs.append((first, host, slot, count))
+            first, (host, slot), count = rank, one, 1
+        return [*runs, (first, host, slot, count)]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of who is which rank: hosts are told of changes only, and this is what they must add up to."""
+        text = json.dumps([asdict(self.layout), self.runs], sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return {
             "epoch": self.generation,
             "layout": asdict(self.layout),
-            "seats": [[one.host, one.slot] for one in self.slots],
+            "runs": [[host, slot, count] for _, host, slot, count in self.runs],
         }
 
     @classmethod
@@ -73,7 +111,44 @@ class Membership:
         return cls(
             generation=int(body["epoch"]),
             layout=Layout(**body["layout"]),
-            slots=tuple(HostSlot(str(host), int(slot)) for host, slot in body["seats"]),
+            slots=tuple(
+                HostSlot(str(host), number)
+                for host, slot, count in body["runs"]
+                for number in range(int(slot), int(slot) + int(count))
+            ),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What every host is told of it."""
+        return {"epoch": self.generation, "layout": asdict(self.layout), "digest": self.digest}
+
+    def share_of(self, host: str) -> dict[str, Any]:
+        """What only one host is told of it: the ranks in its slots."""
+        return {"ranks": {str(slot): rank for slot, rank in self.ranks_on(host).items()}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMembership:
+    """What one host knows of a membership: its own ranks, as a message tells them."""
+
+    generation: int
+    layout: Layout
+    digest: str
+    ranks: Mapping[int, int]  # slot -> rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks on all hosts."""
+        return self.layout.devices
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> HostMembership:
+        """From `summary` and `share_of`; raises ValueError, TypeError or KeyError on anything else."""
+        return cls(
+            generation=int(body["epoch"]),
+            layout=Layout(**body["layout"]),
+            digest=str(body["digest"]),
+            ranks={int(slot): int(rank) for slot, rank in body["ranks"].items()},
         )
 
 
@@ -114,13 +189,17 @@ def _assign_ranks(world: int, before: Membership | None, slots: Sequence[HostSlo
     if before is None or before.world != world:
         chosen = set([*(one for one in slots if one in survivors), *others][:world])
         return tuple(one for one in slots if one in chosen)
-    result = []
+    spare: dict[str, list[HostSlot]] = {}
+    for one in reversed(others):
+        spare.setdefault(one.host, []).append(one)
+    result, used, left = [], set[HostSlot](), iter(others)
     for one in before.slots:
-        if one in survivors:
-            result.append(one)
-        else:
+        if one not in survivors:
             # On the host of the lost rank if possible: its replica is there, and the links are as planned.
-            near = next((other for other in others if other.host == one.host), others[0])
-            others.remove(near)
-            result.append(near)
+            near = spare.get(one.host, [])
+            while near and near[-1] in used:
+                near.pop()
+            one = near.pop() if near else next(other for other in left if other not in used)
+            used.add(one)
+        result.append(one)
     return tuple(result)

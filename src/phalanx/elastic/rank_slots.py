@@ -88,6 +88,9 @@ class RankSlots:
         self.locked_s = min(LOCKED_S, dead_after_s / 2)
         self._selector, self._say, self._forget_agent = selector, say, forget
         self._dead_after_s, self._joins_within_s = dead_after_s, joins_within_s
+        # What ranks were in when they left the membership before, by slot: told with the word that this host is ready.
+        self.collectives: dict[str, list[int]] = {}
+        self._leaving: list[Message] = []  # how ranks came out of the present membership, not yet told
         self._watched_s = time.monotonic()
         self._oom_kills = failing.oom_kills()
 
@@ -148,7 +151,18 @@ class RankSlots:
         elif message["kind"] == "left":
             slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left
-            self._say(**message)
+            if present:
+                self._leaving.append(message)
+            elif message.get("last_collective"):
+                self.collectives.setdefault(str(message["last_collective"]), []).append(slot.number)
+
+    def tell_left(self) -> None:
+        """Tell who came out of the present membership since the last turn: ranks of a host mostly leave together."""
+        messages, self._leaving = self._leaving, []
+        if len(messages) == 1:
+            self._say(**messages[0])
+        elif messages:
+            self._say("left", ranks=messages)
 
     def reap(self) -> None:
         for slot in self.slots:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from phalanx.elastic.rank_ranges import RankRanges
+
 Kind = Literal["own", "guest"]
 KINDS: tuple[Kind, ...] = ("own", "guest")
 
@@ -167,3 +169,61 @@ def _choice(key: tuple[int, int, int], found: Sightings) -> RestorePoint:
 
 def _order(place: ReplicaPlace) -> tuple[int, str, int, int]:
     return KINDS.index(place.kind), place.host, place.slot, place.generation
+
+
+# ---- in messages: which ranks' state of a step a host holds, not where each lies; readers look that up ---------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldStep:
+    """A step, and the ranks whose state of it is held: by one host, or, where it is whole, by all of them."""
+
+    epoch: int
+    step: int
+    world: int
+    ranks: RankRanges
+    writers: RankRanges  # of the ranks, those that wrote any tensor: of equal copies only one does
+
+    def to_json(self) -> list[Any]:
+        """For a message of an agent, short: each tells it for every membership."""
+        return [self.epoch, self.step, self.world, self.ranks.to_json(), self.writers.to_json()]
+
+
+def fold_held(held: Iterable[ReplicaInfo]) -> list[HeldStep]:
+    """What a host holds, by step."""
+    steps: dict[tuple[int, int, int], list[ReplicaInfo]] = {}
+    for one in held:
+        steps.setdefault((one.epoch, one.step, one.world), []).append(one)
+    return [
+        HeldStep(
+            epoch=epoch,
+            step=step,
+            world=world,
+            ranks=RankRanges.of(one.rank for one in infos),
+            writers=RankRanges.of(one.rank for one in infos if one.tensors),
+        )
+        for (epoch, step, world), infos in steps.items()
+    ]
+
+
+def find_whole_step(
+    told: Iterable[Iterable[Any]], *, lineage: Lineage | None = None, at_most: int | None = None
+) -> HeldStep | None:
+    """The newest step of the newest generation that all hosts together hold in full; `told` are their `HeldStep`s.
+
+    `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
+    """
+    found: dict[tuple[int, int, int], tuple[list[Any], list[Any]]] = {}
+    for epoch, step, world, ranks, writers in told:
+        both = found.setdefault((int(epoch), int(step), int(world)), ([], []))
+        both[0].extend(ranks)
+        both[1].extend(writers)
+    for epoch, step, world in sorted(found, reverse=True):
+        if (lineage is not None and not lineage.allows(epoch, step)) or (at_most is not None and step > at_most):
+            continue
+        ranks, writers = found[epoch, step, world]
+        held = RankRanges.from_json(ranks)
+        if held.covers(world):
+            wrote = RankRanges.from_json(writers)
+            return HeldStep(epoch=epoch, step=step, world=world, ranks=held, writers=wrote)
+    return None

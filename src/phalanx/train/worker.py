@@ -27,9 +27,10 @@ from phalanx.elastic.fence import commit_fence
 from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.elastic.heartbeat_board import NO_STEP, Phase
 from phalanx.elastic.local_launch import LauncherTask
-from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.membership import HostMembership
 from phalanx.elastic.rank_link import Interrupted, RankLink
 from phalanx.elastic.rank_process import take_rank
+from phalanx.elastic.rank_ranges import RankRanges
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import Problem, SystemFailure, mistake
@@ -51,8 +52,9 @@ from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
 from phalanx.train.state.async_saver import HostCopies
-from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress, replica_peer_of
+from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
 from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.replica_directory import ReplicaDirectory
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.state.retention import delete_commits_after, remove_drafts
@@ -101,14 +103,14 @@ class Rank:
     def serve(self) -> None:
         """Take part in memberships until the run is over; whatever is this rank's own fault is raised."""
         while (form := self.link.next_form()) is not None:
-            membership = Membership.from_json(form)
-            rank = membership.rank_at(HostSlot(self.host, self.link.slot))
+            membership = HostMembership.from_json(form)
+            rank = membership.ranks.get(self.link.slot)
             if rank is not None:
                 self._take_part(membership, rank)
 
-    def _take_part(self, membership: Membership, rank: int) -> None:
+    def _take_part(self, membership: HostMembership, rank: int) -> None:
         epoch = membership.generation
-        local_world = len(membership.ranks_on(self.host)) if self._task is None else self._local_world
+        local_world = len(membership.ranks) if self._task is None else self._local_world
         take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world)
         self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
         abort = self.link.abort = CommunicatorAbort()
@@ -149,7 +151,7 @@ class Rank:
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, membership: Membership, rank: int) -> tuple[str, int]:
+    def _train(self, membership: HostMembership, rank: int) -> tuple[str, int]:
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank)
@@ -165,6 +167,7 @@ class Rank:
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{membership.generation}", place)
             shared = self._shares(device)
+            places = self._announce_copies(membership, go, store)
             joined_s = _join(self.plan, device, rank=rank, world=membership.world, store=store, shared=shared)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
@@ -187,7 +190,7 @@ class Rank:
                 fence=lambda: commit_fence(self.run, membership.generation),
                 over=lambda: self.link.is_over(membership.generation),
             )
-            copies = self._copies(go) if go.get("restore") else None
+            copies = self._copies(go, places) if places is not None else None
             return train(
                 self.run,
                 replace(self.plan, layout=membership.layout),
@@ -212,7 +215,7 @@ class Rank:
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, membership: Membership, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, membership: HostMembership, rank: int, events: EventWriter, device: torch.device, store: Store
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
         return monitored_rank(
@@ -226,10 +229,10 @@ class Rank:
             sharers=self._sharers(membership, device),
         )
 
-    def _sharers(self, membership: Membership, device: torch.device) -> Sharers:
+    def _sharers(self, membership: HostMembership, device: torch.device) -> Sharers:
         """Ranks that share this machine and its device."""
         if self._task is None:
-            return _sharers(device, self.link.slot, membership.ranks_on(self.host))
+            return _sharers(device, self.link.slot, membership.ranks)
         share = -(-self._local_world // torch.cuda.device_count()) if self._task.shares_gpu else 1
         return Sharers(host=self._local_world, device=share if device.type == "cuda" else self._local_world)
 
@@ -242,19 +245,14 @@ class Rank:
         return self._server.port
 
     def _keeper(
-        self, membership: Membership, rank: int, go: Mapping[str, Any], events: EventWriter
+        self, membership: HostMembership, rank: int, go: Mapping[str, Any], events: EventWriter
     ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
-        machines = self.run.launch().get("machines", {})  # tasks of a launcher are hosts that may share a machine
-        hosts = {number: machines.get(one.host, one.host) for number, one in enumerate(membership.slots)}
-        cluster = self.plan.cluster
-        # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; a domain of one host is itself.
-        buddy = replica_peer_of(rank, hosts, rack_hosts=max(1, cluster.domain_devices // max(1, cluster.host_devices)))
         where = None
-        if buddy is not None:
-            host, port = go["vaults"][str(buddy.rank)]
-            where = ReplicaAddress(host=host, port=int(port), slot=buddy.slot)
+        if told := go.get("peers"):  # by slot: our place among the guests of a rank elsewhere, and where that listens
+            place, host, port = told[str(self.link.slot)]
+            where = ReplicaAddress(host=str(host), port=int(port), slot=int(place))
         restore = go.get("restore")
         return InMemoryCheckpointer(
             self.vault,
@@ -274,15 +272,30 @@ class Rank:
         if self.link.is_over(epoch):
             raise Interrupted
 
-    def _copies(self, go: Mapping[str, Any]) -> ReplicaSource:
-        peers = {host: (str(where[0]), int(where[1])) for host, where in go["peers"].items()}
+    def _announce_copies(
+        self, membership: HostMembership, go: Mapping[str, Any], store: Store
+    ) -> ReplicaDirectory | None:
+        """Where replicas lie that are restored from: each host tells of its own, and is asked by who needs one."""
+        if not (restore := go.get("restore")):
+            return None
+        numbers = {name: int(restore[name]) for name in ("epoch", "step", "world", "hosts")}
+        directory = ReplicaDirectory(store, **numbers)
+        if self.link.slot == min(membership.ranks):
+            server = (self.address, self._server.port) if self._server is not None else (self.address, 0)
+            directory.announce(self.host, server, self.vault.held())
+        return directory
+
+    def _copies(self, go: Mapping[str, Any], places: ReplicaDirectory) -> ReplicaSource:
+        restore = go["restore"]
+        numbers = {name: int(restore[name]) for name in ("epoch", "step", "world")}
         return ReplicaSource(
-            RestorePoint.from_json(go["restore"]),
+            RestorePoint(places=places, **numbers),
             vault=self.vault,
             local_host=self.host,
-            peers=peers,
+            peers=places.servers,
             secret=self._secret,
             bind=self.address,
+            writers=RankRanges.from_json(restore["writers"]),
         )
 
 

@@ -201,11 +201,18 @@ class Places:
         return list(groups.values())
 
 
+MOST_SLOTS = 4096  # ranks of one entry of a membership: no host has more
+
+
 def places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> Places:
     """From the newest `epoch` event; before there is one, from the plan."""
-    newest = next((event for event in reversed(supervisor) if event.get("event") == "epoch"), {})
-    layout = at(newest, "layout") or at(plan, "layout")
-    return Places(layout=layout, hosts=_hosts(newest.get("members")))
+    hosts: dict[int, str] = {}
+    for event in reversed(supervisor):  # members of many hosts follow the event in others
+        if event.get("event") in ("epoch", "members"):
+            hosts |= _hosts(event.get("members"))
+        if event.get("event") == "epoch":
+            return Places(layout=at(event, "layout") or at(plan, "layout"), hosts=hosts)
+    return Places(layout=at(plan, "layout"), hosts={})
 
 
 def _hosts(members: Any) -> dict[int, str]:
@@ -213,7 +220,8 @@ def _hosts(members: Any) -> dict[int, str]:
     for one in members if isinstance(members, list) else ():
         rank = integer(one, "rank") if isinstance(one, Mapping) else None
         if rank is not None and isinstance(one.get("host"), str):
-            found[rank] = printable(one["host"], most=100)
+            host, count = printable(one["host"], most=100), integer(one, "count") or 1
+            found.update(dict.fromkeys(range(rank, rank + min(max(count, 1), MOST_SLOTS)), host))
     return found
 
 

@@ -48,6 +48,10 @@ def _addresses(run: Run, launch: Mapping[str, Any]) -> Iterator[str]:
     yield from (printable(one, most=100) for one in (named if isinstance(named, list) else ()) if isinstance(one, str))
     go = at(seen, "go")
     places = [seen.get("address"), go.get("store"), *at(go, "vaults").values(), *at(go, "peers").values()]
+    for number in (0, 1):  # since 0.7: by host and slot, place, address and port of who takes its copies
+        for told in at(_json(run, f"coordinator-members-{number}.json"), "peers").values():
+            slots = told.values() if isinstance(told, dict) else ()
+            places += [one[1:] for one in slots if isinstance(one, list)]
     for place in places[:10_000]:
         if isinstance(place, list) and place and isinstance(place[0], str):
             yield printable(place[0], most=100)

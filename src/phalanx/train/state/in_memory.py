@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 from phalanx.elastic.channel import Channel, connect
+from phalanx.elastic.replica_ring import ReplicaPeer as ReplicaPeer  # of the function below
+from phalanx.elastic.replica_ring import ReplicaRing
 from phalanx.elastic.replica_store import (
     GENERATIONS,
     MemorySegment,
@@ -238,39 +240,9 @@ def interrupt_channel(channel: Channel) -> None:
         twin.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaPeer:
-    """The buddy: a rank of another host that takes our copy. `slot` is our place among its host's guests."""
-
-    rank: int
-    slot: int
-
-
 def replica_peer_of(rank: int, hosts: Mapping[int, str], *, rack_hosts: int = 1) -> ReplicaPeer | None:
-    """The buddy of a rank, where `hosts` has the host of every rank; None when all are on one host.
-
-    The hosts form a ring in the order of their lowest ranks, and each keeps the copies of another, dealt to its ranks
-    in turn: of the one before it, or, where `rack_hosts` hosts fail together and there are two such racks or more, of
-    the one a rack before it. Our place is our place among our own host's ranks, so no two ranks share one.
-
-    >>> replica_peer_of(1, {0: "a", 1: "a", 2: "b", 3: "b"}), replica_peer_of(1, {0: "a", 1: "a", 2: "b"})
-    (ReplicaPeer(rank=3, slot=1), ReplicaPeer(rank=2, slot=1))
-    >>> [replica_peer_of(rank, dict(enumerate("abcd")), rack_hosts=2).rank for rank in range(4)]
-    [2, 3, 0, 1]
-    """
-    order = list(dict.fromkeys(hosts[one] for one in sorted(hosts)))
-    if len(order) == 1:
-        return None
-    mine = hosts[rank]
-    away = rack_hosts if len(order) >= 2 * rack_hosts else 1
-    following = order[(order.index(mine) + away) % len(order)]
-    place = _ranks_on(mine, hosts).index(rank)
-    takers = _ranks_on(following, hosts)
-    return ReplicaPeer(rank=takers[place % len(takers)], slot=place)
-
-
-def _ranks_on(host: str, hosts: Mapping[int, str]) -> list[int]:
-    return sorted(rank for rank, where in hosts.items() if where == host)
+    """The peer of a rank, where `hosts` has the host of every rank; None when all are on one host."""
+    return ReplicaRing([hosts[one] for one in sorted(hosts)], rack_hosts=rack_hosts).peer_of(rank)
 
 
 class JobThread:

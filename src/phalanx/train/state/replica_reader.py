@@ -6,7 +6,7 @@ Of each snapshot there may be two copies; one that is gone or damaged is passed 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -148,8 +148,9 @@ class _Vaults:
 class ReplicaSource:
     """A step that the vaults hold in full; a StateSource.
 
-    `peers` tells where a replica server of each other host listens. Where there are two copies of a rank's snapshot and
-    one is damaged or its host gone, the other is taken.
+    `peers` tells where a replica server of each other host listens, `writers` which ranks wrote any tensor, where that
+    is known without looking at each. Where there are two copies of a rank's snapshot and one is damaged or its host
+    gone, the other is taken. Places and peers are looked up when they are needed: of many ranks few are read.
     """
 
     def __init__(
@@ -161,15 +162,12 @@ class ReplicaSource:
         peers: Mapping[str, tuple[str, int]],
         secret: bytes,
         bind: str = "",
+        writers: Container[int] | None = None,
     ) -> None:
-        self._choice = choice
-        vaults = _Vaults(vault=vault, local_host=local_host, servers=peers, secret=secret, bind=bind)
-        self._snapshots = {
-            rank: SnapshotReader(
-                self.where, places, SnapshotId(epoch=choice.epoch, step=choice.step, rank=rank), vaults
-            )
-            for rank, places in choice.places.items()
-        }
+        self._choice, self._writers = choice, writers
+        self._vaults = _Vaults(vault=vault, local_host=local_host, servers=peers, secret=secret, bind=bind)
+        self._snapshots: dict[int, SnapshotReader] = {}
+        self._lock = threading.Lock()
 
     @property
     def where(self) -> str:
@@ -190,10 +188,14 @@ class ReplicaSource:
     def meta(self) -> Mapping[str, Any]:
         """The `meta` of the save; raises DamagedCheckpoint."""
         # Any rank will do; a thousand ranks that all asked the host of rank 0 would keep it busy.
-        return self._contents(next((rank for rank, one in self._snapshots.items() if one.is_near), 0)).meta
+        wanted = (self._choice.epoch, self._choice.step)
+        near = (one.rank for one in self._vaults.vault.held() if (one.epoch, one.step) == wanted)
+        return self._contents(next(near, 0)).meta
 
     def count(self, rank: int) -> int:
-        """How many shards a rank wrote."""
+        """How many shards a rank wrote; 1 where only that it did is known."""
+        if self._writers is not None:
+            return int(rank in self._writers)
         return self._choice.places[rank][0].tensors
 
     def index(self, rank: int) -> RankIndex:
@@ -207,7 +209,11 @@ class ReplicaSource:
 
     def open(self, rank: int) -> SnapshotReader:
         """The tensors of a rank; what is wrong with them is found when they are checked."""
-        return self._snapshots[rank]
+        with self._lock:
+            if rank not in self._snapshots:
+                wanted = SnapshotId(epoch=self._choice.epoch, step=self._choice.step, rank=rank)
+                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], wanted, self._vaults)
+            return self._snapshots[rank]
 
 
 class SnapshotReader:
