@@ -22,7 +22,7 @@ from phalanx.train.data.sources import open_batches
 from phalanx.train.drill_hooks import DrillFaults
 from phalanx.train.engine import Engine, StepRequest, StepResult
 from phalanx.train.evaluate import Evaluation, TextSamples
-from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps
+from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
 from phalanx.train.plugins import LoadedPlugins
@@ -80,6 +80,7 @@ class TrainingLoop:
                 *([DrillFaults(control.hooks)] if control.hooks.records_samples else []),  # those below find its damage
                 self.comparison,  # before anything is written down
                 self.telemetry,
+                StalledTraining(),
                 SkippedSteps(self.job.train.skipped_steps),
                 *plugins.callbacks,
                 self.evaluation,

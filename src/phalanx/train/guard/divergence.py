@@ -94,10 +94,10 @@ class ReplicaGuard:
             digests={rank: now.get(boxes, b"").hex()},
         )
 
-    def check(self, step: int) -> Divergence | None:
+    def check(self, step: int, *, is_saved: bool = False) -> Divergence | None:
         """After an update, before anything keeps its result: compare copies. Every rank must call this, and gets
-        the same."""
-        if not self.is_due(step):
+        the same. A state that is about to be saved (`is_saved`) is compared whether it is due or not."""
+        if not self.is_due(step) and not (is_saved and self._every):
             return None
         sets = box_sets(self._pieces())
         digests = _digests(sets)
