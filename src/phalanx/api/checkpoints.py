@@ -126,7 +126,7 @@ class WeightFolder(PublicResult):
             return f"{self.path}: exported weights, {plural(self.files, 'file')}; --verify reads every byte"
         if self.damage:
             return "\n".join([f"{self.path}: damaged", *self.damage])
-        return f"{self.path}: all {plural(self.files, 'file')} match {CHECKSUMS}"
+        return f"{self.path}: {CHECKSUMS} matches {plural(self.files, 'file')}, every byte"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""

@@ -284,7 +284,7 @@ class Run:
     def check_settings(self) -> None:
         """Raise UserError naming job and plan files that are not what was written; those of 0.6 are not known."""
         digests = {}
-        for name in SETTINGS:
+        for name in (*SETTINGS, *([RUN_ID] if (self.path / RUN_ID).exists() else [])):
             try:
                 digests[name] = file_sha256(self.path / name)
             except OSError:
