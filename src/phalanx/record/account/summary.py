@@ -473,7 +473,8 @@ def skipped_steps(run: Run, *, last: int | None) -> int:
 
 def count_odd_steps(run: Run, *, last: int | None) -> tuple[int, int]:
     """Steps of rank 0 up to the last one that were skipped, and that were taken with a gradient norm of exactly 0."""
-    skipped, still = set(), set()
+    skipped: set[int] = set()
+    still: set[int] = set()
     for path in files_of(run, 0):
         for line in raw_lines(path):
             found = skipped if _SKIPPED.search(line) else still if _ZERO_NORM.search(line) else None

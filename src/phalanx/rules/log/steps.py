@@ -136,9 +136,8 @@ class Steps:
         """A norm of exactly 0 moves no weight."""
         if not columns.has("grad_norm"):
             return
-        places = [
-            int(place) for place in np.flatnonzero(columns.floats("grad_norm") == 0.0) if skipped[place] is not True
-        ]
+        still = np.flatnonzero(columns.floats("grad_norm") == 0.0).tolist()
+        places = [place for place in still if skipped[place] is not True]
         if places:
             self._zero_norm += len(places)
             self._zero_norm_spot = self._zero_norm_spot or Spot(file=file, line=lines[places[0]])
