@@ -23,8 +23,8 @@ from phalanx.io.files import FileTooLargeError, read_bounded, replace_bytes
 FORMAT = 2
 FORMATS = (1, 2)  # 1, until 0.6, has digests of whole files only, and none of the manifest itself
 # Small, as a read takes whole blocks: a sample of 256 tokens of two bytes is half a kilobyte. Their digests are a
-# thousandth of the tokens.
-BLOCK_BYTES = 1 << 14
+# five-hundredth of the tokens.
+BLOCK_BYTES = 1 << 13
 BLOCK_DIGEST_BYTES = 16
 MOST_BLOCK_BYTES = 1 << 24
 MANIFEST = "manifest.json"
@@ -316,8 +316,8 @@ def count_blocks(size_bytes: int, block_bytes: int) -> int:
 
 
 def block_digest(data: bytes | memoryview) -> bytes:
-    """The digest of one block of tokens."""
-    return hashlib.sha256(data).digest()[:BLOCK_DIGEST_BYTES]
+    """The digest of one block of tokens. BLAKE2b: faster than sha256 on processors without instructions for that."""
+    return hashlib.blake2b(data, digest_size=BLOCK_DIGEST_BYTES).digest()
 
 
 def digest_blocks(path: Path, block_bytes: int) -> tuple[str, bytes]:

@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_found_by_verify(copy: Path) -> None:
     data[100] ^= 1
     shard.write_bytes(data)
     opened = TokenDataset.open(copy, "train")  # sizes agree
-    with pytest.raises(UserError, match="bytes 0 to 16,383 are not what was written: their digest differs"):
+    with pytest.raises(UserError, match="bytes 0 to 8,191 are not what was written: their digest differs"):
         stream(opened)
     with pytest.raises(UserError) as caught:
         verify_dataset(copy)

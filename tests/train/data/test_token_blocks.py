@@ -15,7 +15,6 @@ from phalanx.job.dataset import FORMAT, read_manifest, verify_dataset
 from phalanx.train.data import token_blocks
 from phalanx.train.data.batches import Batches, BatchPlan, Stage
 from phalanx.train.data.dataset import TokenDataset, check_dataset
-from phalanx.train.data.token_blocks import BlockReader
 
 SHARD = "000-train-00001.bin"
 
@@ -73,7 +72,8 @@ def test_what_was_compared_is_what_is_used(copy: Path, monkeypatch: pytest.Monke
     first = opened.sample(0, 64).tolist()
     flip(copy / "000-train-00000.bin", 0)
     assert opened.sample(0, 64).tolist() == first
-    monkeypatch.setattr(opened._sources[0][1], "_reader", BlockReader(most_cache_bytes=0))
+    monkeypatch.setattr(opened._sources[0][1]._reader, "_room", 0)
+    opened.sample(500, 64)  # of another block
     with pytest.raises(UserError, match="are not what was written"):
         opened.sample(0, 64)
 
@@ -169,7 +169,7 @@ def test_a_batch_with_such_a_token_is_refused(copy: Path) -> None:
 def test_few_blocks_are_kept(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_blocks, "MOST_READ_BYTES", 1 << 15)
     opened = TokenDataset.open(dataset, "train")
-    reader = BlockReader(most_cache_bytes=1 << 15)
-    monkeypatch.setattr(opened._sources[0][1], "_reader", reader)
+    reader = opened._sources[0][1]._reader
+    monkeypatch.setattr(reader, "_room", 1 << 15)
     opened.tokens(opened.num_tokens)
-    assert len(reader._blocks) == 2
+    assert len(reader._blocks) == 4

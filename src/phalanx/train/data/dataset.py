@@ -30,7 +30,7 @@ class _Stream:
     """The shards of a source as one run of tokens."""
 
     def __init__(self, folder: Path, manifest: Manifest, shards: Sequence[Shard], reader: BlockReader) -> None:
-        self._folder, self._manifest, self._shards, self._reader = folder, manifest, shards, reader
+        self._files, self._reader = [reader.add(folder, shard, manifest) for shard in shards], reader
         self._ends = np.cumsum([0, *(shard.tokens for shard in shards)])
         self.tokens = int(self._ends[-1])
 
@@ -40,8 +40,8 @@ class _Stream:
         while done < len(out):
             number = int(np.searchsorted(self._ends, start + done, side="right")) - 1
             offset = start + done - int(self._ends[number])
-            count = min(len(out) - done, self._shards[number].tokens - offset)
-            self._reader.read(self._folder, self._manifest, self._shards[number], offset, out[done : done + count])
+            count = min(len(out) - done, int(self._ends[number + 1]) - start - done)
+            self._reader.read(self._files[number], offset, out[done : done + count])
             done += count
 
 

@@ -120,38 +120,44 @@ def _unreadable(path: Path, error: OSError) -> SystemFailure:
 
 
 class BlockReader:
-    """All shards of a dataset; threads may share it."""
+    """All shards of a dataset, numbered as they are added; threads may share it."""
 
     def __init__(self, *, limit: TokenLimit | None = None, most_cache_bytes: int = MOST_CACHE_BYTES) -> None:
         self._limit, self._room = limit, most_cache_bytes
-        self._open: OrderedDict[Path, _OpenShard] = OrderedDict()
-        self._blocks: OrderedDict[tuple[Path, int], RawTokens] = OrderedDict()
+        self._shards: list[tuple[Path, Shard, Manifest]] = []
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], RawTokens] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, folder: Path, manifest: Manifest, shard: Shard, start: int, out: NDArray[np.int64]) -> None:
-        """Fill `out` with the tokens of a shard from `start` on."""
+    def add(self, folder: Path, shard: Shard, manifest: Manifest) -> int:
+        """A further shard, opened when it is first read; its number."""
+        self._shards.append((folder, shard, manifest))
+        return len(self._shards) - 1
+
+    def read(self, file: int, start: int, out: NDArray[np.int64]) -> None:
+        """Fill `out` with the tokens of a shard from `start` on; raises UserError for those that have changed."""
+        manifest = self._shards[file][2]
         per_block = (manifest.block_bytes or BLOCK_BYTES) // manifest.token_bytes
-        path, number, done = folder / shard.file, start // per_block, 0
-        last = (start + len(out) - 1) // per_block
+        number, done, last = start // per_block, 0, (start + len(out) - 1) // per_block
         with self._lock:
             while done < len(out):
-                block = self._blocks.get((path, number))
+                block = self._blocks.get((file, number))
                 if block is None:
-                    self._load(folder, manifest, shard, number, last)
-                    block = self._blocks[path, number]
+                    self._load(file, number, last)
+                    block = self._blocks[file, number]
                 else:
-                    self._blocks.move_to_end((path, number))
+                    self._blocks.move_to_end((file, number))
                 begin = start + done - number * per_block
                 part = block[begin : begin + len(out) - done]
                 out[done : done + len(part)] = part
                 done, number = done + len(part), number + 1
 
-    def _load(self, folder: Path, manifest: Manifest, shard: Shard, first: int, last: int) -> None:
+    def _load(self, file: int, first: int, last: int) -> None:
         """Read blocks from the first, which is missing, to the next that is not, or the last that is wanted."""
-        found = self._shard(folder, manifest, shard)
+        found, manifest = self._shard(file), self._shards[file][2]
         most = max(1, MOST_READ_BYTES // found.block_bytes)
         count = 1
-        while first + count <= last and count < most and (found.path, first + count) not in self._blocks:
+        while first + count <= last and count < most and (file, first + count) not in self._blocks:
             count += 1
         kind: np.dtype[np.unsignedinteger[Any]] = np.dtype(manifest.dtype).newbyteorder("<")
         data = np.frombuffer(found.read(first, count), dtype=kind)
@@ -160,7 +166,7 @@ class BlockReader:
         for number in range(count):
             block = data[number * per_block : (number + 1) * per_block]
             # Copied: a block that stays must not keep all that was read with it.
-            self._blocks[found.path, first + number] = block if count == 1 else block.copy()
+            self._blocks[file, first + number] = block if count == 1 else block.copy()
         # Those just read are the youngest, and stay however little room there is.
         while len(self._blocks) > max(count, self._room // found.block_bytes):
             self._blocks.popitem(last=False)
@@ -179,10 +185,9 @@ class BlockReader:
             f"again, else set model.vocab = {-(-(int(data.max()) + 1) // 64) * 64} or more",
         )
 
-    def _shard(self, folder: Path, manifest: Manifest, shard: Shard) -> _OpenShard:
-        path = folder / shard.file
-        found = self._open.pop(path, None) or _OpenShard(folder, shard, manifest)
-        self._open[path] = found
+    def _shard(self, file: int) -> _OpenShard:
+        found = self._open.pop(file, None) or _OpenShard(*self._shards[file])
+        self._open[file] = found
         if len(self._open) > MOST_FILES:
             self._open.popitem(last=False)
         return found
