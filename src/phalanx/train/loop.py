@@ -69,7 +69,8 @@ class TrainingLoop:
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
         self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
         self.timeouts = CollectiveTimeouts.of(plan)
-        self.comparison = ReplicaComparison(self)
+        # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
+        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
         self.telemetry = StepTelemetry(self)
         self.evaluation = Evaluation(self, metrics=plugins.metrics)
         self.checkpoints = Checkpointing(self)

@@ -62,12 +62,14 @@ class CompiledCodeCheck(Callback):
 class ReplicaComparison(Callback):
     """Compares copies of the state before anything keeps it; raises UntrustedState on every rank alike."""
 
-    def __init__(self, training: TrainingLoop) -> None:
+    def __init__(self, training: TrainingLoop, *, each_step: bool = True) -> None:
         plan, engine = training.plan, training.engine
         every = digest_every(plan.job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
-        self.guard = ReplicaGuard(engine.state, every=every)
+        # On a GPU reading the sums would hold up the launch of the update: there, the steps of the digests alone.
+        self.guard = ReplicaGuard(engine.state, every=every, each_step=each_step and engine.device.type == "cpu")
         self._case = training.control.case
         self._sound_step = 0  # newest step whose state nothing speaks against
+        self._unchanged_step = 0  # newest step whose state was still the same before the next update
         self._spent_s = 0.0
 
     def on_start(self, training: TrainingLoop) -> None:
@@ -76,9 +78,12 @@ class ReplicaComparison(Callback):
 
     def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[torch.Tensor]) -> None:
         """As late as can be before the weights are used up: whether they are still what the last update left."""
+        is_known = self.guard.remembers
         found = self.guard.before(training.step)
         if found is not None:
             raise self._diverged(found)
+        if is_known:
+            self._unchanged_step = training.step
 
     def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
         """Compare, and settle which rank was wrong where the same step is done again."""
@@ -109,7 +114,7 @@ class ReplicaComparison(Callback):
         return UntrustedState(
             "diverged",
             step=found.step,
-            sound=self._sound_step,
+            sound=max(self._sound_step, self._unchanged_step) if found.kind == "rest" else self._sound_step,
             what=found.problem().render().splitlines()[0],
             suspects=found.suspects if found.certain else (),
             evidence=found.to_json(),
