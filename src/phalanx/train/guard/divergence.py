@@ -120,7 +120,7 @@ class ReplicaGuard:
             suspects=(rank,),
             certain=True,
             boxes=_short(shard_place(changed[0][0])).hex(),
-            digests={rank: _bytes(changed[0][1]).hex()},
+            digests={rank: f"{changed[0][1] % 2**64:016x}"},
             tensors=tuple(piece.name for piece, _ in changed[:MOST_NAMES]),
         )
 
@@ -298,19 +298,19 @@ def _fold_rows(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sum_words(pieces: Sequence[TensorShard]) -> list[int]:
-    """The sum of each piece's 64-bit words modulo 2^64: 9.8 GB/s on one core, four times as fast as a digest.
+    """The sum of each piece's 64-bit words modulo 2^64, of pieces in host memory: four times as fast as a digest.
 
     One changed bit always changes it. Several may cancel, and words that change places do: it stands between digests,
     not in their place.
     """
     found = []
     for piece in pieces:
-        raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if raw.storage_offset() % 8:
-            raw = raw.clone()
-        whole = len(raw) // 8 * 8
-        found.append(raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64))
-    return [int(number) for number in torch.stack(found).tolist()] if found else []
+        # numpy: a model has hundreds of small tensors, and its calls cost a fraction of torch's.
+        raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        whole = raw.size // 8 * 8
+        total = int(np.add.reduce(raw[:whole].view(np.int64)))
+        found.append(total + int(raw[whole:].sum(dtype=np.int64)) if whole < raw.size else total)
+    return found
 
 
 @cache
