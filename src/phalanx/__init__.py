@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phalanx.api import fabric as fabric
     from phalanx.api.checking import check, explain, fix
     from phalanx.api.checking import rules as rules
+    from phalanx.api.checkpoints import checkpoints
     from phalanx.api.clusters import accelerators, cluster, describe_cluster, probe
     from phalanx.api.drills import drill, drill_suite, read_drill_record
     from phalanx.api.jobs import import_job, init, load, show
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "phalanx.api": ("data", "fabric"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
+    "phalanx.api.checkpoints": ("checkpoints",),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
     "phalanx.api.drills": ("drill", "drill_suite", "read_drill_record"),
     "phalanx.api.jobs": ("import_job", "init", "load", "show"),
@@ -88,6 +90,7 @@ __all__ = [
     "backtest",
     "calibrate",
     "check",
+    "checkpoints",
     "cluster",
     "compare_plans",
     "data",

@@ -40,7 +40,7 @@ def test_build_show_verify(tmp_path: Path, texts: Path, capsys: pytest.CaptureFi
     assert shown["train"]["documents"] + shown["heldout"]["documents"] == 60
     assert shown["manifest"]["sources"][0]["weight"] == 1.0
     assert main(["data", "checksum", str(out)]) == 0
-    assert capsys.readouterr().out.startswith(f"{out}: all 5 files match their checksums (")
+    assert capsys.readouterr().out.startswith(f"{out}: all 7 files match their checksums (")
     assert main(["data", "checksum", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["digest"] == shown["digest"]
     shard = next(out.glob("*.bin"))

@@ -276,15 +276,19 @@ class ExportedWeights(PublicResult):
     step: int
     files: tuple[str, ...]
     bytes: int
+    warnings: tuple[str, ...] = ()  # newer checkpoints that are gone or damaged
 
     def __str__(self) -> str:
         return f"wrote {self.out}: {', '.join(self.files)}"
 
 
-def export(path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str = "bf16") -> ExportedWeights:
+def export(
+    path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str = "bf16", tell: Tell = silent
+) -> ExportedWeights:
     """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and others.
 
-    `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16.
+    `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
+    `phalanx.checkpoints(out, verify=True)` compares them.
     """
     from phalanx.train.prepare import need_torch
 
@@ -295,7 +299,11 @@ def export(path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise mistake(str(out), "exists already and is not empty", fix="name a folder that does not exist yet")
     made = export_weights(str(path.path if isinstance(path, Run) else path), folder, step=step, dtype=dtype)
-    return ExportedWeights(out=folder, step=made.step, files=tuple(made.files), bytes=made.bytes)
+    for text in made.warnings:
+        tell(f"warning: {text}")
+    return ExportedWeights(
+        out=folder, step=made.step, files=tuple(made.files), bytes=made.bytes, warnings=made.warnings
+    )
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------

@@ -314,6 +314,8 @@ def _ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall) -> tuple
     plan = prepare.with_data(plan, _base(call, resolved))
     data_s = time.time() - began
     found = prepare.check_inputs(plan.job, resolved, _base(call, resolved), fresh=call.resume is None)
+    if call.resume is None:
+        prepare.check_weight_files(plan.job)
     for line in found.remarks:
         call.tell(f"  {line}")
     warn((*found.warnings, *prepare.check_data(plan)), call.tell)

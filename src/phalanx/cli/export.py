@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export one checkpoint."""
-    made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype)
+    made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, tell=note)
     if not args.json:
         note(f"step {made.step:,} of {args.run}")
     return show(made, as_json=args.json)

@@ -47,6 +47,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "verify": ("phalanx.cli.verify", "verify", "prove that a layout computes what a single process computes"),
     "import": ("phalanx.cli.import_", "import_job", "convert another trainer's configuration to a job file"),
+    "checkpoints": (
+        "phalanx.cli.checkpoints",
+        "checkpoints",
+        "list a run's checkpoints, and verify every byte of them",
+    ),
     "export": ("phalanx.cli.export", "export", "write a run's weights as a Hugging Face folder"),
     "backtest": ("phalanx.cli.backtest", "backtest", "predict published measurements, and report the error"),
     "data": ("phalanx.cli.data", "data.build data.show data.checksum", "build, show and checksum token datasets"),

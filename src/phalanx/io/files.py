@@ -24,11 +24,15 @@ def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> N
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` in place of `path` through a flushed temporary file beside it; raises OSError, leaves nothing behind.
+    """`replace_bytes` of a text."""
+    replace_bytes(path, text.encode("utf-8"))
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Put `data` in place of `path` through a flushed temporary file beside it; raises OSError, leaves nothing behind.
 
     A pipe, a terminal or /dev/null is written into: a rename would put a plain file in its place.
     """
-    data = text.encode("utf-8")
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return

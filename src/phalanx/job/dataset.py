@@ -1,6 +1,8 @@
 """A dataset folder (`manifest.json`, written last, with a digest for every file) and the vocabularies of tokenizers.
 
-Here rather than in train/: plan and check look at the data of a job too.
+The manifest holds its own digest, that of every file, and that of each list of block digests, which lies beside the
+tokens: so any block can be compared when it is read, and one changed bit anywhere is found. Here rather than in train/:
+plan and check look at the data of a job too.
 """
 
 from __future__ import annotations
@@ -11,14 +13,20 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
-from phalanx.io.files import FileTooLargeError, read_bounded
+from phalanx.io.files import FileTooLargeError, read_bounded, replace_bytes
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # 1, until 0.6, has digests of whole files only, and none of the manifest itself
+# Small, as a read takes whole blocks: a sample of 256 tokens of two bytes is half a kilobyte. Their digests are a
+# five-hundredth of the tokens.
+BLOCK_BYTES = 1 << 13
+BLOCK_DIGEST_BYTES = 16
+MOST_BLOCK_BYTES = 1 << 24
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 Split = Literal["train", "heldout"]
@@ -41,11 +49,17 @@ class Shard:
     text_bytes: int
     sha256: str
     index_sha256: str
+    blocks_sha256: str = ""  # of the file of block digests; empty where there is none, as before 0.7
 
     @property
     def index_file(self) -> str:
         """Name of the document index."""
         return Path(self.file).with_suffix(".idx").name
+
+    @property
+    def block_file(self) -> str:
+        """Name of the block digests, BLOCK_DIGEST_BYTES for each block of the tokens."""
+        return Path(self.file).with_suffix(".blocks").name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +103,17 @@ class Manifest:
     heldout: float
     split_on: str
     sources: tuple[Source, ...]
+    block_bytes: int = 0  # 0 where shards have no block digests
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return 2 if self.dtype == "uint16" else 4
+
+    @property
+    def has_block_digests(self) -> bool:
+        """Whether every block of every shard can be compared when it is read."""
+        return self.block_bytes > 0 and all(shard.blocks_sha256 for shard in self.shards)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -107,15 +132,22 @@ class Manifest:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def dump(self) -> str:
-        """The text of manifest.json."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+        """The text of manifest.json, with the digest of the rest of it inside."""
+        return _text_with_digest(dataclasses.asdict(self))
+
+
+def _text_with_digest(body: dict[str, Any]) -> str:
+    """The one text of a manifest: any changed bit of it is seen, also one that would change no value."""
+    digest = hashlib.sha256(json.dumps(body, indent=1, ensure_ascii=False).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a dataset folder; raises UserError when there is none that can be used."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(read_bounded(path, MOST_MANIFEST_BYTES).decode())
+        text = read_bounded(path, MOST_MANIFEST_BYTES).decode()
+        raw = json.loads(text)
     except FileNotFoundError:
         raise _no_dataset(folder) from None
     except OSError as error:
@@ -125,9 +157,14 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"is not JSON: {error}") from error
     version = raw.get("format") if isinstance(raw, dict) else None
-    if version != FORMAT:
+    if version not in FORMATS:
         fix = "use the Phalanx that made it, or build it again"
-        raise mistake(str(path), f"has format {version!r}, and this Phalanx reads {FORMAT}", fix=fix)
+        known = " and ".join(map(str, FORMATS))
+        raise mistake(str(path), f"has format {version!r}, and this Phalanx reads {known}", fix=fix)
+    if version != 1:
+        raw.pop("sha256", None)
+        if _text_with_digest(raw) != text:
+            raise _damaged(path, "has changed since it was written: its digest does not match its text")
     try:
         manifest = Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
@@ -151,6 +188,9 @@ def _nonsense(manifest: Manifest) -> str:
     for shard in manifest.shards:
         if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or shard.split not in SPLITS:
             return f"names a shard {str(shard.file)[:80]!r}, and only files of its own folder are read"
+    size = manifest.block_bytes
+    if type(size) is not int or not (size == 0 or (size % 8 == 0 and 8 <= size <= MOST_BLOCK_BYTES)):
+        return f"has blocks of {str(size)[:40]!r} bytes"
     return ""
 
 
@@ -169,50 +209,125 @@ def _damaged(path: Path, what: str) -> UserError:
     return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
 
 
-def check_dataset_files(folder: Path, manifest: Manifest) -> None:
+def check_dataset_files(folder: Path, manifest: Manifest, *, with_blocks: bool = True) -> None:
     """Every file is there with its size; raises UserError naming all that are not. Reads no contents."""
-    width = 2 if manifest.dtype == "uint16" else 4
     problems: list[Problem] = []
     for shard in manifest.shards:
-        for name, size in ((shard.file, shard.tokens * width), (shard.index_file, shard.documents * 16)):
-            problems += _size_problem(folder / name, size)
+        size = shard.tokens * manifest.token_bytes
+        problems += _size_problem(folder / shard.file, size)
+        problems += _size_problem(folder / shard.index_file, shard.documents * 16)
+        if shard.blocks_sha256 and with_blocks:
+            wanted = count_blocks(size, manifest.block_bytes) * BLOCK_DIGEST_BYTES
+            problems += _size_problem(folder / shard.block_file, wanted, fix=f"make it again: {add_blocks(folder)}")
     problems += [] if (folder / TOKENIZER).is_file() else _size_problem(folder / TOKENIZER, 1)
     if problems:
         raise UserError(problems)
 
 
-def _size_problem(path: Path, size: int) -> Iterator[Problem]:
+def _size_problem(path: Path, size: int, *, fix: str = REBUILD) -> Iterator[Problem]:
     try:
         found = path.stat().st_size
     except FileNotFoundError:
-        yield Problem(where=str(path), what="is missing", why="the manifest lists it", fix=REBUILD)
+        yield Problem(where=str(path), what="is missing", why="the manifest lists it", fix=fix)
         return
     if found != size:
         kind = "is truncated" if found < size else "is too long"
         what = f"{kind}: {found:,} bytes where the manifest says {size:,}"
-        yield Problem(where=str(path), what=what, why="every sample behind it would be another", fix=REBUILD)
+        yield Problem(where=str(path), what=what, why="every sample behind it would be another", fix=fix)
 
 
-def verify_dataset(folder: Path) -> Manifest:
-    """Every byte is as it was written; raises UserError naming all files that are not."""
+def add_blocks(folder: Path) -> str:
+    """The command that makes digests of blocks."""
+    return f"phalanx data checksum {folder}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedDataset:
+    """A dataset of which every byte is as it was written."""
+
+    manifest: Manifest
+    written: tuple[str, ...] = ()  # files of block digests that were missing or damaged, and were made again
+    trouble: str = ""  # why block digests that were never there could not be added
+
+
+def verify_dataset(folder: Path) -> VerifiedDataset:
+    """Read every byte and compare it; raises UserError naming all files that are not as they were written.
+
+    Block digests that are missing or damaged are made from the tokens, once those are found sound: a dataset of 0.6,
+    which has none, gets them and a new manifest. Raises SystemFailure where damaged ones cannot be replaced.
+    """
     manifest = read_manifest(folder)
-    check_dataset_files(folder, manifest)
-    wanted = [(TOKENIZER, manifest.tokenizer_sha256)]
+    check_dataset_files(folder, manifest, with_blocks=False)
+    block_bytes = manifest.block_bytes or BLOCK_BYTES
+    problems = list(_changed(folder / TOKENIZER, file_digest(folder / TOKENIZER), manifest.tokenizer_sha256))
+    blocks: dict[str, bytes] = {}
     for shard in manifest.shards:
-        wanted += [(shard.file, shard.sha256), (shard.index_file, shard.index_sha256)]
-    problems = [
-        Problem(
-            where=str(folder / name),
-            what=f"has changed: its digest is {found[:12]}…, and the manifest says {digest[:12]}…",
-            why="training on it would not repeat",
-            fix=REBUILD,
-        )
-        for name, digest in wanted
-        if (found := file_digest(folder / name)) != digest
-    ]
+        found, blocks[shard.file] = digest_blocks(folder / shard.file, block_bytes)
+        problems += _changed(folder / shard.file, found, shard.sha256)
+        problems += _changed(folder / shard.index_file, file_digest(folder / shard.index_file), shard.index_sha256)
     if problems:
         raise UserError(problems)
-    return manifest
+    return _with_blocks(folder, manifest, block_bytes, blocks)
+
+
+def _changed(path: Path, found: str, wanted: str) -> Iterator[Problem]:
+    if found != wanted:
+        what = f"has changed: its digest is {found[:12]}…, and the manifest says {wanted[:12]}…"
+        yield Problem(where=str(path), what=what, why="training on it would not repeat", fix=REBUILD)
+
+
+def _with_blocks(folder: Path, manifest: Manifest, block_bytes: int, blocks: Mapping[str, bytes]) -> VerifiedDataset:
+    """Write the block digests that are not there as they should be, and then the manifest where it knows none."""
+    written, path = [], folder / MANIFEST
+    sources = []
+    try:
+        for source in manifest.sources:
+            shards = []
+            for shard in source.shards:
+                path, wanted = folder / shard.block_file, blocks[shard.file]
+                if not _holds(path, wanted):
+                    replace_bytes(path, wanted)
+                    written.append(path.name)
+                shards.append(replace(shard, blocks_sha256=hashlib.sha256(wanted).hexdigest()))
+            sources.append(replace(source, shards=tuple(shards)))
+        whole = replace(manifest, format=FORMAT, block_bytes=block_bytes, sources=tuple(sources))
+        if whole != manifest:
+            path = folder / MANIFEST
+            replace_bytes(path, whole.dump().encode())
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        if not manifest.has_block_digests:
+            return VerifiedDataset(manifest=manifest, trouble=f"{path}: {what}")
+        fix = "run it where the folder can be written; training only reads it"
+        raise SystemFailure(Problem(where=str(path), what=what, fix=fix)) from error
+    return VerifiedDataset(manifest=whole, written=tuple(written))
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return read_bounded(path, len(data)) == data
+    except (OSError, FileTooLargeError):
+        return False
+
+
+def count_blocks(size_bytes: int, block_bytes: int) -> int:
+    """Blocks of a file; the last may be shorter."""
+    return -(-size_bytes // block_bytes) if block_bytes else 0
+
+
+def block_digest(data: bytes | memoryview) -> bytes:
+    """The digest of one block of tokens. BLAKE2b: faster than sha256 on processors without instructions for that."""
+    return hashlib.blake2b(data, digest_size=BLOCK_DIGEST_BYTES).digest()
+
+
+def digest_blocks(path: Path, block_bytes: int) -> tuple[str, bytes]:
+    """sha256 of a file and the digests of its blocks, from one reading of it."""
+    whole, blocks = hashlib.sha256(), bytearray()
+    with path.open("rb") as stream:
+        while data := stream.read(block_bytes):
+            whole.update(data)
+            blocks += block_digest(data)
+    return whole.hexdigest(), bytes(blocks)
 
 
 def file_digest(path: Path) -> str:

@@ -3,6 +3,8 @@
 runs/first-run-20261115-054500/
 ├── job.toml  job.json       the job, every value resolved
 ├── plan.json                layout and prediction
+├── run_id                   a number of its own, which its checkpoints carry
+├── SHA256SUMS               digests of the four, compared before anything trains with them
 ├── launch.json              what the launcher adds: data, ranks, baselines
 ├── status.json              state of the run as the supervisor sees it
 ├── events-00000.jsonl …     what each rank did (docs/events.md); closed parts are events-00000-0001.jsonl …
@@ -21,15 +23,25 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.io.checksums import (
+    CHECKSUMS,
+    add_checksums,
+    compare_digest,
+    file_sha256,
+    read_checksums,
+    text_digest,
+    write_checksums,
+)
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
 from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import EventReader
@@ -40,6 +52,10 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
 COMMIT = re.compile(r"step-(\d{8,18})")
+SETTINGS = ("job.toml", "job.json", "plan.json")  # what a run is trained with
+RUN_ID = "run_id"
+ID = re.compile(r"[0-9a-f]{32}")
+WHY_CHANGED = "the run would go on with settings that nobody asked for"
 MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
 GLANCE_S = 0.2  # a look at a lock takes microseconds
 MOST_TRIES = 1000  # runs of one name started within one second
@@ -255,6 +271,61 @@ class Run:
         """plan.json as JSON values."""
         return read_json(self.plan_json)
 
+    def plan_text(self) -> str:
+        """plan.json for whoever trains with it: raises UserError unless it is what was written, down to the bit."""
+        try:
+            text = read_bounded(self.plan_json, MOST_JSON_BYTES).decode("utf-8")
+        except (OSError, FileTooLargeError, ValueError) as error:
+            what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise mistake(str(self.plan_json), what, why="the run is damaged") from error
+        self._refuse_changed({self.plan_json.name: text_digest(text)})
+        return text
+
+    def check_settings(self) -> None:
+        """Raise UserError naming job and plan files that are not what was written; those of 0.6 are not known."""
+        digests = {}
+        for name in (*SETTINGS, *([RUN_ID] if (self.path / RUN_ID).exists() else [])):
+            try:
+                digests[name] = file_sha256(self.path / name)
+            except OSError:
+                digests[name] = "a file that cannot be read"
+        self._refuse_changed(digests)
+
+    def _refuse_changed(self, digests: Mapping[str, str]) -> None:
+        try:
+            known = read_checksums(self.path)
+        except FileNotFoundError:  # a run of 0.6
+            return
+        fix = (
+            "put it back from a copy; to change a setting: phalanx train --resume "
+            f"{self.path} --set KEY=VALUE; to keep the file as it is: delete {self.path / CHECKSUMS}"
+        )
+        found = [compare_digest(self.path, name, digest, known, fix=fix) for name, digest in digests.items()]
+        if problems := [replace(one, why=one.why or WHY_CHANGED) for one in found if one is not None]:
+            raise UserError(problems)
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from every other, whatever its folder is called; empty in a run of 0.6."""
+        try:
+            found = read_bounded(self.path / RUN_ID, 64).decode("ascii", "replace").strip()
+        except (OSError, FileTooLargeError):
+            return ""
+        return found if ID.fullmatch(found) else ""
+
+    def committed_step(self) -> int | None:
+        """The newest step that rank 0 reported as saved, of those it did not go back behind since."""
+        saved: set[int] = set()
+        for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"', b'"ready"')):
+            step = integer(event, "step")
+            if step is None:
+                continue
+            if event["event"] == "checkpoint" and event.get("path"):
+                saved.add(step)
+            elif event["event"] == "ready":
+                saved = {one for one in saved if one <= step}
+        return max(saved, default=None)
+
     def launch(self) -> dict[str, Any]:
         """launch.json: what the launcher knew and the plan does not."""
         return read_json(self.path / "launch.json")
@@ -306,6 +377,8 @@ class Run:
     def replan(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
         """Put another plan in place; the one before is kept as plan-1.json, plan-2.json and so on."""
         if self.plan() == json.loads(plan_json):
+            if not (self.path / CHECKSUMS).exists():  # a run of 0.6
+                self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
             return
         count = self.plan_count()
         _put(self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8"))  # a copy: a run has a plan
@@ -316,9 +389,19 @@ class Run:
         return 1 + len(list(self.path.glob("plan-*.json")))
 
     def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
-        _put(self.job_toml, job_toml)
-        _put(self.path / "job.json", json.dumps(job, indent=1, ensure_ascii=False) + "\n")
-        _put(self.plan_json, plan_json)
+        """Write the settings. Their digests first: a process that dies between leaves nothing that looks damaged."""
+        job_json = json.dumps(job, indent=1, ensure_ascii=False) + "\n"
+        texts = dict(zip(SETTINGS, (job_toml, job_json, plan_json), strict=True))
+        if known := self.run_id:
+            texts[RUN_ID] = f"{known}\n"
+        digests = {name: text_digest(text) for name, text in texts.items()}
+        try:
+            add_checksums(self.path, digests)
+            for name, text in texts.items():
+                _put(self.path / name, text)
+            write_checksums(self.path, digests)
+        except OSError as error:
+            raise _cannot_write(self.path / CHECKSUMS, error) from error
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
@@ -367,6 +450,7 @@ def create_run(
     run = Run(path=_fresh(root, f"{name}-{stamp}"))
     for folder in ("logs", "errors", "checkpoints"):
         (run.path / folder).mkdir()
+    _put(run.path / RUN_ID, f"{secrets.token_hex(16)}\n")
     run._fill(job_toml=job_toml, job=job, plan_json=plan_json)
     run.set_status("created")
     return run
@@ -480,10 +564,12 @@ def _put(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise SystemFailure(
-            Problem(where=str(path), what=what, fix="free some space, or use another --runs")
-        ) from error
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> SystemFailure:
+    what = f"cannot be written: {error.strerror or error}"
+    return SystemFailure(Problem(where=str(path), what=what, fix="free some space, or use another --runs"))
 
 
 # ---- whether anything more is to come --------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         by_hand = not int(parent)
         agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand)
         agent.begin()  # the coordinator starts while we import
-        plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+        plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
         agent.look(plan, quick=task is not None and task.local_rank > 0)
         facts = facts_here(plan, slots=int(slots))
         for problem in transport_warnings(facts) if facts is not None else ():

@@ -33,7 +33,7 @@ class Checkpointing(Callback):
     def __init__(self, training: TrainingLoop) -> None:
         control, plan = training.control, training.plan
         self._training, self._keeper, self._memory_every = training, control.keeper, plan.reliability.memory_every
-        self._leaves_at = control.leaves_at
+        self._leaves_at, self._run_id = control.leaves_at, training.folder.run_id
         self.saver = AsyncSaver(
             training.folder.checkpoints,
             attempt=_attempt(training.engine.device),
@@ -107,7 +107,9 @@ class Checkpointing(Callback):
         """What a checkpoint keeps beside tensors, the same on every rank."""
         training = self._training
         tokens = training.batch_plan.tokens_before(training.step)
-        meta = checkpoint_meta(training.engine, step=training.step, tokens=tokens, data=training.data_digest)
+        meta = checkpoint_meta(
+            training.engine, step=training.step, tokens=tokens, data=training.data_digest, run_id=self._run_id
+        )
         position = training.batches.position(training.step)
         return meta if position is None else {**meta, "data_position": position}
 

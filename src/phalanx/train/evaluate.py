@@ -43,7 +43,7 @@ class HeldoutScorer:
 
     def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int) -> None:
         self._engine = engine
-        self._dataset = _open(folders) if sequences else None
+        self._dataset = _open(folders, vocab=engine.shape.vocab) if sequences else None
         if self._dataset is None:
             return
         length = engine.settings.sequence
@@ -81,9 +81,9 @@ def _filled(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % unit), value=value)
 
 
-def _open(folders: Sequence[Path]) -> TokenDataset | None:
+def _open(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None:
     try:
-        return TokenDataset.open(list(folders), "heldout")
+        return TokenDataset.open(list(folders), "heldout", vocab=vocab)
     except UserError:
         return None  # built with nothing held out: training needs no such thing
 

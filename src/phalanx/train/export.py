@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import mistake
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.io.checksums import CHECKSUMS, file_sha256, write_checksums
 from phalanx.io.files import replace_text
 from phalanx.job.model import ModelShape
 from phalanx.plan.plan import Plan
@@ -21,7 +22,7 @@ from phalanx.record.run import open_run
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.models.hf_weights import save_hf, save_named
 from phalanx.train.models.own import PREFIX
-from phalanx.train.state.reader import CommittedCheckpoint, sound_checkpoints
+from phalanx.train.state.reader import CommittedCheckpoint, own_first, sound_checkpoints
 from phalanx.train.state.whole_tensors import read_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,17 +35,24 @@ class ExportedWeights:
     step: int
     files: tuple[str, ...]
     bytes: int
+    warnings: tuple[str, ...] = ()  # newer checkpoints that are gone or damaged
 
 
 def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> ExportedWeights:
     """Write the weights of one checkpoint; the newest when no step is named."""
     folder = open_run(run)
-    plan = Plan.from_json(folder.plan_json.read_text(encoding="utf-8"), where=str(folder.plan_json))
-    found = [one for one in sound_checkpoints(folder.checkpoints) if step is None or one.step == step]
+    plan = Plan.from_json(folder.plan_text(), where=str(folder.plan_json))
+    damaged: list[str] = []
+    found = [one for one in sound_checkpoints(folder.checkpoints, damaged) if step is None or one.step == step]
+    found, foreign = own_first(found, folder.run_id)
     if not found:
         steps = ", ".join(f"{one:,}" for one in folder.saved_steps()) or "none"
+        why = "; ".join(text.splitlines()[0] for text in damaged)
         raise mistake(
-            run, f"has no checkpoint{f' of step {step:,}' if step is not None else ''}", fix=f"saved steps: {steps}"
+            run,
+            f"has no checkpoint{f' of step {step:,}' if step is not None else ''}{' that is whole' if damaged else ''}",
+            why=why,
+            fix=f"saved steps: {steps}",
         )
     if plan.job.model.module:
         _save_own(found[0], plan.job.model, out, DTYPES[dtype])
@@ -52,8 +60,31 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Expo
         state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
         save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
+    _add_checksums(out)
     files = tuple(sorted(path.name for path in out.iterdir()))
-    return ExportedWeights(step=found[0].step, files=files, bytes=sum((out / name).stat().st_size for name in files))
+    warnings = [text for one, text in foreign.items() if one is found[0] or one.step > found[0].step]
+    if step is None:
+        newest, there = folder.committed_step(), folder.saved_steps()
+        if newest is not None and newest > found[0].step and newest not in there:
+            what = f"the checkpoint of step {newest:,} was saved, and is gone: step {found[0].step:,} is exported"
+            warnings.append(Problem(where=str(folder.checkpoints), what=what).render())
+        if damaged and there and max(there) > found[0].step:
+            warnings += [f"{text}\n  step {found[0].step:,} is exported instead" for text in damaged]
+    return ExportedWeights(
+        step=found[0].step,
+        files=files,
+        bytes=sum((out / name).stat().st_size for name in files),
+        warnings=tuple(warnings),
+    )
+
+
+def _add_checksums(out: Path) -> None:
+    """SHA256SUMS over all files: `sha256sum -c SHA256SUMS`, or `phalanx checkpoints OUT --verify`, checks a copy."""
+    try:
+        names = sorted(path.name for path in out.iterdir() if path.is_file() and path.name != CHECKSUMS)
+        write_checksums(out, {name: file_sha256(out / name) for name in names if not name.startswith(".")})
+    except OSError as error:
+        raise SystemFailure(Problem(where=str(out), what=f"cannot be written: {error.strerror or error}")) from error
 
 
 def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:

@@ -140,7 +140,7 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
 
 def _complete_host(store: Store, place: RankPlace, own: HostSpec, run: Run) -> HostSpec:
     """With the address that the job wants, and whether tasks share GPUs; raises on all where nobody allowed that."""
-    plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+    plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     own, machine = replace(own, address=plan.job.fault.interface or own.address), discover()
     assert own.task is not None
     if plan.cluster.accelerator.family == "cpu" or not machine.gpus:

@@ -22,7 +22,7 @@ from phalanx.train.data.sources import open_batches
 from phalanx.train.drill_hooks import DrillFaults
 from phalanx.train.engine import Engine, StepRequest, StepResult
 from phalanx.train.evaluate import Evaluation, TextSamples
-from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps
+from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
 from phalanx.train.plugins import LoadedPlugins
@@ -69,7 +69,8 @@ class TrainingLoop:
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
         self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
         self.timeouts = CollectiveTimeouts.of(plan)
-        self.comparison = ReplicaComparison(self)
+        # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
+        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
         self.telemetry = StepTelemetry(self)
         self.evaluation = Evaluation(self, metrics=plugins.metrics)
         self.checkpoints = Checkpointing(self)
@@ -80,6 +81,7 @@ class TrainingLoop:
                 *([DrillFaults(control.hooks)] if control.hooks.records_samples else []),  # those below find its damage
                 self.comparison,  # before anything is written down
                 self.telemetry,
+                StalledTraining(),
                 SkippedSteps(self.job.train.skipped_steps),
                 *plugins.callbacks,
                 self.evaluation,

@@ -26,6 +26,7 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
+from phalanx.io.checksums import CHECKSUMS, verify_checksums
 from phalanx.io.files import read_text
 from phalanx.io.user_code import absolute_code
 from phalanx.job.load import ResolvedJob, job_to_dict, load
@@ -172,6 +173,16 @@ def check_inputs(job: Job, resolved: ResolvedJob, base: Path, *, fresh: bool) ->
     return found
 
 
+def check_weight_files(job: Job) -> None:
+    """The weights that training starts from are what was exported, where their folder has digests; raises UserError."""
+    folder = Path(job.train.weights)
+    if not job.train.weights or not (folder / CHECKSUMS).is_file():
+        return
+    _, problems = verify_checksums(folder, fix="copy the folder again from where it is whole, or export it again")
+    if problems:
+        raise UserError([dataclasses.replace(one, why="training would start from damaged weights") for one in problems])
+
+
 def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> None:
     """Run folders can be made in `runs` (or `run` be written, which goes on), and checkpoints where the job wants them.
 
@@ -234,7 +245,7 @@ def baselines(job: Job) -> dict[str, float]:
     from phalanx.train.data.baselines import count_baselines as count
     from phalanx.train.data.dataset import TokenDataset
 
-    found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train"))
+    found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train", vocab=job.model.vocab))
     return {f"{name}_bits_per_byte": value for name, value in found.items()}
 
 
@@ -346,10 +357,15 @@ def _check_libraries(*, shared: bool, where: str) -> None:
 
 def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: int) -> tuple[Plan, tuple[Problem, ...]]:
     """The plan to go on with: the run's own, or a new one when the layout may change; and what to warn about."""
-    old = Plan.from_json(read_text(run.plan_json, noun="plan"), where=str(run.plan_json))
+    run.check_settings()
+    old = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     if not run.saved_steps():
+        lost = run.committed_step()
+        what = "has no checkpoint to go on from"
         raise mistake(
-            str(run.path), "has no checkpoint to go on from", fix=f"start it again: phalanx train {run.job_toml}"
+            str(run.path),
+            what if lost is None else f"{what}: that of step {lost:,} was saved, and is gone",
+            fix=f"start it again: phalanx train {run.job_toml}",
         )
     if not overrides and cluster is None and steps <= 0:
         _refuse_finished(run, old)

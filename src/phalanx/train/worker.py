@@ -33,7 +33,8 @@ from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.rank_ranges import RankRanges
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake
+from phalanx.job.dataset import MANIFEST
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -53,7 +54,9 @@ from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.settings import Settings
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
+from phalanx.train.state.paths import commit_step
 from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.reader import list_commits
 from phalanx.train.state.replica_directory import ReplicaDirectory
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
@@ -93,8 +96,7 @@ class Rank:
         self._local_rank = task.local_rank if task is not None else link.slot
         self._local_world = task.local_world if task is not None else vault.slots
         self._task = task
-        text = self.run.plan_json.read_text(encoding="utf-8")
-        self.plan = Plan.from_json(text, where=str(self.run.plan_json))
+        self.plan = Plan.from_json(self.run.plan_text(), where=str(self.run.plan_json))
         self._server: ReplicaServer | None = None
         self._host_copies = HostCopies()
         self._compared: set[str] = set()
@@ -123,6 +125,8 @@ class Rank:
         except Interrupted:
             pass
         except UntrustedState as error:
+            if rank == 0 or (error.evidence or {}).get("kind") == "rest":  # of the latter only this rank knows
+                self._delete_untrusted(epoch, error.sound)
             left |= {
                 "step": error.step,
                 "why": str(error),
@@ -138,6 +142,11 @@ class Rank:
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
         self._leave(epoch, abort, left)
+
+    def _delete_untrusted(self, epoch: int, sound: int) -> None:
+        """Delete checkpoints of a state that was found astray, before anything else: the run may end here."""
+        with suppress(PhalanxError, OSError), commit_fence(self.run, epoch):  # else the next membership does it
+            delete_commits_after(self.run.checkpoints, sound)
 
     def _leave(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
         if "state" not in left:  # it did not come out of its loop by itself
@@ -349,12 +358,7 @@ def train(
     loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
     try:
         if restored.data and restored.data != loop.data_digest:
-            raise mistake(
-                job.plugins.data or ", ".join(job.data.paths),
-                "holds other tokens than the run has learnt from so far",
-                why="the next batches would not be those that come next",
-                fix="put the old dataset back, or start a new run",
-            )
+            raise _other_data(job, before=restored.data, now=loop.data_digest)
         loop.restore_extras(engine.restored_extras)
         warnings = [*restored.warnings, *_other_size(job, engine.settings)]
         events.write(
@@ -383,11 +387,42 @@ def _restore(engine: Engine, folder: Run, copies: ReplicaSource | None, at_most:
         if not found.warnings:
             return found, "memory"
         warnings = found.warnings
-    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most)
+    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most, run_id=folder.run_id)
+    if at_most is None and dist.get_rank() == 0:
+        warnings = (*warnings, *_lost_checkpoint(folder, found.step))
     if not found.step:
         engine.initialise()
         seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
     return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
+
+
+def _lost_checkpoint(folder: Run, restored_step: int) -> list[str]:
+    """A warning where a newer step than the one restored was saved, and is no longer there."""
+    newest = folder.committed_step()
+    if newest is None or newest <= restored_step:
+        return []
+    if newest in {commit_step(place.name) for place in list_commits(folder.checkpoints)}:
+        return []  # damaged: the reason was told
+    what = f"the checkpoint of step {newest:,} was saved, and is gone"
+    why = f"training goes on from step {restored_step:,}" if restored_step else "training starts again from step 0"
+    return [Problem(where=str(folder.checkpoints), what=what, why=why).render()]
+
+
+def _other_data(job: Job, *, before: str, now: str) -> UserError:
+    """The data is not what the checkpoint had learnt from; names the folder where digests differ."""
+    paths, old, new = job.data.paths, before.split("+"), now.split("+")
+    if job.plugins.data or not len(paths) == len(old) == len(new):
+        where, digests = job.plugins.data or ", ".join(paths), ""
+    else:
+        place = next(index for index, pair in enumerate(zip(old, new, strict=True)) if len(set(pair)) > 1)
+        where = str(Path(paths[place]) / MANIFEST)
+        digests = f": its digest is {new[place][:12]}…, and the checkpoint was trained on {old[place][:12]}…"
+    return mistake(
+        where,
+        f"holds other tokens than the run has learnt from so far{digests}",
+        why="the next batches would not be those that come next",
+        fix="put the old dataset back (phalanx data show prints its digest), or start a new run",
+    )
 
 
 def _other_size(job: Job, settings: Settings) -> list[str]:

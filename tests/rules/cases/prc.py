@@ -224,6 +224,15 @@ CASES = [
         says="2 steps with a loss or norm",
         at="events-00000.jsonl",
     ),
+    Case(
+        rule="PRC004",
+        name="steps that moved nothing",
+        verdict="fail",
+        evidence=ran(zero_norm=3, zero_norm_spot=SPOT),
+        severity="warning",
+        says="took 3 steps with a gradient norm of exactly 0",
+        at="events-00000.jsonl",
+    ),
     Case(rule="PRC004", name="one rank skipped", verdict="fail", evidence=ran(skips_differ=SPOT, skipped=1)),
     Case(rule="PRC004", name="two were skipped", verdict="pass", evidence=ran(skipped=9, skipped_in_a_row=2)),
     Case(

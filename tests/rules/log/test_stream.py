@@ -354,6 +354,15 @@ def test_a_step_that_is_not_finite_and_was_not_skipped(tmp_path):
     assert json.loads(run.events(0).read_text().splitlines()[found.not_finite_spot.line - 1])["step"] == 30
 
 
+def test_a_step_that_moved_nothing(tmp_path):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=60, incidents=0)
+    edit(run.events(0), at_step(30, grad_norm=0.0))
+    edit(run.events(0), at_step(31, grad_norm=0.0, skipped=True))
+    found = read_log(run).steps
+    assert found.zero_norm == 1
+    assert json.loads(run.events(0).read_text().splitlines()[found.zero_norm_spot.line - 1])["step"] == 30
+
+
 def test_the_worst_jump_is_named(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=80, incidents=0)
     edit(run.events(0), at_step(50, grad_norm=9.0))

@@ -47,7 +47,7 @@ def test_every_document_comes_out_on_its_side(dataset: Path) -> None:
 
 
 def test_the_manifest_counts_exactly(dataset: Path) -> None:
-    manifest = verify_dataset(dataset)
+    manifest = verify_dataset(dataset).manifest
     assert len([shard for shard in manifest.shards if shard.split == "train"]) > 3
     kept = [story(number) for number in range(1000) if held_out(story(number), 0.1)]
     assert manifest.total("documents", "heldout") == len(kept)
@@ -167,7 +167,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert not partial.exists()
-    assert verify_dataset(tmp_path / "out").sources[1].tally.documents == 1000
+    assert verify_dataset(tmp_path / "out").manifest.sources[1].tally.documents == 1000
 
 
 def test_changed_sources_start_over(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

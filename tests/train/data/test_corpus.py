@@ -86,7 +86,9 @@ def test_the_corpus_is_fetched_cleaned_and_built_once(index: Path, tmp_path: Pat
     next(folder.glob("*.bin")).write_bytes(b"")
     again = ensure_dataset(Data(corpus="offline-english"), tmp_path, vocab=300, progress_for=silent)
     assert again == (folder,)
-    assert read_manifest(folder) == manifest == verify_dataset(folder), "a damaged dataset of the cache is made again"
+    assert read_manifest(folder) == manifest == verify_dataset(folder).manifest, (
+        "a damaged dataset of the cache is made again"
+    )
     for path in index.iterdir():
         path.unlink()
     again = ensure_dataset(Data(corpus="offline-english"), tmp_path, vocab=300, progress_for=silent)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.job.dataset import read_manifest, verify_dataset
-from phalanx.train.data import dataset as module
+from phalanx.train.data import token_blocks
 from phalanx.train.data.dataset import TokenDataset, check_dataset
 
 from .conftest import Make, write_lines
@@ -29,7 +29,8 @@ def stream(dataset: TokenDataset) -> list[int]:
 
 
 def test_samples_are_windows_of_one_stream_over_all_shards(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_MAPS", 2)
+    monkeypatch.setattr(token_blocks, "MOST_FILES", 2)
+    monkeypatch.setattr(token_blocks, "MOST_READ_BYTES", 1 << 14)
     opened = TokenDataset.open(dataset, "train")
     whole = stream(opened)
     assert len(whole) == opened.num_tokens
@@ -100,7 +101,9 @@ def test_a_flipped_bit_is_found_by_verify(copy: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    TokenDataset.open(copy, "train")  # sizes agree
+    opened = TokenDataset.open(copy, "train")  # sizes agree
+    with pytest.raises(UserError, match="bytes 0 to 8,191 are not what was written: their digest differs"):
+        stream(opened)
     with pytest.raises(UserError) as caught:
         verify_dataset(copy)
     wanted = read_manifest(copy).shards
@@ -115,9 +118,9 @@ def test_a_flipped_bit_is_found_by_verify(copy: Path) -> None:
         ("{", "is not JSON: "),
         (
             '{"format": 99}',
-            "has format 99, and this Phalanx reads 1\n  use the Phalanx that made it, or build it again",
+            "has format 99, and this Phalanx reads 1 and 2\n  use the Phalanx that made it, or build it again",
         ),
-        ("[]", "has format None, and this Phalanx reads 1"),
+        ("[]", "has format None, and this Phalanx reads 1 and 2"),
         ('{"format": 1, "sources": []}', "lacks or has too many keys: "),
         ('{"format": 1, "sources": [3]}', "lacks or has too many keys: "),
     ],

@@ -221,6 +221,9 @@ def _learning(s: Summary) -> Section:
         lines.append(f"gradient noise scale {format_count(s.noise_scale)} samples: a batch far above it wastes tokens")
     if s.skipped_steps:
         lines.append(f"skipped {plural(s.skipped_steps, 'step')} whose gradient was not finite")
+    if s.zero_gradient_steps:
+        count = plural(s.zero_gradient_steps, "step")
+        lines.append(f"took {count} with a gradient norm of exactly 0, which learn nothing: the state may be damaged")
     return Section(title="Learning", blocks=_items(lines))
 
 

@@ -147,6 +147,20 @@ def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome
                 fix="go back to a checkpoint before the first of them",
             )
         )
+    if steps.zero_norm:
+        found.append(
+            failed(
+                f"took {plural(steps.zero_norm, 'step')} with a gradient norm of exactly 0",
+                value=steps.zero_norm,
+                threshold=0,
+                unit="steps",
+                at=steps.zero_norm_spot or "",
+                severity="warning",
+                impact=evidence.loses(steps.zero_norm / max(1, steps.count), "steps that learnt nothing"),
+                fix="the state may be damaged: compare the loss with that before the first of them, go back to a "
+                "checkpoint of then, and look at the data of that step",
+            )
+        )
     return (*found, *_in_a_row(evidence, limits, steps), _jump(evidence, limits, steps))
 
 
@@ -194,7 +208,8 @@ the median of the 16 before it, in the warm-up of a run that ended well (2026-11
     how="""
 `train.skipped_steps ≤ 10` (11 is a warning); ranks decide on numbers that all of them have; `0 < optim.clip ≤ 100` or
 `train.spike_factor > 0`, and that at least 2. In a run: no step with a loss or norm that is not finite was taken, no
-step was skipped by some ranks only, fewer than 3 in a row were skipped (a warning; an error from 10, or from
+step was skipped by some ranks only, none was taken with a gradient norm of exactly 0 (a warning: a flipped bit can
+freeze a model that way), fewer than 3 in a row were skipped (a warning; an error from 10, or from
 `train.skipped_steps`, on; in fp16 more than 10), and no step was taken whose loss (without clipping: or gradient norm)
 was over 5 times its running mean (a warning).
 """,

@@ -48,6 +48,8 @@ class StepFacts:
     tokens_per_s: float | None = None  # mean
     not_finite: int = 0  # steps with a loss or norm that is not finite, and that were not skipped
     not_finite_spot: Spot | None = None
+    zero_norm: int = 0  # steps that were taken with a gradient norm of exactly 0
+    zero_norm_spot: Spot | None = None
     skipped: int = 0
     skipped_in_a_row: int = 0
     skips_differ: Spot | None = None  # a step that one rank skipped and another did not

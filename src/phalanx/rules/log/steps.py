@@ -33,6 +33,8 @@ class Steps:
         self.begin_layout()
         self._not_finite = self._skipped = self._row = self._most_in_row = 0
         self._not_finite_spot: Spot | None = None
+        self._zero_norm = 0
+        self._zero_norm_spot: Spot | None = None
         self._jumps = (Jump("loss"), Jump("grad_norm"))
         self._noise = Noise()
 
@@ -60,6 +62,7 @@ class Steps:
         if any(skipped) or self._row:
             self._skips(skipped)
         self._finite(columns, skipped, file, lines)
+        self._moves(columns, skipped, file, lines)
         for jump in self._jumps:
             jump.take(columns.floats(jump.field), skipped, file, lines)
         self._noise.take(columns)
@@ -129,6 +132,16 @@ class Steps:
                 self._not_finite += len(places)
                 self._not_finite_spot = self._not_finite_spot or Spot(file=file, line=lines[places[0]])
 
+    def _moves(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+        """A norm of exactly 0 moves no weight."""
+        if not columns.has("grad_norm"):
+            return
+        still = np.flatnonzero(columns.floats("grad_norm") == 0.0).tolist()
+        places = [place for place in still if skipped[place] is not True]
+        if places:
+            self._zero_norm += len(places)
+            self._zero_norm_spot = self._zero_norm_spot or Spot(file=file, line=lines[places[0]])
+
     def facts(self) -> StepFacts | None:
         """None before the first step."""
         if self.first is None or self.last is None:
@@ -150,6 +163,8 @@ class Steps:
             tokens_per_s=self._tokens_steady / self._steady_s if self._steady_s and self._tokens_steady else None,
             not_finite=self._not_finite,
             not_finite_spot=self._not_finite_spot,
+            zero_norm=self._zero_norm,
+            zero_norm_spot=self._zero_norm_spot,
             skipped=self._skipped,
             skipped_in_a_row=self._most_in_row,
             worst_jump=worst.worst or None,

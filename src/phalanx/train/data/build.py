@@ -18,6 +18,7 @@ from typing import Literal
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
 from phalanx.job.dataset import (
+    BLOCK_BYTES,
     MANIFEST,
     SPLITS,
     TOKENIZER,
@@ -145,6 +146,7 @@ class _Work:
             heldout=self.recipe.heldout,
             split_on=self.recipe.reading.split_on,
             sources=tuple(self.state.sources),
+            block_bytes=BLOCK_BYTES,
         )
         _check_result(manifest, self.recipe)
         return manifest
@@ -159,7 +161,7 @@ class _Work:
         fresh = state if state is not None and known else _State(fingerprint=fingerprint)
         keep = {STATE, TOKENIZER} if known else set()
         for source in fresh.sources:
-            keep |= {name for shard in source.shards for name in (shard.file, shard.index_file)}
+            keep |= {name for shard in source.shards for name in (shard.file, shard.index_file, shard.block_file)}
         for path in self.folder.iterdir():
             if path.name not in keep:
                 path.unlink()

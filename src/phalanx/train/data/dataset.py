@@ -1,94 +1,78 @@
-"""Tokens of a dataset folder as numbered samples, memory-mapped: opening a terabyte costs nothing."""
+"""Tokens of a dataset folder as numbered samples: opening a terabyte costs nothing."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.job.dataset import TOKENIZER, Manifest, Shard, Source, Split, check_dataset_files, read_manifest
+from phalanx.job.dataset import (
+    TOKENIZER,
+    Manifest,
+    Shard,
+    Source,
+    Split,
+    add_blocks,
+    check_dataset_files,
+    read_manifest,
+)
 from phalanx.plan.inputs import too_many_tokens
 from phalanx.train.data.sampler import Sampler, make_sampler
+from phalanx.train.data.token_blocks import BlockReader, TokenLimit
 
 Tokens = NDArray[np.int64]
-MOST_MAPS = 256  # shards mapped at once; each takes a file handle, and 1,024 is a usual limit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    path: Path
-    tokens: int
-
-
-class _Maps:
-    """Mapped files, those used least lately let go; threads may share it."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[Path, NDArray[np.generic]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, file: _File, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-        """The tokens of a shard."""
-        with self._lock:
-            found = self._found.pop(file.path, None)
-            if found is None:
-                found = np.memmap(file.path, dtype=dtype, mode="r", shape=(file.tokens,))
-            self._found[file.path] = found
-            if len(self._found) > MOST_MAPS:
-                self._found.popitem(last=False)
-            return found
 
 
 class _Stream:
     """The shards of a source as one run of tokens."""
 
-    def __init__(self, files: Sequence[_File], dtype: str, maps: _Maps) -> None:
-        self._files, self._maps = files, maps
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._ends = np.cumsum([0, *(file.tokens for file in files)])
+    def __init__(self, folder: Path, manifest: Manifest, shards: Sequence[Shard], reader: BlockReader) -> None:
+        self._files, self._reader = [reader.add(folder, shard, manifest) for shard in shards], reader
+        self._ends = np.cumsum([0, *(shard.tokens for shard in shards)])
         self.tokens = int(self._ends[-1])
 
     def read(self, start: int, out: Tokens) -> None:
-        """Fill `out` with the tokens from `start` on."""
+        """Fill `out` with the tokens from `start` on; raises UserError where they are not what was written."""
         done = 0
         while done < len(out):
             number = int(np.searchsorted(self._ends, start + done, side="right")) - 1
             offset = start + done - int(self._ends[number])
-            part = self._maps.get(self._files[number], self._dtype)[offset : offset + len(out) - done]
-            out[done : done + len(part)] = part
-            done += len(part)
+            count = min(len(out) - done, int(self._ends[number + 1]) - start - done)
+            self._reader.read(self._files[number], offset, out[done : done + count])
+            done += count
 
 
 class TokenDataset:
     """One split of one or several dataset folders that share a tokenizer."""
 
-    def __init__(self, folders: Sequence[tuple[Path, Manifest]], split: Split) -> None:
+    def __init__(
+        self, folders: Sequence[tuple[Path, Manifest]], split: Split, *, limit: TokenLimit | None = None
+    ) -> None:
         self.split: Split = split
         self.folders = tuple(folder for folder, _ in folders)
         self.manifests = tuple(manifest for _, manifest in folders)
-        maps = _Maps()
+        reader = BlockReader(limit=limit)
         self._sources: list[tuple[Source, _Stream]] = []
         for folder, manifest in folders:
             for source in manifest.sources:
-                files = [_File(path=folder / shard.file, tokens=shard.tokens) for shard in source.of(split)]
-                if files:
-                    self._sources.append((source, _Stream(files, manifest.dtype, maps)))
+                if shards := [shard for shard in source.of(split) if shard.tokens]:
+                    self._sources.append((source, _Stream(folder, manifest, shards, reader)))
 
     @classmethod
-    def open(cls, path: Path | Sequence[Path], split: Split) -> TokenDataset:
-        """Open after checking that every file is there with its size; raises UserError otherwise."""
+    def open(cls, path: Path | Sequence[Path], split: Split, *, vocab: int = 0) -> TokenDataset:
+        """Open after checking that every file is there with its size; raises UserError otherwise.
+
+        Blocks are compared with their digests when they are read. `vocab` is the model's: a token beyond it is refused.
+        """
         paths = [path] if isinstance(path, Path) else list(path)
         folders = [(folder, read_manifest(folder)) for folder in paths]
         for folder, manifest in folders:
             check_dataset_files(folder, manifest)
         _check_same_tokenizer(folders)
-        dataset = cls(folders, split)
+        dataset = cls(folders, split, limit=TokenLimit(vocab=vocab) if vocab else None)
         if not dataset.num_tokens:
             raise _empty_split(paths, split)
         return dataset
@@ -198,11 +182,21 @@ def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> 
         problems += too_long(dataset, sequence).problems
     if problems:
         raise UserError(problems)
-    return tuple(
+    bare = [
+        Problem(
+            where=str(folder),
+            what="has no digests of its blocks, as before 0.7: damaged tokens would go unnoticed",
+            fix=f"add them: {add_blocks(folder)}",
+        )
+        for folder, manifest in zip(dataset.folders, dataset.manifests, strict=True)
+        if not manifest.has_block_digests
+    ]
+    short = [
         Problem(where=name, what=f"is shorter than one sequence of {sequence:,} and is left out")
         for name, samples in zip(dataset.source_names, dataset.source_samples(sequence), strict=True)
         if not samples
-    )
+    ]
+    return (*short, *bare)
 
 
 def _check_same_tokenizer(folders: Sequence[tuple[Path, Manifest]]) -> None:

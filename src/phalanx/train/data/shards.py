@@ -11,19 +11,31 @@ from typing import BinaryIO
 
 import numpy as np
 
-from phalanx.job.dataset import Shard, Split
+from phalanx.job.dataset import BLOCK_BYTES, Shard, Split, block_digest
 
 
 class _Hashed:
-    """A file that digests what is written to it."""
+    """A file that digests what is written to it, as a whole and, where asked, block by block."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, block_bytes: int = 0) -> None:
         self.stream: BinaryIO = path.open("wb")
         self.sha256 = hashlib.sha256()
+        self._block_bytes, self._rest, self._blocks = block_bytes, b"", bytearray()
 
     def write(self, data: bytes) -> None:
         self.stream.write(data)
         self.sha256.update(data)
+        if not self._block_bytes:
+            return
+        data = self._rest + data
+        whole = len(data) // self._block_bytes * self._block_bytes
+        for begin in range(0, whole, self._block_bytes):
+            self._blocks += block_digest(data[begin : begin + self._block_bytes])
+        self._rest = data[whole:]
+
+    def blocks(self) -> bytes:
+        """The digests of all blocks; nothing may be written after this."""
+        return bytes(self._blocks + (block_digest(self._rest) if self._rest else b""))
 
     def close(self) -> str:
         self.stream.flush()
@@ -40,8 +52,9 @@ class ShardWriter:
         self.tokens = self.documents = self.text_bytes = 0
         self._stem = stem
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._tokens = _Hashed(folder / f"{stem}.bin")
+        self._tokens = _Hashed(folder / f"{stem}.bin", block_bytes=BLOCK_BYTES)
         self._index = _Hashed(folder / f"{stem}.idx")
+        self._blocks = _Hashed(folder / f"{stem}.blocks")
 
     def write(self, documents: Sequence[tuple[list[int], int]], end_of_text: int) -> None:
         """Append documents (tokens, bytes of text), each followed by the end of text."""
@@ -59,6 +72,7 @@ class ShardWriter:
 
     def close(self) -> Shard:
         """Flush to the disk and say what was written."""
+        self._blocks.write(self._tokens.blocks())
         return Shard(
             file=f"{self._stem}.bin",
             split=self.split,
@@ -67,10 +81,11 @@ class ShardWriter:
             text_bytes=self.text_bytes,
             sha256=self._tokens.close(),
             index_sha256=self._index.close(),
+            blocks_sha256=self._blocks.close(),
         )
 
     def abandon(self) -> None:
         """Close the files after a failure; nobody names them."""
-        for file in (self._tokens, self._index):
+        for file in (self._tokens, self._index, self._blocks):
             with contextlib.suppress(OSError):  # a full disk refuses the last buffer too
                 file.stream.close()

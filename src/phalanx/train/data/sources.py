@@ -40,7 +40,8 @@ def open_batches(
     """
     dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
     data_rank, sequence, seed = engine.meshes.index("data"), job.data.sequence, job.data.seed
-    dataset = TokenDataset.open([folder / path for path in job.data.paths], "train") if job.data.paths else None
+    folders = [folder / path for path in job.data.paths]
+    dataset = TokenDataset.open(folders, "train", vocab=job.model.vocab) if folders else None
     if data is not None:
         name, vocab = job.plugins.data.partition("{")[0].strip().rpartition("/")[2], job.model.vocab
         own = OwnBatches(data, plan, dealing, sequence=sequence, vocab=vocab, data_rank=data_rank, seed=seed, name=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.plan.auto_settings import digest_every
 from phalanx.train.callbacks import Callback
+from phalanx.train.engine import StepRequest
 from phalanx.train.guard.compiled import (
     Comparison,
     code_key,
@@ -60,12 +62,14 @@ class CompiledCodeCheck(Callback):
 class ReplicaComparison(Callback):
     """Compares copies of the state before anything keeps it; raises UntrustedState on every rank alike."""
 
-    def __init__(self, training: TrainingLoop) -> None:
+    def __init__(self, training: TrainingLoop, *, each_step: bool = True) -> None:
         plan, engine = training.plan, training.engine
         every = digest_every(plan.job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
-        self.guard = ReplicaGuard(engine.state, every=every)
+        # On a GPU reading the sums would hold up the launch of the update: there, the steps of the digests alone.
+        self.guard = ReplicaGuard(engine.state, every=every, each_step=each_step and engine.device.type == "cpu")
         self._case = training.control.case
         self._sound_step = 0  # newest step whose state nothing speaks against
+        self._unchanged_step = 0  # newest step whose state was still the same before the next update
         self._spent_s = 0.0
 
     def on_start(self, training: TrainingLoop) -> None:
@@ -74,14 +78,18 @@ class ReplicaComparison(Callback):
 
     def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[torch.Tensor]) -> None:
         """As late as can be before the weights are used up: whether they are still what the last update left."""
+        is_known = self.guard.remembers
         found = self.guard.before(training.step)
         if found is not None:
             raise self._diverged(found)
+        if is_known:
+            self._unchanged_step = training.step
 
     def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
         """Compare, and settle which rank was wrong where the same step is done again."""
         step, began_s = training.step, time.perf_counter()
-        found = self.guard.check(step)
+        is_saved = report.result.requests[StepRequest.SAVE]
+        found = self.guard.check(step, is_saved=is_saved)
         self._spent_s = time.perf_counter() - began_s
         if found is not None:
             raise self._diverged(found)
@@ -91,7 +99,7 @@ class ReplicaComparison(Callback):
             if wrong is not None:
                 what = f"rank {wrong} was wrong at step {step:,}: done again, the others' values came out"
                 raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))
-        if self.guard.is_due(step):
+        if self.guard.is_due(step) or is_saved:
             self._sound_step = step
 
     def digest(self, training: TrainingLoop) -> tuple[str | None, float | None]:
@@ -106,11 +114,48 @@ class ReplicaComparison(Callback):
         return UntrustedState(
             "diverged",
             step=found.step,
-            sound=self._sound_step,
+            sound=max(self._sound_step, self._unchanged_step) if found.kind == "rest" else self._sound_step,
             what=found.problem().render().splitlines()[0],
             suspects=found.suspects if found.certain else (),
             evidence=found.to_json(),
         )
+
+
+STILL_STEPS = 32  # with the same loss: batches differ, and so do their losses, from the second or third digit on
+STILL = 1e-6  # of the loss: less than this is no movement
+
+
+class StalledTraining(Callback):
+    """Warns of a model that learns nothing: a gradient norm of exactly 0, or a loss that does not move.
+
+    Damage that turns an activation into zeros or saturates it does that without a number that is not finite. The run
+    goes on, since a person may know why.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=STILL_STEPS)
+        self._is_zero = self._is_still = False
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Say it once when it begins."""
+        result = report.result
+        if result.skipped or not result.tokens:
+            return
+        is_zero = result.grad_norm == 0.0
+        if is_zero and not self._is_zero:
+            self._warn(training, report.step, "the gradient norm is exactly 0: no weight learns from this step")
+        self._losses.append(result.loss)
+        spread = max(self._losses) - min(self._losses)
+        is_still = len(self._losses) == STILL_STEPS and spread <= STILL * abs(result.loss)
+        if is_still and not self._is_still:
+            what = f"the loss has been {result.loss:.6g} for {STILL_STEPS} steps, and batches differ"
+            self._warn(training, report.step, what)
+        self._is_zero, self._is_still = is_zero, is_still
+
+    def _warn(self, training: TrainingLoop, step: int, what: str) -> None:
+        if training.rank == 0:  # every rank has the same numbers
+            cure = "the state may be damaged: compare the curve with an earlier checkpoint, and resume from that"
+            training.events.write("remark", step=step, text=f"step {step:,}: {what}; {cure}", is_warning=True)
 
 
 class SkippedSteps(Callback):

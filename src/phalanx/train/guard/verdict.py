@@ -41,7 +41,7 @@ class Divergence:
         of = f" ({', '.join(self.tensors)})" if self.tensors else ""
         ranks = ", ".join(map(str, self.suspects))
         if self.kind == "rest":
-            what = f"weights or optimizer state of rank {ranks} changed between two updates"
+            what = f"weights or optimizer state of rank {ranks} changed between two updates{of}"
         elif self.certain:
             what = (
                 f"rank {ranks} holds other values than its {plural(len(self.digests) - len(self.suspects), 'copy')}{of}"

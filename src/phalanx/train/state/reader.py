@@ -7,7 +7,7 @@ replica_reader.py are both a `StateSource`, which is all that a restore sees.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -172,9 +172,12 @@ class RankFileReader:
             raise damaged_checkpoint(self._path, what, why="it was cut, or is another rank's file")
         self._check_header()
         for shard in shards:
-            if self._digest(shard.offset, shard.size_bytes) != shard.sha256:
-                what = f"holds another {shard.name} than was written: its digest differs"
-                raise damaged_checkpoint(self._path, what, why="training would go on with wrong numbers")
+            self._compare(shard, self._digest(shard.offset, shard.size_bytes))
+
+    def _compare(self, shard: StoredShard, digest: str) -> None:
+        if digest != shard.sha256:
+            what = f"holds another {shard.name} than was written: its digest differs"
+            raise damaged_checkpoint(self._path, what, why="training would go on with wrong numbers")
 
     def _check_header(self) -> None:
         """Other readers believe the header, so it must say what the index says, byte for byte."""
@@ -187,23 +190,42 @@ class RankFileReader:
             raise damaged_checkpoint(self._path, "has another header than was written: its digest differs")
 
     def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
-        """The elements of `part`, which lies inside the shard's region; only its rows are read from the file."""
+        """The elements of `part`, which lies inside the shard's region; raises DamagedCheckpoint.
+
+        All of the shard is read and compared once more, as it is handed out: a disk, or the memory that caches it, may
+        have given `check` other bytes.
+        """
         region, values_of = shard.region, STORED_DTYPES[shard.dtype].torch
         if not region.size:
-            return self._bytes(shard.offset, shard.size_bytes).view(values_of).reshape(())
+            return self._sound_bytes(shard, 0, shard.size_bytes).view(values_of).reshape(())
         row_bytes = shard.size_bytes // region.size[0]
         rows = Region((part.start[0], *region.start[1:]), (part.size[0], *region.size[1:]))
         skipped = part.start[0] - region.start[0]
-        data = self._bytes(shard.offset + skipped * row_bytes, part.size[0] * row_bytes)
+        data = self._sound_bytes(shard, skipped * row_bytes, part.size[0] * row_bytes)
         return data.view(values_of).view(rows.size)[part.within(rows)]
 
-    def _bytes(self, offset: int, size_bytes: int) -> torch.Tensor:
-        data = torch.empty(size_bytes, dtype=torch.uint8)
-        try:
-            self._file.read_into(data.numpy().data, offset)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return data
+    def _sound_bytes(self, shard: StoredShard, begin: int, size_bytes: int) -> torch.Tensor:
+        """Some bytes of a shard out of a reading whose digest is right; memory is that of what is wanted."""
+        wanted, digest, end = torch.empty(size_bytes, dtype=torch.uint8), hashlib.sha256(), begin + size_bytes
+        kept, other = wanted.numpy().data, memoryview(bytearray(0))
+        at = 0
+        while at < shard.size_bytes:
+            # From here to where the wanted bytes begin or end, and no more than a chunk.
+            border = begin if at < begin else end if at < end else shard.size_bytes
+            count = min(CHUNK_BYTES, border - at)
+            if begin <= at < end:
+                chunk = kept[at - begin : at - begin + count]
+            else:
+                other = other if len(other) >= count else memoryview(bytearray(count))
+                chunk = other[:count]
+            try:
+                self._file.read_into(chunk, shard.offset + at)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            digest.update(chunk)
+            at += count
+        self._compare(shard, digest.hexdigest())
+        return wanted
 
     def _digest(self, offset: int, size_bytes: int) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
@@ -233,7 +255,7 @@ class RankFileReader:
 # Finding and verifying.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CommittedCheckpoint:
     """A committed step. `warnings` says which newer ones were passed over, and why."""
 
@@ -287,6 +309,24 @@ def sound_checkpoints(root: Location | str, damaged: list[str] | None = None) ->
                 damaged.append(str(error))
             continue
         yield _committed(location, manifest)
+
+
+def own_first(
+    found: Sequence[CommittedCheckpoint], run_id: str
+) -> tuple[list[CommittedCheckpoint], dict[CommittedCheckpoint, str]]:
+    """Checkpoints of this run before those of others, which may have been copied in; what to say of each of those.
+
+    Before 0.7 neither runs nor checkpoints knew: one without a name counts as this run's.
+    """
+    others = [one for one in found if run_id and str(one.meta.get("run") or run_id) != run_id]
+    own = [one for one in found if one not in others]
+    done = "it is used, as this run has none of its own" if not own else "it is passed over"
+    fix = "move it away; to start from its weights, export them and set train.weights"
+    said = {}
+    for one in others:
+        what = f"was written by another run ({str(one.meta['run'])[:8]}…, and this is {run_id[:8]}…): {done}"
+        said[one] = Problem(where=str(one.path), what=what, fix=fix).render()
+    return [*own, *others], said
 
 
 def _committed(location: Location, found: Manifest) -> CommittedCheckpoint:

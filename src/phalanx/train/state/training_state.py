@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +24,12 @@ from phalanx.train.state.rank_state import (
     read_private_tensors,
     restore_random_state,
 )
-from phalanx.train.state.reader import CheckpointReader, StateSource, sound_checkpoints
+from phalanx.train.state.reader import CheckpointReader, StateSource, own_first, sound_checkpoints
 from phalanx.train.state.restore import prepare_restore
 from phalanx.units import plural
 
 UNREADABLE = (PhalanxError, OSError, KeyError, TypeError, ValueError)  # the last three: another program's manifest
-ELSEWHERE = "another rank could not read it"
+MOST_REASON = 2048  # bytes of a reason that one rank tells all others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +41,11 @@ class RestoredRun:
     warnings: tuple[str, ...] = ()
 
 
-def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str) -> dict[str, Any]:
+def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str, run_id: str = "") -> dict[str, Any]:
     """What a checkpoint keeps beside tensors. The sampler's place is the step: its order depends on nothing else."""
     return {
         "step": step,
+        "run": run_id,
         "tokens": tokens,
         "data": data,
         "optimizer_steps": engine.optimizer.steps,
@@ -84,22 +84,25 @@ def restore_from_replicas(engine: Engine, source: StateSource) -> RestoredRun:
     return RestoredRun(step=source.step, data=str(source.meta.get("data", "")))
 
 
-def restore_newest_checkpoint(engine: Engine, root: Location | str, *, at_most: int | None = None) -> RestoredRun:
+def restore_newest_checkpoint(
+    engine: Engine, root: Location | str, *, at_most: int | None = None, run_id: str = ""
+) -> RestoredRun:
     """Load the newest checkpoint that is whole for every rank; step 0 when there is none. All ranks must call this.
 
-    `at_most` leaves out those of more steps: something went wrong after it.
+    `at_most` leaves out those of more steps: something went wrong after it. Those of another run than `run_id` come
+    last, and with a warning.
     """
     warnings: list[str] = []
     found = [one for one in sound_checkpoints(root, warnings) if at_most is None or one.step <= at_most]
+    found, foreign = own_first(found, run_id)
     for checkpoint in found:
         failure = _load(engine, lambda place=checkpoint.path: CheckpointReader(place), cast=True)  # type: ignore[misc]
         if not failure:
             data = str(checkpoint.meta.get("data", ""))
-            return RestoredRun(step=checkpoint.step, data=data, warnings=tuple(warnings))
+            said = [text for one, text in foreign.items() if one.step > checkpoint.step or one is checkpoint]
+            return RestoredRun(step=checkpoint.step, data=data, warnings=(*warnings, *said))
         warnings.append(failure)
     if warnings:
-        if found and all(text.endswith(ELSEWHERE) for text in warnings):
-            time.sleep(1.0)  # the rank that knows the reason is to be heard first
         raise _no_checkpoint_left(root, warnings)
     return RestoredRun()
 
@@ -117,14 +120,14 @@ def _load(engine: Engine, find: Callable[[], StateSource], *, cast: bool) -> str
         ready = prepare_restore(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
     except UNREADABLE as error:
         failure = str(error) or type(error).__name__
-    if not _all_agree(not failure, engine.device):
-        return failure or ELSEWHERE
+    if told := first_reason(failure, engine.device):
+        return told
     try:
         ready.fill()
         _restore_beside_tensors(engine, optimizer, source)
     except UNREADABLE as error:
         failure = f"{type(error).__name__}: {error}"
-    return "" if _all_agree(not failure, engine.device) else failure or ELSEWHERE
+    return first_reason(failure, engine.device)
 
 
 @torch.no_grad()
@@ -169,17 +172,30 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source
     engine.publish()
 
 
-def _all_agree(mine: bool, device: torch.device) -> bool:
-    """Whether every rank says yes; one that cannot read its part must not leave the others waiting."""
-    vote = torch.tensor([0 if mine else 1], device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(vote)
-    return int(vote.item()) == 0
+def first_reason(mine: str, device: torch.device) -> str:
+    """Why the lowest rank that failed did, on every rank alike; empty when none did. `mine` is this rank's reason.
+
+    One that cannot read its part must not leave the others waiting, and what it could not read is worth a name.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = torch.tensor([rank if mine else world], device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    speaker = int(first.item())
+    if speaker == world:
+        return ""
+    sent = torch.zeros(MOST_REASON, dtype=torch.uint8)
+    if rank == speaker:
+        text = f"rank {rank}: {mine}".encode()[:MOST_REASON]
+        sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    sent = sent.to(device)
+    dist.broadcast(sent, src=speaker)
+    return sent.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _no_checkpoint_left(root: Location | str, warnings: list[str]) -> SystemFailure:
-    reasons = [text for text in warnings if not text.endswith(ELSEWHERE)]
-    first = (reasons or warnings)[0].splitlines()[0]
+    first = warnings[0].splitlines()[0]
     return SystemFailure(
         Problem(
             where=str(root),

@@ -35,7 +35,7 @@ def read_whole_tensors(
         tensor = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype].torch)
         for shard in stored.shards:
             with reader.open(shard.rank) as file:
-                file.check([shard])
+                file.check(())  # its size and header; reading compares the shard itself
                 tensor[shard.region.within(whole_region(stored.shape))].copy_(file.read(shard, shard.region))
         yield stored.name, tensor
 

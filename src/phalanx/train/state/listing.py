@@ -1,0 +1,95 @@
+"""The checkpoints of a run as a list: how large, of which layout, and what is wrong with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.plan.layout import Layout
+from phalanx.train.state.index import DamagedCheckpoint, Manifest, damaged_checkpoint, read_manifest
+from phalanx.train.state.paths import Location, commit_step, data_name, index_name
+from phalanx.train.state.reader import list_commits, verify_checkpoint
+from phalanx.train.state.storage import open_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointEntry:
+    """One committed step."""
+
+    path: Location
+    step: int
+    size_bytes: int | None = None  # of the files of all ranks; None where the manifest cannot be read
+    world: int | None = None  # ranks that wrote it
+    layout: str = ""
+    tokens: int | None = None  # learnt from so far
+    run_id: str = ""
+    code: str = ""  # versions of Phalanx and torch that wrote it
+    damage: tuple[str, ...] = ()  # every problem that was found
+
+
+def list_checkpoints(
+    root: Location | str, *, verify: bool = False, begin: Callable[[Location], None] = lambda place: None
+) -> list[CheckpointEntry]:
+    """Every commit, newest first. Without `verify` manifests and the sizes of files are compared, with it every byte.
+
+    `begin` is called before each is looked at.
+    """
+    found = []
+    for place in list_commits(root):
+        begin(place)
+        found.append(_look_at(place, verify=verify))
+    return found
+
+
+def _look_at(place: Location, *, verify: bool) -> CheckpointEntry:
+    step = commit_step(place.name) or 0
+    try:
+        manifest = read_manifest(open_folder(place))
+    except DamagedCheckpoint as error:
+        return CheckpointEntry(path=place, step=step, damage=_texts(error))
+    damage: tuple[str, ...] = ()
+    try:
+        if verify:
+            verify_checkpoint(place)
+        elif isinstance(place, Path):
+            _check_sizes(place, manifest)
+    except DamagedCheckpoint as error:
+        damage = _texts(error)
+    tokens = manifest.meta.get("tokens")
+    return CheckpointEntry(
+        path=place,
+        step=step,
+        size_bytes=manifest.size_bytes,
+        world=manifest.world,
+        layout=_layout_name(manifest.meta),
+        tokens=tokens if isinstance(tokens, int) else None,
+        run_id=str(manifest.meta.get("run") or ""),
+        code=str(manifest.code),
+        damage=damage,
+    )
+
+
+def _texts(error: DamagedCheckpoint) -> tuple[str, ...]:
+    return tuple(problem.render().splitlines()[0] for problem in error.problems)
+
+
+def _layout_name(meta: Mapping[str, Any]) -> str:
+    """The name of the layout that wrote it; empty for one that another version knows."""
+    try:
+        return Layout(**meta["layout"]).name
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ""
+
+
+def _check_sizes(place: Path, manifest: Manifest) -> None:
+    """Raises DamagedCheckpoint for the first file that is missing, or has another size than was written."""
+    for rank, files in enumerate(manifest.ranks):
+        for name, size in ((data_name(rank), files.data_bytes), (index_name(rank), files.index_bytes)):
+            try:
+                found = (place / name).stat().st_size
+            except OSError as error:
+                raise damaged_checkpoint(place / name, f"cannot be read: {error.strerror or error}") from error
+            if found != size:
+                raise damaged_checkpoint(place / name, f"has {found:,} bytes instead of {size:,}")
