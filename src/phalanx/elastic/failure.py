@@ -101,7 +101,7 @@ def read_error(run: Run, rank: int) -> Failure | None:
     """What a rank left, if it left anything."""
     try:
         return Failure(**json.loads(run.error(rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -52,10 +54,11 @@ def prune_commits(storage: CheckpointStorage, *, keep: int, stale_s: float, spar
     return gone
 
 
-def make_room(storage: CheckpointStorage) -> list[int]:
+def make_room(storage: CheckpointStorage, fence: Callable[[], AbstractContextManager[None]] = nullcontext) -> list[int]:
     """Delete old commits, oldest first, until another like the newest sound one fits on the disk; the steps that went.
 
-    The newest sound one stays whatever happens. An object store has no end that could be asked for.
+    The newest sound one stays whatever happens. Deletes inside `fence()`, which is entered where there is something to
+    delete. An object store has no end that could be asked for.
     """
     root, gone = storage.root, []
     if not isinstance(root, Path):
@@ -71,7 +74,8 @@ def make_room(storage: CheckpointStorage) -> list[int]:
             disk = os.statvfs(root)
             if disk.f_bavail * disk.f_frsize >= needed_bytes:
                 break
-            storage.delete(place)
+            with fence():
+                storage.delete(place)
             gone.append(commit_step(place.name) or 0)
     except (OSError, DamagedCheckpoint):  # then the save itself tells what is wrong
         pass

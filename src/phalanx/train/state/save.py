@@ -103,8 +103,8 @@ def save_checkpoint(
         point("begin")
         if rank == 0:
             # Ranks that write meanwhile may still find the disk full: then this save fails, and the next finds room.
-            with suppress(SystemFailure), fence():
-                deleted += make_room(storage)
+            with suppress(SystemFailure):
+                deleted += make_room(storage, fence)
         size_bytes = _write_rank(draft, rank, pieces, rank_meta or {}, abandoned, point)
         if rank == 0:
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
