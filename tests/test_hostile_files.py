@@ -1,4 +1,4 @@
-"""Every reader of files under a limit of memory and processor time: hostile files are refused in a sentence, or read."""
+"""Every reader of files under limits of memory and processor time: hostile files are refused in a sentence, or read."""
 
 from __future__ import annotations
 
