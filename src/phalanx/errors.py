@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.io.visible import one_line, visible
 
+MOST_SHOWN = 100  # problems that one message tells of: nobody reads more, and a hostile file has a million
 _FURTHER = re.compile(r"\n(?!  )")  # a line break before what is not indented; a part may be rendered already
 
 
@@ -44,7 +45,10 @@ class PhalanxError(Exception):
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(problem.render() for problem in self.problems))
+        lines = [problem.render() for problem in self.problems[:MOST_SHOWN]]
+        if len(self.problems) > MOST_SHOWN:
+            lines.append(f"and {len(self.problems) - MOST_SHOWN:,} more")
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[PhalanxError], tuple[tuple[Problem, ...]]]:
         """From a worker process to the one that prints it: an exception is made again from what this returns."""
@@ -87,6 +91,8 @@ def mistake(where: str, what: str, *, why: str = "", fix: str = "") -> UserError
 # "sequence" 0.71.
 ALIKE = 0.65
 LEAST_PREFIX = 3  # letters from which the beginning of a word names it
+MOST_WORD = 120
+MOST_UNKNOWN = 20  # keys that mean nothing, of one table, each of which gets a near miss: 1 ms each
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -95,7 +101,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     >>> nearest("tensr", ["tensor", "data"]), nearest("seq", ["sequence", "seed"]), nearest("colour", ["cluster"])
     ('tensor', 'sequence', '')
     """
-    known = list(choices)
+    if len(word) > MOST_WORD:  # no name is that long, and comparing takes its length squared
+        return ""
+    known = [choice for choice in choices if len(choice) <= 2 * MOST_WORD]
     likeness = [(_alike(word.lower(), choice.lower()), choice) for choice in known]
     best, found = max(likeness, key=lambda one: one[0], default=(0.0, ""))
     if best >= ALIKE:

@@ -99,6 +99,31 @@ def test_ctrl_c_twice_before_it_has_joined(run: Run) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_code_that_the_job_names_needs_the_word_of_the_caller(
+    tmp_path: Path, agent: Agent, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the folder says of consent is no consent: whoever wrote the code may have written that."""
+    mark = tmp_path / "ran"
+    code = tmp_path / "net.py"
+    code.write_text(f"open({str(mark)!r}, 'w').close()\n")
+    job = [f"model.module={code}:build", f"plugins.loss={code}:loss"]
+    plan = make(load_job(str(JOB), overrides=job, cluster=None, steps=0))
+    run.plan_json.write_text(plan.to_json())
+    run.set_launch(**{**run.launch(), "allow_code": True})
+    assert agent() == []
+    why = "  a job file from a stranger could do anything with your account\n  read it, then give --allow-code\n"
+    assert capsys.readouterr().err == (
+        f"model.module: '{code}:build' is code that this job wants to run\n{why}"
+        f"plugins.loss: '{code}:loss' is code that this job wants to run\n{why}"
+    )
+    words = [sys.executable, "-m", "phalanx.train.agent", str(run.path), "b", "2", "127.0.0.1", "0"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "give --allow-code" in done.stderr
+    assert not mark.exists()
+    assert agent("--host", "b", "--allow-code") == ["b", "2", "127.0.0.1", "0"]
+
+
 def test_a_run_that_nobody_launched(run: Run, agent: Agent, capsys: pytest.CaptureFixture[str]) -> None:
     (run.path / "secret").unlink()
     assert agent() == []

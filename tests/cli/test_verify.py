@@ -105,6 +105,19 @@ def test_a_wrong_call_is_exit_2(job, options, text, capsys):
     assert capsys.readouterr().err.startswith(text)
 
 
+def test_a_loss_of_your_own_is_proven_with_consent_alone(job, capsys):
+    mine = Path(__file__).parents[1] / "train" / "plugin_files" / "mine.py"
+    call = ["verify", job, "--set", f"plugins.loss={mine}:smooth_loss", "--cluster", "local-cpu:2", "--steps", "2"]
+    assert main(call) == 2
+    assert capsys.readouterr().err == (
+        f"plugins.loss: '{mine}:smooth_loss' is code that this job wants to run\n"
+        "  a job file from a stranger could do anything with your account\n"
+        "  read it, then give --allow-code\n"
+    )
+    assert main([*call, "--allow-code"]) == 0
+    assert "PROVEN: 2 ranks against one process" in capsys.readouterr().out
+
+
 def test_without_a_gpu_there_is_no_proof_on_one(job, capsys, monkeypatch):
     from phalanx.train import prepare
 

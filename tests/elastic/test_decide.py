@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -1365,6 +1366,28 @@ def test_a_second_wish_ends_it_at_once(stage: Stage) -> None:
     agent.say("stop", count=2)
     stage.coordinator.tick()
     assert (stage.status, stage.message) == (("stopped", 130), "killed at once, as asked; no checkpoint was written")
+
+
+@pytest.mark.parametrize(("count", "how"), [(2, "killed at once, as asked"), (1, "stopped as asked")])
+def test_steps_that_were_not_saved_are_told_and_are_another_exit_code(stage: Stage, count: int, how: str) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=0)
+    (stage.run.path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (stage.run.path / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
+    with closing(EventWriter(stage.run.events(0), rank=0)) as events:
+        events.write("run_start", step=0, steps=9, world=4, epoch=1)
+        for step in range(5):
+            events.write("step", step=step, loss=1.0)
+    for number in range(1, count + 1):
+        agent.say("stop", count=number)
+        stage.coordinator.tick()
+    if count == 1:
+        for slot in agent.ranks:
+            agent.left(slot, state="stopped", step=5)
+        stage.coordinator.tick()
+    assert stage.status == ("stopped", 3)
+    assert stage.message.startswith(how)
+    assert "NOT saved: 2 steps, up to step 5" in stage.message
 
 
 def test_grace_has_an_end(make_stage: Callable[..., Stage]) -> None:

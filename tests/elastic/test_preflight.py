@@ -223,14 +223,18 @@ def test_disk(cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     fields = [*real[:10], real.f_fsid]
     fields[0:2], fields[4] = [4096, 4096], 10**6  # 4.096 GB are free
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
-    assert list(checks.check_disk(with_state(cpu_plan, checkpoint_bytes=2.04e9), tmp_path, host="a")) == []
-    (problem,) = checks.check_disk(with_state(cpu_plan, checkpoint_bytes=2.1e9), tmp_path, host="a")
+    plan = replace(cpu_plan, duration=replace(cpu_plan.duration, training_s=1e6))
+    assert plan.job.checkpoint.keep == 3
+    assert list(checks.check_disk(with_state(plan, checkpoint_bytes=1.02e9), tmp_path, host="a")) == []
+    (problem,) = checks.check_disk(with_state(plan, checkpoint_bytes=1.05e9), tmp_path, host="a")
     assert problem.render() == (
-        f"a: 4.10 GB are free in {tmp_path}; 2 checkpoints of this host need 4.20 GB\n"
-        "  a save would end with a full disk\n"
+        f"a: 4.10 GB are free in {tmp_path}; 4 checkpoints of this host need 4.20 GB\n"
+        "  checkpoint.keep = 3, and the next is written before the oldest is deleted\n"
         "  delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk"
     )
-    assert list(checks.check_disk(with_state(cpu_plan, checkpoint_bytes=4e9, hosts=2), tmp_path, host="a")) == []
+    assert list(checks.check_disk(with_state(plan, checkpoint_bytes=2e9, hosts=2), tmp_path, host="a")) == []
+    short = replace(plan, duration=replace(plan.duration, training_s=1.0))  # it saves once, at its end
+    assert list(checks.check_disk(with_state(short, checkpoint_bytes=2e9), tmp_path, host="a")) == []
 
 
 def test_object_storage_has_no_disk_to_fill(cpu_plan: Plan, tmp_path: Path) -> None:

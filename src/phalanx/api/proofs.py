@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, wa
 from phalanx.errors import mistake
 from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
+from phalanx.job.schema import Job, PluginReferences
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -70,12 +71,14 @@ def verify(
     full_size: bool = False,
     steps: int = 5,
     timeout: float | None = None,
+    allow_code: bool = False,
     tell: Tell = silent,
 ) -> VerifyResult:
     """Prove on this machine that a job's layout computes what a single process computes.
 
     The model is made small, the layout keeps its axes, and both take `steps` optimizer steps from the same weights and
     data. `precision` float64 proves to 1e-12, fp32, bf16 and fp8 to their rounding. `device` cuda runs over NCCL.
+    A loss and an optimizer of your own take part, with `allow_code`; the data is random tokens in any case.
     """
     where = "phalanx verify"
     if not 1 <= steps <= MOST_STEPS:
@@ -91,18 +94,21 @@ def verify(
     if plan is not None and cluster:
         raise mistake(where, "--plan and --cluster exclude each other", fix="give one of them")
     began_s = time.monotonic()
-    from phalanx.train.prepare import need_torch
+    from phalanx.train.prepare import check_code, need_torch
 
     need_torch()
     # a plan is settled; how many ranks share a GPU here is no part of it
     sharing = ranks_per_gpu if plan is None else None
     made = _verify_plan(job, overrides=overrides, cluster=cluster, plan=plan, ranks_per_gpu=sharing)
     from phalanx.train.models.support import refuse_untrainable
+    from phalanx.train.plugins import refuse_plugins
     from phalanx.train.verify.ranks import warm_up
     from phalanx.train.verify.small_trial import refuse_own_model
 
     refuse_own_model(made.job)
     refuse_untrainable(made.job.model)
+    check_code(_proven_code(made.job), allowed=allow_code)
+    refuse_plugins(made.job.plugins, made.layout, loss_parallel=made.job.parallel.loss_parallel)
     terms, gpus = _terms(
         made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
     )
@@ -118,10 +124,17 @@ def verify(
         gpus=gpus,
         limit_s=timeout or (LONG_TIMEOUT_S if compile or full_size else TIMEOUT_S),
         debug=os.environ.get("PHALANX_DEBUG") == "1",
+        allow_code=allow_code,
         tell=tell,
         began_s=began_s,
     )
     return VerifyResult(proof=proof)
+
+
+def _proven_code(job: Job) -> Job:
+    """The job with that code of the user's own alone which a proof runs: loss and optimizer."""
+    plugins = PluginReferences(loss=job.plugins.loss, optimizer=job.plugins.optimizer)
+    return replace(job, plugins=plugins)
 
 
 def _verify_plan(

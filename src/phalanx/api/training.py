@@ -53,6 +53,11 @@ class TrainCall:
     plugins: Mapping[str, Any] = field(default_factory=dict)
     tell: Tell = tell_stderr
 
+    @property
+    def consents(self) -> bool:
+        """Whether code that the job names may be run; what a caller passes in is the caller's own."""
+        return self.allow_code or bool(self.plugins)
+
 
 def train(
     job: AnyJob | None = None,
@@ -363,7 +368,7 @@ def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float,
         started=round(started, 3),
         earlier=earlier,
         data_s=round(data_s, 3),  # building or finding the dataset, before any rank starts
-        allow_code=call.allow_code or bool(call.plugins),  # what a caller passes in is the caller's own code
+        allow_code=call.consents,  # for the record: agents take no consent from a folder
         provenance=provenance(job),
     )
     call.tell(f"  run: {run.path}")
@@ -371,7 +376,7 @@ def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float,
 
 
 def _launch(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:
-    from phalanx.elastic.local_launch import launch, local_hosts, rank_environ
+    from phalanx.elastic.local_launch import agent_command, launch, local_hosts, rank_environ
     from phalanx.metrics.prometheus import serve_metrics
 
     hosts = (
@@ -384,7 +389,14 @@ def _launch(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:
             shown.note("stopping after this step; Ctrl-C again ends it at once" if count == 1 else "ending it at once")
 
         with run.held():
-            outcome = launch(run, hosts=hosts, environ=rank_environ(os.environ, plan), tick=shown.tick, asked=asked)
+            outcome = launch(
+                run,
+                hosts=hosts,
+                environ=rank_environ(os.environ, plan),
+                tick=shown.tick,
+                asked=asked,
+                agent=agent_command(allow_code=call.consents),
+            )
     if outcome.state == "failed":
         raise TrainingFailure(Problem(where="", what=outcome.message), run=run, exit_code=outcome.exit_code)
     _add_baselines(run, plan, call.tell)
@@ -422,7 +434,8 @@ def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
 
     run.set_launch(**{**run.launch(), "join": call.join})
     others = plural(call.join - 1, "other host")
-    call.tell(f"  on the {others}: phalanx agent {run.path.resolve()} --address THEIR_ADDRESS")
+    consent = " --allow-code" if call.consents else ""
+    call.tell(f"  on the {others}: phalanx agent {run.path.resolve()} --address THEIR_ADDRESS{consent}")
     name = platform.node() or "localhost"
     return (HostSpec(name=name, slots=share_of(run) + call.spares, address=call.address or address_of(run)),)
 
@@ -444,6 +457,7 @@ def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
 
 def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
     """Be one rank of a job that another launcher started; rank 0 makes the run folder for all."""
+    from phalanx.elastic.local_launch import agent_command
     from phalanx.train.joined import check_world, join
 
     given = {"--hosts": call.hosts > 1, "--spares": call.spares, "--join": call.join, "--address": call.address}
@@ -473,7 +487,8 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
         steps, world = plan.duration.steps, plan.layout.devices
         return ProgressLine(run, steps=steps, world=world, since_s=started, tell=call.tell, terminal=False).tick
 
-    outcome, done = join(place, prepared, watch, call=_asked_of_all(call))
+    agent = agent_command(allow_code=call.consents)
+    outcome, done = join(place, prepared, watch, call=_asked_of_all(call), agent=agent)
     if done is None:
         raise OtherRankDone(outcome.exit_code if outcome.state == "failed" else 0)
     plan, run = done
@@ -495,7 +510,8 @@ class OtherRankDone(SystemExit):
 def _asked_of_all(call: TrainCall) -> list[str]:
     """What must be the same in every rank of a run: its job and what is changed in it, not where the file lies."""
     resume = call.resume.path if isinstance(call.resume, Run) else call.resume
-    asked = [repr((list(call.overrides), call.cluster, call.steps or 0, str(resume or "").rstrip("/")))]
+    settings = (list(call.overrides), call.cluster, call.steps or 0, str(resume or "").rstrip("/"), call.consents)
+    asked = [repr(settings)]
     for name in (call.job, call.plan):
         if isinstance(name, str | Path) or name is None:
             with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
@@ -514,16 +530,18 @@ def join_run(
     slots: int | None = None,
     address: str | None = None,
     host: str | None = None,
+    allow_code: bool = False,
     progress: bool | Tell = True,
 ) -> None:
     """Join a run as one of its hosts. This process becomes the host's agent, and does not come back.
 
     `run` is the folder that `phalanx train --join N` made, on a disk that all hosts share; `slots` are the ranks this
-    host can hold (its share of the plan), `address` is where the other hosts reach it.
+    host can hold (its share of the plan), `address` is where the other hosts reach it. Code that the run's job names is
+    run only with `allow_code`: what the folder says of consent was written by somebody else.
     """
-    from phalanx.elastic.local_launch import AGENT, ENDED, STOPPING, share_of
+    from phalanx.elastic.local_launch import ENDED, STOPPING, agent_command, share_of
     from phalanx.record.run import open_run
-    from phalanx.train.prepare import need_torch
+    from phalanx.train.prepare import check_code, need_torch
 
     need_torch()
     found = run if isinstance(run, Run) else open_run(run)
@@ -542,6 +560,7 @@ def join_run(
     if state in ENDED:
         fix = f"phalanx train --resume {found.path} --join N continues it, on the first host"
         raise mistake(where, f"is over: {state}", fix=fix)
+    check_code(Plan.from_dict(found.plan(), where=str(found.plan_json)).job, allowed=allow_code)
     slots = slots if slots is not None else share_of(found)
     if slots < 1:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
@@ -551,7 +570,7 @@ def join_run(
     # Signals are held back until the agent counts them: in its first half second Python would answer with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        os.execv(sys.executable, [sys.executable, *AGENT, *words])
+        os.execv(sys.executable, [sys.executable, *agent_command(allow_code=allow_code), *words])
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 

@@ -13,9 +13,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", metavar="N", type=int, help="ranks that this host can hold (its share of the plan)")
     parser.add_argument("--address", metavar="IP", help="address at which the others reach this host (fault.interface)")
     parser.add_argument("--host", metavar="NAME", help="name of this host in the run (its host name)")
+    parser.add_argument("--allow-code", action="store_true", help="run the code that the run's job names")
 
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
-    phalanx.join_run(args.run, slots=args.slots, address=args.address, host=args.host)
+    names = ("slots", "address", "host", "allow_code")
+    phalanx.join_run(args.run, **{name: getattr(args, name) for name in names})
     return 0

@@ -36,11 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", metavar="S", type=float, help="longest wait for a rank, in seconds (120; compiled or whole 600)"
     )
+    parser.add_argument("--allow-code", action="store_true", help="let the job import code of your own")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when the layout is proven, 1 when something differs."""
     names = ("cluster", "plan", "device", "ranks_per_gpu", "compile", "precision", "full_size", "steps", "timeout")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in (*names, "allow_code")}
     return show(phalanx.verify(args.job, overrides=args.overrides, tell=note, **options), as_json=args.json)

@@ -27,6 +27,7 @@ from phalanx.elastic.coordinator_state import (
     Send,
 )
 from phalanx.elastic.decide import decide, initial_state
+from phalanx.elastic.decision import FAILED
 from phalanx.elastic.fence import begin_generation, current_generation
 from phalanx.plan.plan import Plan
 from phalanx.record.account.incidents import find_culprit, read_flights, recorded_epochs
@@ -114,7 +115,7 @@ class Coordinator:
                 case EndRun():
                     self._check()
                     message, fields = complete_message(self._run, action)
-                    self._run.set_status(action.state, exit_code=action.exit_code, message=message, **fields)
+                    self._run.set_status(action.state, **{"exit_code": action.exit_code, "message": message, **fields})
                     self._events.write("end", epoch=action.generation, state=action.state, message=message)
                 case ListCheckpoints():
                     return True  # the last of its list
@@ -159,15 +160,18 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
         return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step}
     saved = failing.last_checkpoint(run, at_most=end.at_most)
     resume = f"go on with: phalanx train --resume {run.path}"
+    # 130 says that nothing is lost: whoever asked a run to stop must not learn from the loss curve that steps are gone.
+    lost = failing.unsaved_steps(run, saved) if end.how in ("killed", "stopped") else ""
+    code = {"exit_code": FAILED} if lost else {}
     if end.how == "killed":
         kept = f"the last checkpoint is step {saved:,}" if saved is not None else "no checkpoint was written"
-        return f"{end.message}; {kept}{more}", {"step": saved}
+        return "; ".join(filter(None, (end.message, f"{kept}{more}", lost))), {"step": saved, **code}
     if end.how == "unfit":
         kept = f"\n  last good checkpoint: step {saved:,}; {resume}" if saved is not None else ""
         return f"{end.message}{kept}{more}", {}
     if end.how == "stopped":
         kept = f"saved step {saved:,}" if saved is not None else "nothing was saved"
-        return f"stopped as asked: {kept}; {resume}", {"step": saved}
+        return "; ".join(filter(None, (f"stopped as asked: {kept}", lost, resume))), {"step": saved, **code}
     return "", {"step": saved}
 
 

@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import replace_text
-from phalanx.record.events import read_events
+from phalanx.io.files import open_regular, replace_text
+from phalanx.io.values import integer
+from phalanx.record.events import parse_event, read_events
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
-from phalanx.units import format_bytes, format_seconds
+from phalanx.units import format_bytes, format_seconds, plural
 
 MOST_MESSAGE = 4000  # characters of an exception's text that are kept
+TAIL_BYTES = 2**18  # of rank 0's events that are searched for its last step: hundreds of them
 # What a rank says when it lost its peers: a consequence, never the cause.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|timed out|timeout|broken pipe|connectfullmesh|socket|"
@@ -99,13 +101,37 @@ def read_error(run: Run, rank: int) -> Failure | None:
     """What a rank left, if it left anything."""
     try:
         return Failure(**json.loads(run.error(rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
 def first(failures: Sequence[Failure]) -> Failure:
     """The cause among several failures: a rank that raised or was killed, before those that lost their peer."""
     return min(failures, key=lambda one: (one.is_consequence, not one.is_user, one.at_s, one.rank))
+
+
+def steps_done(run: Run) -> int | None:
+    """Steps that rank 0 has recorded as done since it last began; None where its newest events do not say."""
+    try:
+        with open_regular(run.events(0)) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).splitlines()
+    except OSError:
+        return None
+    for event in filter(None, map(parse_event, reversed(lines))):
+        step = integer(event, "step")
+        if step is not None and event["event"] in ("step", "run_start"):
+            return step + 1 if event["event"] == "step" else step
+    return None
+
+
+def unsaved_steps(run: Run, saved: int | None) -> str:
+    """What a person loses when the run is continued from step `saved`: a clause, empty when that is nothing."""
+    done = steps_done(run)
+    lost = done - (saved or 0) if done is not None else 0
+    if lost <= 0:
+        return ""
+    return f"NOT saved: {plural(lost, 'step')}, up to step {done:,}"
 
 
 def tell(

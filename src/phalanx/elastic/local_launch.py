@@ -32,6 +32,7 @@ ENDED = ("done", "stopped", "failed")
 INTERRUPTED = 130  # 128 + SIGINT
 # -P: a file of the current folder called torch.py is not torch.
 AGENT = ("-P", "-m", "phalanx.train.agent")
+ALLOW_CODE = "--allow-code"  # told to agents by whoever starts them, so that no run folder can say it for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,15 @@ class HostSpec:
     address: str = LOOPBACK
     prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
     task: LauncherTask | None = None  # where another launcher started it
+
+
+def agent_command(*, allow_code: bool) -> tuple[str, ...]:
+    """How agents are started, with the caller's word on code that the job names.
+
+    >>> agent_command(allow_code=True)[-1]
+    '--allow-code'
+    """
+    return (*AGENT, ALLOW_CODE) if allow_code else AGENT
 
 
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
@@ -284,6 +294,8 @@ def _outcome(run: Run, code: int, *, wishes: int, is_first: bool) -> Outcome:
     state, code, message = "failed", 3, _died(run, code)
     if wishes:  # it came before an agent could listen, or ended the one that would have told
         state, code, message = "stopped", INTERRUPTED, _stopped(run)
+        if lost := failure.unsaved_steps(run, last_checkpoint(run)):
+            code, message = 3, f"{message}; {lost}"
     if is_first:
         run.set_status(state, exit_code=code, message=message)
     return Outcome(state=state, exit_code=code, message=message)

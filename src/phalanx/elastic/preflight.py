@@ -188,13 +188,19 @@ def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:
 
 
 def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
-    """Room for this host's share of a checkpoint, twice, where checkpoints go."""
+    """Room for this host's share of the checkpoints that are there at once: `keep` of them, and the one being written.
+
+    Those that are there already take none. A run goes on with less (a save deletes old ones first where the disk is
+    full, train/state/retention.py), but it would then keep fewer than the job asks for.
+    """
     path = plan.job.checkpoint.path
     if "://" in path:  # object storage has no free space to ask for
         return
     folder = next(folder for folder in (run / path, *(run / path).parents) if folder.exists())
-    # One that is there already is the one that is kept: only the next must find room.
-    copies = DISK_COPIES - any(True for _ in (run / path).glob("step-*/manifest.json"))
+    there = sum(1 for _ in (run / path).glob("step-*/manifest.json"))
+    # With one there, the next must find room, and no more: others are deleted for it.
+    saves = 1 + int(plan.duration.training_s / plan.reliability.interval_s)
+    copies = min(plan.job.checkpoint.keep + 1, max(saves, DISK_COPIES)) if not there else 1
     needed = copies * plan.reliability.checkpoint_bytes / plan.reliability.hosts
     try:
         state = os.statvfs(folder)
@@ -215,7 +221,9 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
             what=f"{format_bytes(free)} are free in {folder}; "
             f"{'another checkpoint of this host needs' if copies == 1 else f'{copies} checkpoints of this host need'} "
             f"{format_bytes(needed)}",
-            why="a save would end with a full disk",
+            why="a save would end with a full disk"
+            if copies == 1
+            else f"checkpoint.keep = {plan.job.checkpoint.keep}, and the next is written before the oldest is deleted",
             fix="delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk",
         )
 

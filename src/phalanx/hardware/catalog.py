@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
 from phalanx.hardware.types import Accelerator
-from phalanx.io.files import read_text
+from phalanx.io.files import csv_columns, read_text
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import GIB
 
@@ -337,11 +337,14 @@ def unknown_keys(keys: Iterable[str], known: Iterable[str], where: Callable[[str
     """A problem for every key that means nothing here, naming the near miss."""
     choices = list(known)
     problems = []
-    for key in keys:
-        if key not in choices:
-            near = nearest(key, choices)
-            fix = f"did you mean {near}?" if near else f"known keys: {', '.join(choices)}"
-            problems.append(Problem(where=where(key), what=f"unknown key {key}", fix=fix))
+    unknown = [key for key in keys if key not in choices]
+    for key in unknown[:MOST_UNKNOWN]:
+        near = nearest(key, choices)
+        fix = f"did you mean {near}?" if near else f"known keys: {', '.join(choices)}"
+        problems.append(Problem(where=where(key), what=f"unknown key {key[:100]}", fix=fix))
+    if len(unknown) > MOST_UNKNOWN:
+        more = f"{len(unknown) - MOST_UNKNOWN:,} more unknown keys"
+        problems.append(Problem(where=where(unknown[MOST_UNKNOWN]), what=more))
     return problems
 
 
@@ -429,7 +432,7 @@ def _build_all(records: list[tuple[Mapping[str, object], Where]]) -> tuple[Accel
 def _csv_records(text: str, path: Path) -> Iterator[tuple[Mapping[str, object], Where]]:
     reader = csv.DictReader(io.StringIO(text), strict=True)
     try:
-        header = reader.fieldnames or []
+        header = csv_columns(reader, str(path))
         absent = [column for column in ("name", "peak_bf16_tflops", "memory_gib") if column not in header]
         if absent:
             raise mistake(f"{path}:1", f"columns missing: {', '.join(absent)}", fix=f"columns are {', '.join(COLUMNS)}")

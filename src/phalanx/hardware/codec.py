@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from phalanx.errors import Problem, UserError, nearest
+from phalanx.errors import MOST_UNKNOWN, Problem, UserError, nearest
 from phalanx.hardware.cpu_steps import CpuRates
 from phalanx.hardware.types import Accelerator, Cluster
 
@@ -42,7 +42,7 @@ def _checked(
     values: dict[str, object] = {}
     for name, value in data.items():
         if name not in known:
-            near = nearest(name, known)
+            near = nearest(name, known) if len(problems) < MOST_UNKNOWN else ""
             problems.append(Problem(where=where, what=f"unknown entry {name}", fix=near and f"did you mean {near}?"))
         elif name == "price_usd_per_device_hour":
             values[name] = _price(value, where, problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import secrets
@@ -109,6 +110,18 @@ def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -
     except OSError as error:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
     return _decode(raw, path, noun)
+
+
+MOST_COLUMNS = 512  # of a table in CSV: the widest published one that we read has 40
+
+
+def csv_columns(reader: csv.DictReader[str], where: str) -> list[str]:
+    """The columns a table's first line names; raises UserError where no person wrote so many, csv.Error for no CSV."""
+    names = list(reader.fieldnames or ())
+    if len(names) > MOST_COLUMNS:
+        what = f"has {len(names):,} columns; at most {MOST_COLUMNS} are read"
+        raise mistake(f"{where}:1", what, fix="check that its lines end where they should")
+    return names
 
 
 def _decode(raw: bytes, path: Path, noun: str) -> str:

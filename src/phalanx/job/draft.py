@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from phalanx.errors import Problem, nearest
+from phalanx.errors import MOST_UNKNOWN, Problem, nearest
 from phalanx.io.toml import MOST_DEPTH, KeyPath, TooDeep, key_lines, split_key
 from phalanx.job.key_rules import KeyRule, WrongValue, shown_value
 
@@ -96,7 +96,11 @@ class Draft:
     def refuse_unknown(self, prefix: KeyPath, given: Iterable[str], known: Iterable[str]) -> None:
         """Complain about each key that nobody reads, with the nearest one that somebody does."""
         names = sorted(known)
-        for name in (name for name in given if name not in names):
+        unknown = [name for name in given if name not in names]
+        if len(unknown) > MOST_UNKNOWN:
+            more = f"{len(unknown) - MOST_UNKNOWN:,} more keys that nobody reads"
+            self.problems.append(Problem(where=self.place((*prefix, unknown[MOST_UNKNOWN])), what=more))
+        for name in unknown[:MOST_UNKNOWN]:
             close = nearest(name, names)
             fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
             place = f"section [{dotted(prefix)}]" if prefix else "a job file"

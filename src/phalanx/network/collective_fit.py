@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.errors import UserError, mistake
+from phalanx.io.files import csv_columns
 from phalanx.network.sizes import parse_size
 from phalanx.units import plural
 
@@ -325,7 +326,11 @@ def _agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
 
 def _from_table(lines: Sequence[str], where: str, operation: Operation, ranks: int) -> Measured:
     reader = csv.DictReader(lines)
-    columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
+    try:
+        names = csv_columns(reader, where)
+    except csv.Error as error:
+        raise mistake(f"{where}:1", f"is no table: {error}", fix=FORMS) from None
+    columns = {(name or "").strip().lower(): name for name in names}
     size = next((columns[name] for name in SIZE_COLUMNS if name in columns), None)
     value = next((name for name in (*SECONDS, *BUS_COLUMNS) if name in columns), None)
     if size is None or value is None:

@@ -17,7 +17,7 @@ from typing import TypeGuard
 import numpy as np
 from scipy.optimize import least_squares
 
-from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
 from phalanx.io.files import read_text
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import CalibrationNote
@@ -146,13 +146,10 @@ def read_calibration(path: Path) -> CalibrationNote:
 
 def _names(scalars: Mapping[str, object], where: str) -> list[Problem]:
     problems = []
-    for name in scalars:
-        if name not in GROUPS:
-            close = nearest(name, GROUPS)
-            fix = f"did you mean {close}?" if close else f"the scalars are {', '.join(GROUPS)}"
-            problems.append(
-                Problem(where=where, what=f"scalars.{name[:40]} is not a scalar of the cost model", fix=fix)
-            )
+    for name in [name for name in scalars if name not in GROUPS][:MOST_UNKNOWN]:
+        close = nearest(name, GROUPS)
+        fix = f"did you mean {close}?" if close else f"the scalars are {', '.join(GROUPS)}"
+        problems.append(Problem(where=where, what=f"scalars.{name[:40]} is not a scalar of the cost model", fix=fix))
     missing = [name for name in GROUPS if name not in scalars]
     if missing:
         problems.append(Problem(where=where, what=f"scalars lacks {', '.join(missing)}", fix=CURE))

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -170,19 +171,36 @@ def _torn(file: int) -> bool:
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
+_PART = re.compile(r"(.+)-(\d{4,9})(\.[^.]+)", re.DOTALL)
+SETTLED_NS = 2_000_000_000  # a file system may count changes in steps of a second: a younger one may have more to come
+
+
 def part_path(path: Path, number: int) -> Path:
     """Where a closed part of a file of events is."""
     return path.with_name(f"{path.stem}-{number:04d}{path.suffix}")
 
 
 def part_numbers(path: Path) -> list[int]:
-    """Numbers of the closed parts of a file of events, oldest first."""
-    pattern = re.compile(re.escape(path.stem) + r"-(\d{4,9})" + re.escape(path.suffix))
+    """Numbers of the closed parts of a file of events, oldest first.
+
+    Asked for every rank: a folder that has not changed for a while is listed once for all of them.
+    """
     try:
-        names = os.listdir(path.parent)
+        folder = os.stat(path.parent)
+        is_settled = time.time_ns() - folder.st_mtime_ns > SETTLED_NS
+        listed = _listed_parts if is_settled else _listed_parts.__wrapped__
+        return list(listed(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ()))
     except OSError:
         return []
-    return sorted(int(match.group(1)) for name in names if (match := pattern.fullmatch(name)))
+
+
+@lru_cache(maxsize=4)
+def _listed_parts(folder: str, inode: int, changed_ns: int) -> dict[tuple[str, str], list[int]]:
+    """Numbers of closed parts, by stem and ending of the file they were parts of."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for match in filter(None, map(_PART.fullmatch, os.listdir(folder))):
+        found.setdefault((match.group(1), match.group(3)), []).append(int(match.group(2)))
+    return {name: sorted(numbers) for name, numbers in found.items()}
 
 
 def event_files_of(path: Path) -> list[Path]:

@@ -1,7 +1,10 @@
-"""`python -m phalanx.train.agent RUN HOST SLOTS ADDRESS PARENT [TASK]`: the agent of one host.
+"""`python -m phalanx.train.agent [--allow-code] RUN HOST SLOTS ADDRESS PARENT [TASK]`: the agent of one host.
 
 Imports torch once, then keeps a process in every slot: forks it, watches it, hands it the coordinator's orders, and
 forks another when it is gone. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
+
+`--allow-code` is the consent of whoever starts the agent to the code that the job names. It is never read from the run
+folder, which somebody else may have written.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.host_agent import HostAgent
-from phalanx.elastic.local_launch import LauncherTask, StopSignals
+from phalanx.elastic.local_launch import ALLOW_CODE, LauncherTask, StopSignals
 from phalanx.elastic.rank_link import RankLink
 from phalanx.elastic.rank_process import Work, die_with
 from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings
@@ -23,6 +26,8 @@ from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 from phalanx.train.flight import BUFFER_NAMES, RECORDED
+from phalanx.train.listeners import raise_descriptor_limit
+from phalanx.train.prepare import check_code
 
 # What torch reads when a group is made, where nobody has set it. Only the supervisor ends ranks: it knows who fell, and
 # keeps the others (train/leave.py).
@@ -39,11 +44,13 @@ NCCL_DEFAULTS = {
 
 def main(arguments: list[str]) -> int:
     """Run the agent until the run is over."""
-    folder, host, slots, address, parent, *rest = arguments
+    allow_code = ALLOW_CODE in arguments[:1]
+    folder, host, slots, address, parent, *rest = arguments[allow_code:]
     task = LauncherTask(**json.loads(rest[0])) if rest else None
     if int(parent):
         die_with(int(parent))
     wishes = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
+    raise_descriptor_limit()  # the ranks are its children
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
         os.environ.setdefault(name, str(RECORDED))
@@ -54,14 +61,16 @@ def main(arguments: list[str]) -> int:
     run = open_run(folder)
     try:
         by_hand = not int(parent)
+        plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
+        check_code(plan.job, allowed=allow_code)
         agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand)
         agent.begin()  # the coordinator starts while we import
-        plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
         agent.look(plan, quick=task is not None and task.local_rank > 0)
         facts = facts_here(plan, slots=int(slots))
         for problem in transport_warnings(facts) if facts is not None else ():
             print(f"warning: {problem.render()}", file=sys.stderr, flush=True)
-        work = _work(run, agent, transport_notes(facts) if facts is not None else (), task)
+        notes = transport_notes(facts) if facts is not None else ()
+        work = _work(run, agent, notes, task, allow_code=allow_code)
         _check(plan)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
@@ -80,7 +89,7 @@ def _check(plan: Plan) -> None:
     refuse_layout(plan.job.model, settings)
 
 
-def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None) -> Work:
+def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None, *, allow_code: bool) -> Work:
     """The trainer as a function of the link; imports everything the ranks share, and computes nothing."""
     from phalanx.train.worker import Rank
 
@@ -96,6 +105,7 @@ def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask |
             secret=secret,
             notes=notes,
             task=task,
+            allow_code=allow_code,
         ).serve()
 
     return work

@@ -176,6 +176,10 @@ class Checkpointing(Callback):
                 seconds=saved.seconds,
                 bytes=saved.bytes,
             )
+            if saved.deleted_for_room:
+                steps = ", ".join(f"{step:,}" for step in saved.deleted_for_room)
+                text = f"the disk is nearly full: checkpoints of step {steps} were deleted to make room for the next"
+                self._training.events.write("remark", step=saved.step, text=text, is_warning=True)
             self._training.callbacks.call("on_checkpoint_saved", self._training, saved.step)
 
     def tell_unsaved(self, step: int, error: SystemFailure) -> None:

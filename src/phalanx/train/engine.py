@@ -88,8 +88,10 @@ class StepResult:
     grad_norm: float
     skipped: bool  # the gradient was not finite, or refused: no rank updated anything
     requests: tuple[bool, ...]  # by Wish: whether some rank has it
-    compute_s: float  # this rank's own work
-    wait_s: float  # this rank's waiting for others at the end of the step
+    compute_s: float  # this rank's own time
+    wait_s: float  # this rank's waiting for others
+    cpu_s: float | None = None  # processor time of `compute_s`, on a CPU
+    core_wait_s: float | None = None  # for which this rank's thread could have run and had no core
     bytes_sent: int | None = None  # by compressed gradient exchange on this rank
     noise: Noise | None = None  # of the gradient, from this step alone
     noise_samples: float | None = None  # the noise scale in sequences, from the last hundred steps or so
@@ -163,7 +165,7 @@ class Engine:
         self._sharded = self._compress_sharded()
         self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
-        self.clock = clock_of(device)
+        self.clock = clock_of(device, compiled=settings.compile)
         if device.type == "cuda":
             time_gathers(fsdp_groups(part.model for part in self.parts), self.clock)
         # Called in every step: by callbacks of the loop.
@@ -289,6 +291,12 @@ class Engine:
         requests: Callable[[], Sequence[bool]] = lambda: NO_REQUESTS,
     ) -> StepResult:
         """Learn from this data rank's part of the global batch; `requests` is asked late, and heard by all ranks."""
+        with self.clock.hearing():
+            return self._step(tokens_BS, targets_BS, lr=lr, requests=requests)
+
+    def _step(
+        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, requests: Callable[[], Sequence[bool]]
+    ) -> StepResult:
         sent = self.bytes_sent
         self.clock.begin()
         if self.listener is not None:
@@ -337,6 +345,8 @@ class Engine:
             requests=tuple(count > 0 for count in wanted),
             compute_s=timed.compute_s,
             wait_s=timed.wait_s,
+            cpu_s=timed.cpu_s,
+            core_wait_s=timed.core_wait_s,
             bytes_sent=None if sent is None or self.bytes_sent is None else self.bytes_sent - sent,
             noise=noise,
             noise_samples=self.noise.samples,
@@ -428,7 +438,10 @@ class Engine:
                 total = self._pipelined(tokens_BS, targets_BS, count, unit)
             else:
                 total = self._plain(tokens_BS, targets_BS, count, unit)
-        if self.exchange is not None:
+        if self.exchange is not None and self.bytes_sent is not None:
+            with self.clock.stall():  # a thread compresses and exchanges, and is waited for
+                self.exchange.finish()
+        elif self.exchange is not None:
             self.exchange.finish()
         return total
 

@@ -42,7 +42,8 @@ class StepReport:
     duration_s: float  # from its begin to the end of the update, less what it was held up to be looked into
     data_s: float  # of it waiting for the batch
     before_s: float  # of it until the engine began
-    own_s: float  # of it this rank's own doing: computing, and what surrounds it
+    own_s: float  # of it this rank's own time: computing, and what surrounds it, with a core or without
+    cpu_s: float | None  # processor time of this rank's thread; None where a device computes
     compile_s: float | None  # compiling, in the middle of it; None when nothing was
     samples: Sequence[Sample]  # one when the step was looked into
 
@@ -134,6 +135,7 @@ class TrainingLoop:
 
     def _take_step(self) -> StepReport:
         step, began_s, compiled = self.step, time.perf_counter(), compiled_s()
+        began_cpu_s = time.thread_time()
         self.callbacks.call("on_step_begin", self)  # within the step: what a drill slows down is slow
         asked_s = time.perf_counter()
         tokens, targets = (torch.from_numpy(rows) for rows in self.batches.get(step))
@@ -141,6 +143,7 @@ class TrainingLoop:
         seen = self.batch_plan.tokens_before(step + 1)
         self.lr = learning_rate(self.job.optim, tokens_seen=seen, total_tokens=self.plan.duration.tokens)
         copied_step, ready_s = self.checkpoints.copied_step, time.perf_counter()
+        before_cpu_s = time.thread_time() - began_cpu_s
         with self.telemetry.observe(step) as samples:
             entered_s = time.perf_counter()
             result = self.engine.step(tokens, targets, lr=self.lr, requests=self._requests)
@@ -156,6 +159,7 @@ class TrainingLoop:
             data_s=data_s,
             before_s=entered_s - began_s - opening_s,
             own_s=result.compute_s + ready_s - began_s - data_s,
+            cpu_s=result.cpu_s + before_cpu_s if result.cpu_s is not None else None,
             compile_s=compiled_s() - compiled or None,
             samples=samples,
         )

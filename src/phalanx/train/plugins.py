@@ -104,6 +104,8 @@ def needs_consent(job: Job) -> list[str]:
     for key, text in _references(job.plugins):
         if PluginReference.parse(text, key=f"plugins.{key}").place:
             found.append(f"plugins.{key}")
+    if job.plugins.source:
+        found.append("plugins.source")
     return list(dict.fromkeys(found))
 
 

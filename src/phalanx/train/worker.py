@@ -46,6 +46,7 @@ from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
 from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
+from phalanx.train.listeners import listening_sockets, refuse_strangers
 from phalanx.train.loop import TrainingLoop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
@@ -88,6 +89,7 @@ class Rank:
         secret: bytes,
         notes: Sequence[str] = (),
         task: LauncherTask | None = None,
+        allow_code: bool = False,
     ) -> None:
         self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
@@ -95,7 +97,7 @@ class Rank:
         # ranks come and go.
         self._local_rank = task.local_rank if task is not None else link.slot
         self._local_world = task.local_world if task is not None else vault.slots
-        self._task = task
+        self._task, self._allow_code = task, allow_code
         self.plan = Plan.from_json(self.run.plan_text(), where=str(self.run.plan_json))
         self._server: ReplicaServer | None = None
         self._host_copies = HostCopies()
@@ -172,12 +174,17 @@ class Rank:
             self.link.send(
                 "ready", epoch=membership.generation, port=port, vault=self._vault_port(membership.generation)
             )
+            known = listening_sockets()  # not to be closed to strangers: they defend themselves
+            if door is not None:
+                known = {name: number for name, number in known.items() if number != door.fileno()}
             go = self.link.go(membership.generation)
             place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
             store = PrefixStore(f"{membership.generation}", place)
             shared = self._shares(device)
             places = self._announce_copies(membership, go, store)
             joined_s = _join(self.plan, device, rank=rank, world=membership.world, store=store, shared=shared)
+            if device.type == "cpu":  # NCCL connects ranks when they first meet, through sockets that listen till then
+                refuse_strangers(known)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
             stack.enter_context(self._watched(membership, rank, events, device, store))
@@ -211,6 +218,7 @@ class Rank:
                 store=store,
                 joined_s=joined_s,
                 notes=self._notes,
+                allow_code=self._allow_code,
             )
 
     def _shares(self, device: torch.device) -> bool:
@@ -320,15 +328,18 @@ def train(
     store: Store | None = None,
     joined_s: float = 0.0,
     notes: Sequence[str] = (),
+    allow_code: bool = False,
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
 
     `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
-    Making the group of all ranks, who met in `store`, took `joined_s`.
+    Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
+    agent: what the run folder says of it counts for nothing.
     """
     began_s, memory = time.monotonic(), MemoryMeter(device)
-    job, allow_code = plan.job, bool(folder.launch().get("allow_code"))
+    job = plan.job
     plugins = load_plugins(job, allow_code=allow_code)
+    listening = listening_sockets()  # what plug-ins open is theirs
     refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
     engine = Engine(
         job.model,
@@ -337,6 +348,8 @@ def train(
         device=device,
         state_dtype=job.precision.optimizer_state,
     )
+    if device.type == "cpu":
+        refuse_strangers(listening)
     engine.spikes = SpikeDetector(job.train.spike_factor)
     tell_communicators(
         events,

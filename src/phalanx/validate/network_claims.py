@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from phalanx.errors import UserError, mistake, nearest
-from phalanx.io.files import read_text
+from phalanx.io.files import csv_columns, read_text
 
 COLUMNS = ("source", "quantity", "value", "unit", "conditions")
 LARGEST_BYTES = 64 * 2**20
@@ -47,7 +47,7 @@ def read_claims(path: Path) -> tuple[Claim, ...]:
     """The rows of a file, or a UserError that says what is wrong with it."""
     reader = csv.DictReader(io.StringIO(read_text(path, noun="CSV file", most_bytes=LARGEST_BYTES), newline=""))
     try:
-        names = [name.strip().lower() for name in reader.fieldnames or ()]
+        names = [name.strip().lower() for name in csv_columns(reader, str(path))]
         _check_columns(path, names)
         reader.fieldnames = names
         rows: list[Claim] = []

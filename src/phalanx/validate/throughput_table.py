@@ -19,7 +19,7 @@ from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.types import Cluster
-from phalanx.io.files import read_text
+from phalanx.io.files import csv_columns, read_text
 from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
 
@@ -53,7 +53,7 @@ def read_table(path: Path) -> PublishedTable:
     text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
-        columns = tuple(name.strip() for name in reader.fieldnames or ())
+        columns = tuple(name.strip() for name in csv_columns(reader, str(path)))
         reader.fieldnames = list(columns)
         _check_columns(path, columns)
         rows, lines = [], []

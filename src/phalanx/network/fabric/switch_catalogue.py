@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.io.files import read_text
+from phalanx.io.files import csv_columns, read_text
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import KINDS, Switch
 from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_NAME, MOST_NIC_GBPS, MOST_RADIX, MOST_USD, MOST_WATTS
@@ -117,7 +117,7 @@ def read_catalogue(path: Path) -> tuple[Switch, ...]:
         raise mistake(str(path), "is not a table with commas", fix=f"begin it with {EXAMPLE}")
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey="", restval="")
     try:
-        _check_columns(path, [name.strip() for name in reader.fieldnames or ()])
+        _check_columns(path, [name.strip() for name in csv_columns(reader, str(path))])
         rows = [
             (reader.line_num, {(key or "").strip(): str(value).strip() for key, value in row.items()}) for row in reader
         ]

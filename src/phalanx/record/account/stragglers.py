@@ -2,7 +2,9 @@
 
 The score of a rank in a step is its own time (`lag.work`) over the median of the other ranks that do the same work:
 those of its pipeline stage. Over a window of the last 100 steps the median score counts, so that neither a pause nor
-an unlucky step names anybody. Stages that differ by design are not compared: an uneven split is the plan's doing, and
+an unlucky step names anybody. What held a rank up without computing counts as its own time too, since the others wait
+for it all the same; but ranks that share cores do not get them evenly, so it must be more before it names anybody.
+Stages that differ by design are not compared: an uneven split is the plan's doing, and
 of 3,079 jobs at ByteDance slow machines explained 1.7 % of those that straggled (arXiv:2505.05713).
 """
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 WINDOW = 100  # steps
 LEAST_STEPS = 5  # below it nobody is named
 STRAGGLES = 1.1  # a rank at work for this much longer than its peers is worth naming
+HELD_UP = 1.5  # the same where the difference is time without a core
 SURE = 5.0  # standard errors by which a score must pass 1, so that noise names nobody
 APART = 6.0  # spreads of the scores of its peers by which it must stand out, where there are enough of them
 CLOSER = 16  # ranks that are looked at step by step, of many
@@ -45,6 +48,7 @@ class Straggler:
     host: str
     score: float  # own time over the median of its peers
     text: str
+    reason: str = ""  # why, as far as the record tells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +80,79 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
         return nobody
     found = judge(known, where)
     if found.steps >= LEAST_STEPS or end - first + 1 < LEAST_STEPS:
-        return found
+        return _with_reasons(found, history, where, first=first, last=end)
     # Of many ranks the history draws means of whole blocks: whoever seems slow there is looked at step by step.
     closer = work_of(history, _suspects(found, where), first=first, last=end)
     if closer is None:
         return found
     sure = judge(closer, where)
-    return Scores(score=found.score | sure.score, named=sure.named, steps=sure.steps)
+    found = Scores(score=found.score | sure.score, named=sure.named, steps=sure.steps)
+    return _with_reasons(found, history, where, first=first, last=end)
+
+
+# ---- why a rank is slow ----------------------------------------------------------------------------------------------
+
+WAITS_FOR_CORE = "it waits for the processor: its core is shared"
+STANDS_STILL = "it stands still without computing: stopped, swapped out or throttled"
+WAITS_FOR_DATA = "it waits for data"
+COMPUTES_LONGER = "it computes longer"
+
+
+def _with_reasons(found: Scores, history: RunHistory, where: Places, *, first: int, last: int) -> Scores:
+    """With what holds each of the named up, by the events of the window of it and of some of its peers."""
+    groups = where.alike(sorted(found.score))
+    named = []
+    for one in found.named:
+        peers = [rank for group in groups if one.rank in group for rank in group if rank != one.rank]
+        mine, others = _parts(history, [one.rank], first, last), _parts(history, peers[:CLOSER], first, last)
+        reason = reason_of(mine, others)
+        named.append(replace(one, reason=reason, text=f"{one.text}: {reason}" if reason else one.text))
+    return replace(found, named=tuple(named))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnTime:
+    """Medians over steps and ranks of what own time is made of, in seconds; None where it is not known."""
+
+    computed_s: float | None
+    held_s: float | None  # neither computing nor waiting for others
+    core_wait_s: float | None  # of it, or on a GPU host, ready to run and without a core
+    data_s: float | None
+
+
+def _parts(history: RunHistory, ranks: Sequence[int], first: int, last: int) -> OwnTime:
+    found: dict[str, list[float]] = {"computed_s": [], "held_s": [], "core_wait_s": [], "data_s": []}
+    for rank in ranks:
+        for event in history.steps(rank, first, last):
+            compute_s, cpu_s = number(event, "compute_s"), number(event, "cpu_s")
+            if compute_s is not None:
+                found["computed_s"].append(compute_s if cpu_s is None else min(compute_s, cpu_s))
+            if compute_s is not None and cpu_s is not None:
+                found["held_s"].append(max(0.0, compute_s - cpu_s))
+            for name in ("core_wait_s", "data_s"):
+                if (value := number(event, name)) is not None:
+                    found[name].append(value)
+    return OwnTime(**{name: float(np.median(values)) if values else None for name, values in found.items()})
+
+
+def reason_of(mine: OwnTime, others: OwnTime) -> str:
+    """The part of a rank's own time by which it is furthest behind its peers, in words; empty where nobody knows.
+
+    >>> alike = OwnTime(computed_s=1.0, held_s=0.1, core_wait_s=0.1, data_s=0.0)
+    >>> reason_of(replace(alike, held_s=2.0, core_wait_s=1.9), alike)
+    'it waits for the processor: its core is shared'
+    """
+    behind = {
+        name: (getattr(mine, name) or 0.0) - (getattr(others, name) or 0.0)
+        for name in ("computed_s", "held_s", "core_wait_s", "data_s")
+    }
+    shared = behind["core_wait_s"]
+    # On a GPU host time without a core is inside what the device seems to compute.
+    held = behind["held_s"] if mine.held_s is not None else shared
+    parts = {WAITS_FOR_DATA: behind["data_s"], COMPUTES_LONGER: behind["computed_s"]}
+    parts[WAITS_FOR_CORE if shared >= 0.5 * held else STANDS_STILL] = held
+    reason, most = max(parts.items(), key=lambda part: part[1])
+    return reason if most > 0.0 else ""
 
 
 def _suspects(found: Scores, where: Places) -> list[int]:
@@ -101,15 +171,25 @@ def judge(known: Work, where: Places) -> Scores:
     score: dict[int, float] = {}
     named: list[Straggler] = []
     for group in where.alike(known.ranks):
-        own = known.own_s[[rows[rank] for rank in group]]
-        ratios = own / median_of_others(own)
-        medians, unsure = _median(ratios), _standard_error(ratios)
+        at_rows = [rows[rank] for rank in group]
+        own, held = known.own_s[at_rows], known.held_s[at_rows]
+        medians, limits = _standing(own, least=HELD_UP if held.any() else STRAGGLES)
         score |= {rank: float(value) for rank, value in zip(group, medians, strict=True) if np.isfinite(value)}
-        if ratios.shape[1] >= LEAST_STEPS:
-            limits = np.maximum(STRAGGLES, 1.0 + np.maximum(SURE * unsure, APART * _spread(medians)))
-            slow = [(float(medians[at]), rank) for at, rank in enumerate(group) if medians[at] > limits[at]]
-            named += [_name(rank, value, where) for value, rank in slow]
+        if own.shape[1] >= LEAST_STEPS:
+            slow = medians > limits
+            if held.any():  # who is slow even when he has a core
+                free, free_limits = _standing(np.where(own > held, own - held, np.nan), least=STRAGGLES)
+                slow |= free > free_limits
+                medians = np.where(slow, np.fmax(medians, free), medians)
+            named += [_name(rank, float(medians[at]), where) for at, rank in enumerate(group) if slow[at]]
     return Scores(score=score, named=tuple(sorted(named, key=lambda one: -one.score)), steps=int(known.own_s.shape[1]))
+
+
+def _standing(own: Table, *, least: float) -> tuple[Table, Table]:
+    """The score of each rank of a group, and what it must pass to be named."""
+    ratios = own / median_of_others(own)
+    medians = _median(ratios)
+    return medians, np.maximum(least, 1.0 + np.maximum(SURE * _standard_error(ratios), APART * _spread(medians)))
 
 
 def _name(rank: int, score: float, where: Places) -> Straggler:
@@ -240,6 +320,7 @@ class Work:
     step: tuple[int, ...]  # first of each column
     own_s: Table
     wait_s: Table
+    held_s: Table  # of `own_s` without computing; 0 where that is not known
 
 
 def work(
@@ -252,29 +333,37 @@ def work(
 ) -> Work | None:
     """What every rank below `world` did itself; None where fewer than two ranks say so.
 
-    Own time is what a rank was in the step and did not wait: `duration_s` less `wait_s`. So a rank that sleeps, swaps
-    or looks for its data is as slow as one that computes slowly; `compute_s` is taken where `wait_s` is not known.
+    Own time is what a rank was in the step and did not wait: `duration_s` less `wait_s`. So a rank that sleeps, swaps,
+    has no core or looks for its data is as slow as one that computes slowly; `compute_s` is taken where `wait_s` is not
+    known.
     """
-    waits, took = history.meshes(("wait_s", "duration_s"), columns=columns, first=first, last=last)
+    span: dict[str, Any] = {"columns": columns, "first": first, "last": last}
+    waits, took = history.meshes(("wait_s", "duration_s"), **span)
     own, wait = _table(took), _table(waits)
     if took.ranks != waits.ranks or own.shape != wait.shape or not np.isfinite(own - wait).any():
-        computed = history.mesh("compute_s", columns=columns, first=first, last=last)
+        computed = history.mesh("compute_s", **span)
         took, own, wait = computed, _table(computed), np.full(_table(computed).shape, np.nan)
     else:
         own = own - wait
     own = np.where(own > 0.0, own, np.nan)
+    held = np.zeros(own.shape)
+    if "cpu_s" in history.names():
+        in_all, spent = (_table(one) for one in history.meshes(("compute_s", "cpu_s"), **span))
+        if in_all.shape == spent.shape == own.shape:
+            held = np.nan_to_num(np.maximum(in_all - spent, 0.0), nan=0.0)
     there = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
-    own, wait = own[there], wait[there]
+    own, wait, held = own[there], wait[there], held[there]
     if own.shape[1] == 0 or int(np.isfinite(own).any(axis=1).sum()) < 2:
         return None
     ranks = tuple(took.ranks[row] for row in there)
-    return Work(ranks=ranks, step=took.step, own_s=own, wait_s=np.where(wait >= 0.0, wait, np.nan))
+    wait = np.where(wait >= 0.0, wait, np.nan)
+    return Work(ranks=ranks, step=took.step, own_s=own, wait_s=wait, held_s=held)
 
 
 def work_of(history: RunHistory, ranks: Sequence[int], *, first: int, last: int) -> Work | None:
     """The same of some ranks, step by step from their events."""
     steps = tuple(range(first, last + 1))
-    own, wait = np.full((len(ranks), len(steps)), np.nan), np.full((len(ranks), len(steps)), np.nan)
+    own, wait, held = (np.full((len(ranks), len(steps)), value) for value in (np.nan, np.nan, 0.0))
     for row, rank in enumerate(ranks):
         for event in history.steps(rank, first, last):
             step, took_s, waited_s = integer(event, "step"), number(event, "duration_s"), number(event, "wait_s")
@@ -282,9 +371,11 @@ def work_of(history: RunHistory, ranks: Sequence[int], *, first: int, last: int)
             if step is not None and first <= step <= last and computed_s is not None and 0.0 < computed_s < MOST_S:
                 own[row, step - first] = computed_s
                 wait[row, step - first] = np.nan if waited_s is None else waited_s
+                if (cpu_s := number(event, "cpu_s")) is not None:
+                    held[row, step - first] = max(0.0, (number(event, "compute_s") or 0.0) - cpu_s)
     if int(np.isfinite(own).any(axis=1).sum()) < 2:
         return None
-    return Work(ranks=tuple(ranks), step=steps, own_s=own, wait_s=wait)
+    return Work(ranks=tuple(ranks), step=steps, own_s=own, wait_s=wait, held_s=held)
 
 
 def _table(mesh: Mesh) -> Table:

@@ -62,6 +62,8 @@ SERIES = (
     _monitor("power_w", "W"),
     _monitor("energy_j", "J"),
     _monitor("temperature_c", "°C"),
+    _step("cpu_s", "s"),
+    _step("core_wait_s", "s"),
 )
 COLUMN = {series.name: number for number, series in enumerate(SERIES)}
 MFU = "mfu"  # not recorded: derived from tokens/s and the plan

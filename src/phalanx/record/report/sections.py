@@ -282,7 +282,7 @@ def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
         right=(0, *range(3, len(kept))),
         alarms=frozenset(number for number, one in enumerate(shown) if one.rank in slow),
     )
-    told = "Means per step. Not computing: waiting for other ranks, stages, transfers or a core."
+    told = "Means per step. Not computing: waiting for other ranks, stages or transfers."
     told += (
         " The score is a rank’s own time over the median of the ranks with the same work, in the last 100 steps."
         if report is not None

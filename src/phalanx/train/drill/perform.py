@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from phalanx.elastic.local_launch import HostSpec, launch, local_hosts
+from phalanx.elastic.local_launch import HostSpec, agent_command, launch, local_hosts
 from phalanx.errors import PhalanxError
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
@@ -170,7 +170,14 @@ def _run(scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step:
         stack.enter_context(run.held())
         asked: list[int] = []
         try:
-            ended = launch(run, hosts=hosts, environ=scene.environ, tick=driver.tick, asked=asked.append)
+            ended = launch(
+                run,
+                hosts=hosts,
+                environ=scene.environ,
+                tick=driver.tick,
+                asked=asked.append,
+                agent=agent_command(allow_code=scene.allow_code),
+            )
         except DrillStuck as error:
             return "stuck", str(error)
         if len(asked) > sum(fault.kind == "sigterm" for fault in faults):

@@ -5,7 +5,11 @@ Never the newest good one, and never so that half of one could be taken for a wh
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from statistics import median
 
 from phalanx.job.schema import Checkpoint
@@ -14,6 +18,8 @@ from phalanx.train.state.index import DamagedCheckpoint, read_manifest
 from phalanx.train.state.paths import Location, commit_step
 from phalanx.train.state.reader import list_commits
 from phalanx.train.state.storage import CheckpointFolder, CheckpointStorage, open_storage
+
+ROOM = 1.05  # of a checkpoint's bytes: blocks, folders, the manifest, and the events of the steps until then
 
 
 def remove_drafts(root: Location | str) -> None:
@@ -45,6 +51,34 @@ def prune_commits(storage: CheckpointStorage, *, keep: int, stale_s: float, spar
     gone = commits[commits.index(kept[-1]) + 1 :] if kept else []
     for place in gone:
         storage.delete(place)
+    return gone
+
+
+def make_room(storage: CheckpointStorage, fence: Callable[[], AbstractContextManager[None]] = nullcontext) -> list[int]:
+    """Delete old commits, oldest first, until another like the newest sound one fits on the disk; the steps that went.
+
+    The newest sound one stays whatever happens. Deletes inside `fence()`, which is entered where there is something to
+    delete. An object store has no end that could be asked for.
+    """
+    root, gone = storage.root, []
+    if not isinstance(root, Path):
+        return []
+    try:
+        commits = storage.commits()
+        newest = next((place for place in commits if _sound(storage.folder(place))), None)
+        if newest is None:
+            return []
+        ranks = read_manifest(storage.folder(newest)).ranks
+        needed_bytes = ROOM * sum(one.data_bytes + one.index_bytes for one in ranks)
+        for place in reversed(commits[commits.index(newest) + 1 :]):
+            disk = os.statvfs(root)
+            if disk.f_bavail * disk.f_frsize >= needed_bytes:
+                break
+            with fence():
+                storage.delete(place)
+            gone.append(commit_step(place.name) or 0)
+    except (OSError, DamagedCheckpoint):  # then the save itself tells what is wrong
+        pass
     return gone
 
 

@@ -35,7 +35,7 @@ from phalanx.train.state.index import (
     safetensors_header,
 )
 from phalanx.train.state.paths import CHUNK_BYTES, Location, os_error_text
-from phalanx.train.state.retention import prune_commits
+from phalanx.train.state.retention import make_room, prune_commits
 from phalanx.train.state.shards import lay_out_shards, owned_shards, tensor_bytes
 from phalanx.train.state.storage import CheckpointDraft, CheckpointStorage, open_storage
 
@@ -64,6 +64,7 @@ class SavedCheckpoint:
     step: int
     bytes: int
     seconds: float
+    deleted_for_room: tuple[int, ...] = ()  # steps whose checkpoints a full disk cost, though `keep` wanted them
 
 
 def save_checkpoint(
@@ -97,9 +98,13 @@ def save_checkpoint(
     _check_meta(meta)
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()
-    draft = storage.draft(step, attempt)
+    draft, deleted = storage.draft(step, attempt), list[int]()
     try:
         point("begin")
+        if rank == 0:
+            # Ranks that write meanwhile may still find the disk full: then this save fails, and the next finds room.
+            with suppress(SystemFailure):
+                deleted += make_room(storage, fence)
         size_bytes = _write_rank(draft, rank, pieces, rank_meta or {}, abandoned, point)
         if rank == 0:
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
@@ -114,15 +119,16 @@ def save_checkpoint(
             raise _save_failure(draft, step, error) from error
         raise
     path = storage.root / paths.commit_name(step)
-    saved = SavedCheckpoint(path=path, step=step, bytes=size_bytes, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
     if rank == 0:
         point("commit")
         with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
             draft.tidy()
             # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
             prune_commits(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=paths.attempt_family(attempt))
+            deleted += make_room(storage)  # for the next, while nobody writes
         point("prune")
-    return saved
+    return SavedCheckpoint(path=path, step=step, bytes=size_bytes, seconds=seconds, deleted_for_room=tuple(deleted))
 
 
 def _check_meta(meta: Mapping[str, JSON]) -> None:

@@ -1,6 +1,9 @@
 """How long a rank computes in a step and how long it waits, and when its forwards and backwards were.
 
-On a CPU the thread's own time is the work and all else is waiting. A GPU works while the host has long gone on, so
+On a CPU a rank waits while it is inside a wait for a collective, and all else is its own time, with or without a core:
+a rank whose core is shared, or that is stopped, holds up the others as much as one that computes slowly. Beside it
+stands the processor time of the same stretch, so that the two can be told apart. Compiled code waits where nobody hears
+it: there the thread's own time is the work, and all else is waiting. A GPU works while the host has long gone on, so
 marks are laid into its stream (CUDA events) and read after the step's one read of numbers, when all of them have
 passed: nothing waits for a mark. Approximate on GPUs: the optimizer's time is that of the step before, whose marks are
 read a step later; a gathered weight's copy into place counts as waiting; a device that idles because the host is slow
@@ -9,8 +12,10 @@ counts as working, since no other rank is to blame.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +25,8 @@ from weakref import WeakMethod
 
 import torch
 from torch.distributed.pipelining import PipelineStage
+
+from phalanx.train.telemetry.collective_tap import marked_waits
 
 WORK = ("forward", "backward", "other", "optimizer")  # phases in which a rank works; between them it waits
 
@@ -40,10 +47,15 @@ class StepTime:
     compute_s: float
     wait_s: float
     phases: tuple[Phase, ...]
+    cpu_s: float | None = None  # processor time of `compute_s`; None where a device computes
+    core_wait_s: float | None = None  # for which the thread could have run and had no core
 
 
 class StepClock(Protocol):
-    """Begin, phases, settle, end: in this order in every step."""
+    """Begin, phases, settle, end: in this order in every step, inside `hearing`."""
+
+    def hearing(self) -> AbstractContextManager[None]:
+        """Around a step: hear of waits that nobody marks."""
 
     def begin(self) -> None:
         """The step begins."""
@@ -61,19 +73,50 @@ class StepClock(Protocol):
         """After everything."""
 
 
+class CoreWait:
+    """Seconds that this thread was ready to run and another had the core, as Linux counts them."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        try:  # not there on other systems, nor in kernels built without it
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+        except OSError:
+            pass
+
+    def __call__(self) -> float | None:
+        """Since the thread began; None where the kernel does not say."""
+        try:
+            return int(os.pread(self._file, 100, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
+
+
 class HostClock:
-    """For CPUs. What is not computing is waiting: for another rank, or for a core."""
+    """For CPUs."""
 
     def __init__(
-        self, now: Callable[[], float] = time.perf_counter, worked: Callable[[], float] = time.thread_time
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        worked: Callable[[], float] = time.thread_time,
+        *,
+        compiled: bool = False,
     ) -> None:
-        self._now, self._worked = now, worked
-        self._began_s = self._began_worked_s = 0.0
+        self._now, self._worked, self._compiled = now, worked, compiled
+        self._core_wait = CoreWait()
+        self._began_s = self._began_worked_s = self._waited_s = 0.0
+        self._began_core_s: float | None = None
         self._phases: list[Phase] = []
+        self._stall = _HostStall(self)
+
+    def hearing(self) -> AbstractContextManager[None]:
+        """Around a step."""
+        return nullcontext() if self._compiled else marked_waits(self._stall)
 
     def begin(self) -> None:
         """The step begins."""
-        self._phases = []
+        self._phases, self._waited_s = [], 0.0
+        self._began_core_s = self._core_wait()
         self._began_s, self._began_worked_s = self._now(), self._worked()
 
     @contextmanager
@@ -86,17 +129,42 @@ class HostClock:
             self._phases.append(Phase(kind=kind, start_s=start_s - self._began_s, duration_s=self._now() - start_s))
 
     def stall(self) -> AbstractContextManager[None]:
-        """A thread that waits does not spend its time: nothing to mark."""
-        return nullcontext()
+        """Around a wait for others, wherever it is."""
+        return self._stall
 
     def settle(self) -> None:
         """Nothing runs behind the host's back."""
 
     def end(self) -> StepTime:
         """After everything."""
-        compute_s = self._worked() - self._began_worked_s
-        wait_s = max(0.0, self._now() - self._began_s - compute_s)
-        return StepTime(compute_s=compute_s, wait_s=wait_s, phases=tuple(self._phases))
+        cpu_s, wall_s = self._worked() - self._began_worked_s, self._now() - self._began_s
+        core_s, before_s = self._core_wait(), self._began_core_s
+        wait_s = max(0.0, wall_s - cpu_s) if self._compiled else min(self._waited_s, wall_s)
+        return StepTime(
+            compute_s=wall_s - wait_s,
+            wait_s=wait_s,
+            phases=tuple(self._phases),
+            cpu_s=cpu_s,
+            core_wait_s=core_s - before_s if core_s is not None and before_s is not None else None,
+        )
+
+
+class _HostStall:
+    """Adds up what a HostClock's rank waits; a wait inside a wait counts once."""
+
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = weakref.proxy(clock)
+        self._depth, self._began_s = 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._began_s = self._clock._now()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._clock._waited_s += self._clock._now() - self._began_s
 
 
 class Mark(Protocol):
@@ -125,6 +193,12 @@ class DeviceClock:
         self._late: list[tuple[str, Mark, Mark]] = []  # of this step's end, not passed when it is over
         self._before: list[tuple[str, Mark, Mark]] = []  # the same of the last step
         self._closing, self._depth = False, 0
+        self._core_wait = CoreWait()
+        self._began_core_s: float | None = None
+
+    def hearing(self) -> AbstractContextManager[None]:
+        """Nothing to hear: the host's waits say nothing about the device."""
+        return nullcontext()
 
     def _laid(self) -> Mark:
         mark = self._mark()
@@ -135,6 +209,7 @@ class DeviceClock:
         """The step begins."""
         self._phases, self._stalls, self._closing, self._depth = [], [], False, 0
         self._begin = self._laid()
+        self._began_core_s = self._core_wait()
 
     @contextmanager
     def phase(self, kind: str) -> Iterator[None]:
@@ -173,7 +248,13 @@ class DeviceClock:
         total_s = _seconds(self._begin, self._settled)
         worked_s = max(0.0, sum(phase.duration_s for phase in phases) - stalls_s)
         phases += self._updates(total_s)
-        return StepTime(compute_s=worked_s + late_s, wait_s=max(0.0, total_s - worked_s), phases=tuple(phases))
+        core_s, before_s = self._core_wait(), self._began_core_s
+        return StepTime(
+            compute_s=worked_s + late_s,
+            wait_s=max(0.0, total_s - worked_s),
+            phases=tuple(phases),
+            core_wait_s=core_s - before_s if core_s is not None and before_s is not None else None,
+        )
 
     def _phase(self, kind: str, start: Mark, end: Mark) -> Phase:
         return Phase(kind=kind, start_s=_seconds(self._begin, start), duration_s=_seconds(start, end))
@@ -190,9 +271,9 @@ def _seconds(start: Mark, end: Mark) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def clock_of(device: torch.device) -> StepClock:
+def clock_of(device: torch.device, *, compiled: bool = False) -> StepClock:
     """The clock of a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock() if device.type == "cuda" else HostClock(compiled=compiled)
 
 
 def time_stage(stage: PipelineStage, clock: StepClock) -> None:

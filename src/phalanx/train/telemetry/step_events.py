@@ -65,6 +65,8 @@ class StepTelemetry(Callback):
             memory_bytes=training.memory.peak_bytes(),
             compute_s=report.own_s,
             wait_s=result.wait_s,
+            cpu_s=report.cpu_s,
+            core_wait_s=result.core_wait_s,
             data_s=report.data_s,
             compile_s=report.compile_s,
             noise_scale=result.noise_samples,

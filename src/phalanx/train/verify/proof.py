@@ -69,20 +69,21 @@ def prove_layout(
     gpus: int = 0,
     limit_s: float = LIMIT_S,
     debug: bool = False,
+    allow_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,
     began_s: float | None = None,
 ) -> LayoutProof:
     """Run both and compare. Raises UserError for what cannot be trained, SystemFailure when a process fails.
 
     `on_gpu` says where the job would run, `terms` where and how the proof does, `gpus` how many there are for it.
-    `began_s` (time.monotonic) starts the clock earlier.
+    `began_s` (time.monotonic) starts the clock earlier. `allow_code` runs a loss and an optimizer of the user's own.
     """
     began_s = time.monotonic() if began_s is None else began_s
     refuse_own_model(job)
     refuse_untrainable(job.model)
     settings = Settings.of(job, layout, on_gpu=on_gpu)
     refuse_layout(job.model, settings)
-    trial = make_small_trial(job, layout, steps=steps, terms=terms)
+    trial = make_small_trial(job, layout, steps=steps, terms=terms, allow_code=allow_code)
     refuse_layout(trial.shape, trial.settings)
     small = trial.settings.layout
     refuse_ranks(terms, ranks=small.devices, gpus=gpus)
@@ -116,7 +117,7 @@ def prove_layout(
         gpus=min(gpus, small.devices) if terms.device == "cuda" else 0,
         compiled=trial.settings.compile,
         steps=steps,
-        optimizer=trial.optim.name,
+        optimizer=trial.settings.optimizer or trial.optim.name,
         changes=size_changes(job, layout, trial),
         left_out=features_left_out(job, layout, trial, compiled=settings.compile, on_gpu=on_gpu),
         comparison=compare_outcomes(found, wanted, bounds),

@@ -48,7 +48,9 @@ def refuse_own_model(job: Job) -> None:
         )
 
 
-def make_small_trial(job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY) -> Trial:
+def make_small_trial(
+    job: Job, layout: Layout, *, steps: int, terms: Terms = EXACTLY, allow_code: bool = False
+) -> Trial:
     """The trial that stands for a job under a layout. The layout must be one that `check_layout` lets pass."""
     refuse_own_model(job)
     kind, some = job.parallel.context_kind, job.parallel.recompute_layers != "auto"
@@ -79,6 +81,9 @@ def make_small_trial(job: Job, layout: Layout, *, steps: int, terms: Terms = EXA
         compile=terms.compile and not splits_backward(layout),
         reproducible=job.numerics.reproducible,
         seed=job.data.seed,
+        allow_code=allow_code,
+        loss=job.plugins.loss,
+        optimizer=job.plugins.optimizer,
     )
     sequences = small.data * small.micro_batch * small.accumulation
     return Trial(
@@ -152,6 +157,8 @@ def features_left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool,
         found.append("the compact optimizer state (it rounds on purpose; AdamW here)")
     if compiled and not trial.settings.compile:
         found.append("compiled blocks (eager here; --compile compiles them)")
+    if job.plugins.data:
+        found.append(f"data of your own, {job.plugins.data} (random tokens here)")
     if not trial.tensors:
         found.append("single tensors (losses and gradient norms are compared at full size)")
     return found

@@ -187,6 +187,31 @@ def test_a_really_full_disk(kit, tmp_path):
         subprocess.run(["umount", room], check=True)
 
 
+def test_old_commits_go_first_where_the_disk_is_full_and_the_newest_stays(kit, tmp_path, monkeypatch):
+    """Room for two and a half: of three that are to be kept, as many are as fit beside the next."""
+    room = 2.5 * kit.save_all(tmp_path / "measured", [pieces(kit)], step=1).bytes
+    root = tmp_path / "checkpoints"
+    real = os.statvfs(tmp_path)
+
+    def statvfs(path):
+        used = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        fields = [*real[:10], real.f_fsid]
+        fields[0:2], fields[4] = [1, 1], max(0, int(room - used))
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert kit.save_all(root, [pieces(kit)], step=1, keep=3).deleted_for_room == ()
+    assert kit.save_all(root, [pieces(kit)], step=2, keep=3).deleted_for_room == (1,)
+    assert names(root) == ["step-00000002"]
+    room *= 4
+    for step in (3, 4):
+        assert kit.save_all(root, [pieces(kit)], step=step, keep=3).deleted_for_room == ()
+    assert names(root) == ["step-00000002", "step-00000003", "step-00000004"]
+    room = 0.0  # somebody else filled it: the newest stays though nothing fits
+    assert kit.save_all(root, [pieces(kit)], step=5, keep=3).deleted_for_room == (2, 3, 4)
+    assert names(root) == ["step-00000005"]
+
+
 def test_a_limit_on_the_size_of_files(kit, tmp_path):
     """As a full disk, without root: the operating system refuses in the middle of the tensors."""
     kit.save_all(tmp_path, [pieces(kit)], step=1)
