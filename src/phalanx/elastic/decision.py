@@ -23,6 +23,8 @@ from phalanx.elastic.membership import HostSlot
 
 STOPPED, FAILED = 130, 3  # exit codes
 
+MOST_RESCUERS = 1024  # hosts: each of them is told the names of all
+
 
 class Decision:
     """What one message leads to. Only here is anything assigned to a state, and only to our own copy of it."""
@@ -68,7 +70,17 @@ class Decision:
         self.actions.append(end)
         self.state.is_over = True
         self.save(running=False)
-        self.broadcast({"kind": "end", "code": end.exit_code})
+        self.broadcast({"kind": "end", "code": end.exit_code, "rescue": self._rescue_order(end)})
+
+    def _rescue_order(self, end: EndRun) -> Message | None:
+        """What hosts must know to write down a step that only memory holds (train/state/rescue.py)."""
+        state = self.state
+        hosts = [name for name in state.host_order if name in state.hosts and state.hosts[name].is_here]
+        if end.state != "failed" or not hosts or len(hosts) > MOST_RESCUERS:
+            return None
+        at_most = end.at_most if end.at_most is not None else state.saved.at_most
+        lineage = state.saved.lineage.to_json()
+        return {"generation": end.generation, "hosts": hosts, "lineage": lineage, "at_most": at_most}
 
     # ---- hosts -----------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,8 @@ class HostAgent:
         self._beat_s, self._beat_every_s = 0.0, BEAT_S
         self._form: Message | None = None  # the newest, as ranks are told of it
         self._membership: HostMembership | None = None  # the same
+        self._rescue_order: Message | None = None
+        self.rescue: Callable[[Message], None] | None = None  # writes down what only memory holds, when the run failed
         self._told_wishes = 0
         self._generation = self._went = 0  # of the newest membership, and of the newest that was told to go
         self._told_ready = 0
@@ -154,6 +156,8 @@ class HostAgent:
         finally:
             self._end_look()
             self._ranks.end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
+            if self.rescue is not None and self._rescue_order is not None and self.wishes.count < 2:
+                self.rescue(self._rescue_order)
             if self._channel is not None:
                 self._channel.close()
             self._end_coordinator()
@@ -358,7 +362,7 @@ class HostAgent:
         elif kind == "again" and self._channel is not None:
             self._hang_up()
         elif kind == "end":
-            self._over = int(message["code"])
+            self._over, self._rescue_order = int(message["code"]), message.get("rescue")
 
     def _take_form(self, message: Message) -> None:
         if int(message["epoch"]) <= self._generation:  # told twice

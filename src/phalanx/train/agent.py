@@ -13,8 +13,11 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.host_agent import HostAgent
@@ -72,6 +75,7 @@ def main(arguments: list[str]) -> int:
         notes = transport_notes(facts) if facts is not None else ()
         work = _work(run, agent, notes, task, allow_code=allow_code)
         _check(plan)
+        agent.rescue = partial(_rescue, run, agent, plan.job.checkpoint.keep)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
     except PhalanxError as error:
@@ -79,6 +83,38 @@ def main(arguments: list[str]) -> int:
         if run.status().get("state") == "launching":  # later, others may train on without this host
             run.set_status("failed", message=str(error), exit_code=error.exit_code)
         return error.exit_code
+
+
+def _rescue(run: Run, agent: HostAgent, keep: int, message: Mapping[str, Any]) -> None:
+    """The run has failed, and its ranks are gone: write down the step that only memory holds, and say where."""
+    from phalanx.train.state.paths import parse_location
+    from phalanx.train.state.rescue import RescueOrder, rescue_places, rescue_state
+
+    places = rescue_places(parse_location(run.checkpoints), run.path)
+    newer_than = max(run.saved_steps(), default=0)
+    try:
+        saved = rescue_state(
+            run.path,
+            RescueOrder.from_json(message),
+            host=agent.host,
+            vault=agent.vault,
+            places=places,
+            keep=keep,
+            newer_than=newer_than,
+        )
+    except (PhalanxError, OSError, ValueError, KeyError) as error:
+        said = f"memory holds a newer step, which could not be written: {error}"
+    else:
+        if saved is None:
+            return
+        said = f"memory held step {saved.step:,}, which is now saved: {saved.path}"
+        if saved.path.parent != places[0]:
+            said += f"\n  move it to {places[0]} before you resume"
+    status = run.status()
+    with suppress(OSError):  # a full disk
+        more = {key: value for key, value in status.items() if key not in ("state", "message")}
+        run.set_status(status["state"], message=f"{status.get('message', '')}\n  {said}", **more)
+    print(said, file=sys.stderr, flush=True)
 
 
 def _check(plan: Plan) -> None:

@@ -1,8 +1,8 @@
 """A run ends and memory holds a newer step than the disk: write that step to disk, before the memory is given back.
 
-Every host does this by itself, with what lies in the run folder: the coordinator may be gone, and so may hosts. Each
-says what it holds; when all have said so, or after a while, each knows the same newest step that memory holds in full,
-and writes the ranks of it that are its own. The host that has rank 0 waits for the others and commits.
+Hosts do this without the coordinator, which has ended, through the run folder. Each says what it holds; the first of
+them finds the newest step that memory holds in full and tells each host which ranks of it to write; the host that
+writes rank 0 waits for the others and commits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.replica_store import ReplicaStore
-from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
+from phalanx.elastic.restore_point import Kind, Lineage, ReplicaInfo, find_restore_points, kind_of
 from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.io.files import replace_text
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -33,13 +33,12 @@ LOOK_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RescueOrder:
-    """What a host must know to write down what memory holds. `newer_than` is the newest step on disk."""
+    """What a host must know to write down what memory holds."""
 
     generation: int
     hosts: tuple[str, ...]
     lineage: Lineage
     at_most: int | None
-    newer_than: int
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RescueOrder:
@@ -50,7 +49,6 @@ class RescueOrder:
             hosts=tuple(map(str, message["hosts"])),
             lineage=Lineage.from_json(message["lineage"]),
             at_most=None if at_most is None else int(at_most),
-            newer_than=int(message["newer_than"]),
         )
 
 
@@ -62,64 +60,114 @@ def rescue_state(
     vault: ReplicaStore,
     places: Sequence[Location],
     keep: int,
+    newer_than: int = 0,
 ) -> SavedCheckpoint | None:
     """Write this host's ranks of the newest step in memory; what was committed, on the host that has rank 0.
 
-    `places` are tried in turn: the checkpoint folder first. None where memory has nothing newer than the disk, and on
-    hosts that only helped. Raises SystemFailure where there was something, and it could not be written anywhere.
+    `places` are tried in turn, the checkpoint folder first; `newer_than` is the newest step on disk. None where memory
+    has nothing newer than that, and on hosts that only helped. Raises SystemFailure where there was something, and it
+    could not be written anywhere.
     """
-    point = _newest_step(run_folder / "rescue", order, host, vault)
-    if point is None or point.step <= order.newer_than:
-        return None
-    mine = [rank for rank in sorted(point.places, reverse=True) if point.places[rank][0].host == host]
-    if not mine:
+    copies = _copies_to_write(run_folder / "rescue", order, host, vault, newer_than)
+    if not copies:
         return None
     reasons: list[Problem] = []
     # Hosts that share no other folder can only meet in the checkpoint folder.
     for place in places if len(order.hosts) == 1 else places[:1]:
         try:
-            saved = [_write_rank(place, point, rank, vault, keep=keep, generation=order.generation) for rank in mine]
+            saved = [_write_rank(place, copy, vault, keep=keep, generation=order.generation) for copy in copies]
         except PhalanxError as error:
             reasons += error.problems
         except (UnusableReplica, OSError) as error:
-            reasons.append(Problem(where=str(place), what=f"step {point.step} is not saved: {error}"))
+            what = f"step {copies[0].wanted.step} is not saved: {error}"
+            reasons.append(Problem(where=str(place), what=what))
         else:
-            return saved[-1] if mine[-1] == 0 else None
+            return saved[-1] if copies[-1].wanted.rank == 0 else None
     raise SystemFailure(reasons)
 
 
-def _newest_step(folder: Path, order: RescueOrder, host: str, vault: ReplicaStore) -> RestorePoint | None:
-    """The newest step that the hosts hold in full, as far as they say so."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RankCopy:
+    """A snapshot of a rank that this host is to write, and where in its memory it lies."""
+
+    wanted: SnapshotId
+    world: int
+    kind: Kind
+    slot: int
+    generation: int
+
+
+def _copies_to_write(
+    folder: Path, order: RescueOrder, host: str, vault: ReplicaStore, newer_than: int
+) -> list[_RankCopy]:
+    """What this host is to write, rank 0 last: whoever has it waits for all others."""
     if len(order.hosts) == 1:
-        held: dict[str, list[ReplicaInfo]] = {host: vault.held()}
-    else:
-        held = _held_by_all(folder, order, host, vault)
-    points = find_restore_points(held, lineage=order.lineage, at_most=order.at_most)
-    return max(points, key=lambda point: (point.step, point.epoch), default=None)
-
-
-def _held_by_all(folder: Path, order: RescueOrder, host: str, vault: ReplicaStore) -> dict[str, list[ReplicaInfo]]:
+        return _copies_by_host({host: vault.held()}, order, newer_than)[host]
     folder.mkdir(exist_ok=True)
-    files = {name: folder / f"{order.generation}-{index}.json" for index, name in enumerate(order.hosts)}
-    replace_text(files[host], json.dumps([one.to_json() for one in vault.held()]))
-    until_s = time.monotonic() + OTHERS_S
-    while not all(path.exists() for path in files.values()) and time.monotonic() < until_s:
+    places = {name: index for index, name in enumerate(order.hosts)}
+    replace_text(_file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in vault.held()]))
+    if host == order.hosts[0]:
+        files = {name: _file(folder, order, "held", place) for name, place in places.items()}
+        _wait_for(list(files.values()), OTHERS_S)
+        held = {
+            name: [ReplicaInfo.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
+            for name, path in files.items()
+            if path.exists()
+        }
+        for name, copies in _copies_by_host(held, order, newer_than).items():
+            replace_text(_file(folder, order, "write", places[name]), json.dumps([asdict(one) for one in copies]))
+    mine = _file(folder, order, "write", places[host])
+    if not _wait_for([mine], 2 * OTHERS_S):
+        return []
+    return [_decode_copy(row) for row in json.loads(mine.read_text(encoding="utf-8"))]
+
+
+def _copies_by_host(
+    held: Mapping[str, Sequence[ReplicaInfo]], order: RescueOrder, newer_than: int
+) -> dict[str, list[_RankCopy]]:
+    """The newest step that these hosts hold in full, dealt to those that have the copies."""
+    found: dict[str, list[_RankCopy]] = {name: [] for name in order.hosts}
+    points = find_restore_points(held, lineage=order.lineage, at_most=order.at_most)
+    point = max(points, key=lambda one: (one.step, one.epoch), default=None)
+    if point is None or point.step <= newer_than:
+        return found
+    for rank in sorted(point.places, reverse=True):
+        place = point.places[rank][0]
+        wanted = SnapshotId(epoch=point.epoch, step=point.step, rank=rank)
+        found[place.host].append(
+            _RankCopy(wanted=wanted, world=point.world, kind=place.kind, slot=place.slot, generation=place.generation)
+        )
+    return found
+
+
+def _decode_copy(row: Mapping[str, Any]) -> _RankCopy:
+    numbers = {name: int(row[name]) for name in ("world", "slot", "generation")}
+    return _RankCopy(
+        wanted=SnapshotId(**{key: int(row["wanted"][key]) for key in ("epoch", "step", "rank")}),
+        kind=kind_of(row),
+        **numbers,
+    )
+
+
+def _file(folder: Path, order: RescueOrder, what: str, place: int) -> Path:
+    return folder / f"{what}-{order.generation}-{place}.json"
+
+
+def _wait_for(paths: Sequence[Path], seconds: float) -> bool:
+    until_s = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > until_s:
+            return False
         time.sleep(LOOK_S)
-    return {
-        name: [ReplicaInfo.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
-        for name, path in files.items()
-        if path.exists()
-    }
+    return True
 
 
 def _write_rank(
-    place: Location, point: RestorePoint, rank: int, vault: ReplicaStore, *, keep: int, generation: int
+    place: Location, copy: _RankCopy, vault: ReplicaStore, *, keep: int, generation: int
 ) -> SavedCheckpoint:
     """One rank of the step, every tensor compared with its checksum."""
-    where = point.places[rank][0]
-    wanted = SnapshotId(epoch=point.epoch, step=point.step, rank=rank)
-    replica = LocalReplica(vault.segment(where.kind, where.slot, where.generation), wanted)
-    index = decode_snapshot_index(replica.index(), rank)
+    replica = LocalReplica(vault.segment(copy.kind, copy.slot, copy.generation), copy.wanted)
+    index = decode_snapshot_index(replica.index(), copy.wanted.rank)
     shards = [
         TensorShard(
             name=one.name,
@@ -134,12 +182,12 @@ def _write_rank(
     ]
     return save_checkpoint(
         place,
-        step=point.step,
-        attempt=f"rescue{generation}.{point.step}",
+        step=copy.wanted.step,
+        attempt=f"rescue{generation}.{copy.wanted.step}",
         pieces=shards,
         meta=index.meta,
-        rank=rank,
-        world=point.world,
+        rank=copy.wanted.rank,
+        world=copy.world,
         keep=keep,
         epoch=generation,
         rank_meta=index.rank_meta,

@@ -12,9 +12,9 @@ from phalanx.train.state.rescue import RescueOrder, rescue_state
 from phalanx.train.state.restore import load_shards
 
 
-def order_for(*hosts, newer_than=0, at_most=None):
+def order_for(*hosts, at_most=None):
     lineage = Lineage().begin(1, source=None)
-    return RescueOrder(generation=1, hosts=hosts, lineage=lineage, at_most=at_most, newer_than=newer_than)
+    return RescueOrder(generation=1, hosts=hosts, lineage=lineage, at_most=at_most)
 
 
 def assert_same(kit, tensors, place, world):
@@ -38,8 +38,10 @@ def test_the_newest_step_in_memory_becomes_a_checkpoint(kit, vault, tmp_path):
 
 def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, vault, tmp_path):
     kit.put_all(vault, kit.state(5), 4, step=5)
-    for order in (order_for("here", newer_than=5), order_for("here", at_most=4)):
-        assert rescue_state(tmp_path, order, host="here", vault=vault, places=[tmp_path / "c"], keep=2) is None
+    for at_most, newer_than in ((None, 5), (4, 0)):
+        order, places = order_for("here", at_most=at_most), [tmp_path / "c"]
+        found = rescue_state(tmp_path, order, host="here", vault=vault, places=places, keep=2, newer_than=newer_than)
+        assert found is None
     assert not (tmp_path / "c").exists()
 
 
