@@ -17,6 +17,7 @@ Beside each time, in brackets, the processor time of the coordinator itself: the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import multiprocessing
@@ -27,16 +28,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.election import coordinator_address
+from phalanx.elastic.coordinator_actions import Coordinator
+from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.election import FileElection, coordinator_address
 from phalanx.elastic.handshake import make_secret
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, make
 
@@ -259,6 +264,96 @@ def measure(hosts: int, *, processes: int) -> Row:
                 child.join()
 
 
+class SilentChannel:
+    """Keeps what a fake host says, for `decisions`."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.said.append(message)
+
+
+def decisions(hosts: int) -> dict[str, float]:
+    """Processor time of everything but the connections: decisions, events, and what is written down."""
+    gc.set_threshold(100_000, 50, 100)  # as the coordinator
+    FakeHost.world = SLOTS * hosts
+    with tempfile.TemporaryDirectory() as folder:
+        run = _make_run(Path(folder), hosts)
+        plan = Plan.from_json(run.plan_json.read_text(), where="plan")
+        sent: list[tuple[Sequence[str], dict[str, Any]]] = []
+        election = FileElection(run, started_s=float(run.launch()["launched"]))
+        assert election.take()
+        coordinator = Coordinator(
+            run,
+            plan,
+            lambda names, message: sent.append((names, message)),
+            EventWriter(run.supervisor, rank=-1),
+            saved=SavedState(),
+            save=lambda saved: election.save(saved, ("127.0.0.1", 1)),
+        )
+        fakes = {
+            f"host-{number:05d}": FakeHost(
+                number=number,
+                channel=SilentChannel(),  # type: ignore[arg-type]
+                pids={slot: 1 + number * SLOTS + slot for slot in range(SLOTS)},
+            )
+            for number in range(hosts)
+        }
+
+        def join() -> None:
+            for name, host in fakes.items():
+                hello = {"host": name, "address": "127.0.0.1", "time": time.time()}
+                coordinator.hear(name, {"kind": "joined", "hello": hello})
+                told = {"epoch": 0, "digest": "", "went": 0, "wishes": 0}
+                coordinator.hear(name, {"kind": "status", "slots": host.pids, **told})
+
+        def answer() -> None:
+            for name, host in fakes.items():
+                said, host.channel.said = host.channel.said, []  # type: ignore[attr-defined]
+                for message in said:
+                    coordinator.hear(name, message)
+
+        def timed(*calls: Callable[[], None]) -> float:
+            spent = 0.0
+            for call in calls:
+                began_s = time.process_time()
+                call()
+                spent += time.process_time() - began_s
+                told, sent[:] = list(sent), []
+                for names, message in told:
+                    for name in names:
+                        fakes[name].hear(message, 10)
+            return spent
+
+        found = {"join": timed(join), "start": timed(coordinator.tick, answer, coordinator.tick)}
+        for host in fakes.values():
+            host.beat(1.0, 10)
+        found["heartbeat of each"] = timed(answer)
+        victim = fakes["host-00000"]
+        failure = {"rank": 0, "step": 10, "at_s": time.time(), "kind": "Signal", "message": "killed"}
+        lost = {"slot": 0, "pid": victim.pids[0], "epoch": 1, "leaving": False, "failure": failure}
+        coordinator.hear(victim.name, {"kind": "lost", **lost, "out_of_memory": False})
+        coordinator.hear(victim.name, {"kind": "up", "slots": {0: 10**7}})
+        found["rank lost"] = timed(coordinator.tick, answer, coordinator.tick)
+        assert {host.went for host in fakes.values()} == {2}
+        return found
+
+
+def print_decisions(sizes: Sequence[int]) -> None:
+    rows = {hosts: decisions(hosts) for hosts in sizes}
+    print("| hosts (GPUs) | " + " | ".join(next(iter(rows.values()))) + " |\n|---|---|---|---|---|")
+    for hosts, row in rows.items():
+        print(f"| {hosts:,} ({SLOTS * hosts:,}) | " + " | ".join(f"{value:.3f} s" for value in row.values()) + " |")
+    first, last = sizes[0], sizes[-1]
+    if last > first:
+        grows = math.log(last / first)
+        slopes = ", ".join(
+            f"{name} {math.log(rows[last][name] / rows[first][name]) / grows:.2f}" for name in rows[last]
+        )
+        print(f"\nslope from {first:,} to {last:,}: {slopes}")
+
+
 def _make_run(folder: Path, hosts: int) -> Run:
     """A run of 8 ranks on each host."""
     job = load_job(str(JOB), overrides=OVERRIDES, cluster=None, steps=0)
@@ -302,7 +397,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--processes", type=int, default=4, help="that share the fake hosts")
+    parser.add_argument("--decisions", action="store_true", help="only the coordinator's own work, without connections")
     called = parser.parse_args()
+    if called.decisions:
+        print_decisions(sorted(called.hosts))
+        return
     _allow_descriptors()
     print("| hosts (GPUs) | join | start | load of a core | rank lost | bytes a host | host lost | memory |")
     print("|---|---|---|---|---|---|---|---|")
