@@ -88,7 +88,8 @@ class ReplicaComparison(Callback):
     def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
         """Compare, and settle which rank was wrong where the same step is done again."""
         step, began_s = training.step, time.perf_counter()
-        is_saved = report.result.requests[StepRequest.SAVE]
+        asked = report.result.requests  # the same on every rank
+        is_saved = asked[StepRequest.SAVE] or asked[StepRequest.STOP] or step == training.batch_plan.steps
         found = self.guard.check(step, is_saved=is_saved)
         self._spent_s = time.perf_counter() - began_s
         if found is not None:
