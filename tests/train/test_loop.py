@@ -52,8 +52,8 @@ def test_what_looking_into_a_step_costs_is_no_part_of_the_step(bare, monkeypatch
             yield []
             passes(8.0)
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    result = SimpleNamespace(requests=NO_REQUESTS, compute_s=0.5)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0], thread_time=lambda: 0.25))
+    result = SimpleNamespace(requests=NO_REQUESTS, compute_s=0.5, cpu_s=0.5)
     hooks = SimpleNamespace(step_begins=lambda step: passes(1.0))  # a drill's delay is in the step
     bare.callbacks = CallbackList([DrillFaults(hooks)])
     bare.batches = SimpleNamespace(get=lambda step: passes(2.0, (np.zeros((1, 2), dtype=np.int64),) * 2))

@@ -558,3 +558,15 @@ def test_several_meshes_at_once_are_those_one_by_one(small: Run) -> None:
     history = RunHistory.open(small)
     names = ("wait_s", "duration_s", "mfu")
     assert history.meshes(names, columns=7) == tuple(history.mesh(name, columns=7) for name in names)
+
+
+def test_a_run_that_is_watched_keeps_the_newest_of_a_block_that_grows(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ranks=2, steps=20, incidents=0)
+    history = RunHistory.open(run)
+    last = next(event for event in reversed(read_events(run.events(0))[0]) if event["event"] == "step")
+    for step in range(last["step"] + 1, last["step"] + 31):
+        with run.events(0).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**last, "step": step}) + "\n")
+        history.refresh()
+        assert history.curve("loss").step[-1] == step
+    assert len(history._cache._rows) <= 2

@@ -40,16 +40,19 @@ class RowCache:
     """The rows of the blocks that were looked at last, of all ranks together."""
 
     def __init__(self) -> None:
-        # Not by path: after a rotation the next file has it.
-        self._rows: OrderedDict[tuple[object, int, int], Rows] = OrderedDict()
+        # Not by path: after a rotation the next file has it. Of a block that grows, only the newest is kept: whoever
+        # watches a run would fill the cache with its former states, 16 MB in some minutes.
+        self._rows: OrderedDict[tuple[object, int], tuple[int, Rows]] = OrderedDict()
 
     def get(self, segment: EventFile, block: np.void) -> Rows:
         """The numbers of a block, event by event; fewer steps than it has where the file has gone, then not kept."""
-        key = (segment.content, int(block["start"]), int(block["end"]))
-        rows = self._rows.pop(key, None) or segment.rows(block)
+        key, end = (segment.content, int(block["start"])), int(block["end"])
+        known_end, rows = self._rows.pop(key, (-1, None))
+        if rows is None or known_end != end:
+            rows = segment.rows(block)
         if rows.steps < block["steps"]:
             return rows
-        self._rows[key] = rows
+        self._rows[key] = end, rows
         while len(self._rows) > MOST_CACHED:
             self._rows.popitem(last=False)
         return rows
