@@ -37,7 +37,7 @@ def test_page_on_stdout_progress_on_stderr(job, capsys):
     assert out.startswith(
         "small: 20 days on 8xH100-80GB-SXM:4 (32 devices), 3 runs, seed 0\n  effective training time "
     )
-    for title in ("WHERE THE TIME GOES", "BESIDE THE PLANNER'S FORMULA", "FAILURES", "SPARES AND GAPS", "MONEY"):
+    for title in ("WHERE THE TIME GOES", "COMPARED WITH THE PLANNER'S FORMULA", "FAILURES", "SPARES AND GAPS", "MONEY"):
         assert f"\n{title}\n" in out
     assert " failures in " in err
     assert " per second)" in err
@@ -207,7 +207,7 @@ def test_a_long_run_is_announced(job, capsys, monkeypatch):
 
 def test_levers(job, capsys):
     assert main(["sim", job, "--days", "20", "--runs", "3", "--levers"]) == 0
-    assert "\nWHAT WOULD HELP, ONE AT A TIME\n  change " in capsys.readouterr().out
+    assert "\nWHAT WOULD HELP, ONE CHANGE AT A TIME\n  change " in capsys.readouterr().out
 
 
 def test_one_run_has_no_interval(job, capsys):

@@ -171,9 +171,9 @@ def test_a_verb_that_starts_its_own_ranks_is_started_once() -> None:
     with pytest.raises(UserError) as caught:
         refuse_several(STEP, "phalanx drill")
     assert str(caught.value) == (
-        "phalanx drill: srun started it 4 times, and it starts its own ranks\n"
+        "phalanx drill: srun started it 4 times, but it starts its own ranks\n"
         "  that would be 4 runs at once, in one folder\n"
-        "  start it once: without the launcher, or as a step of one task (srun --ntasks=1)"
+        "  start it once: without the launcher, or as a single task (srun --ntasks=1)"
     )
 
 

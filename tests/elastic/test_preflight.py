@@ -128,7 +128,7 @@ def test_a_lost_gpu(gpu_plan: Plan) -> None:
     assert problem.render() == (
         "gpu-04: 7 of the 8 × H100-80GB-SXM that its ranks need answer\n"
         "  the NVIDIA driver stopped answering: GPU is lost\n"
-        "  look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job"
+        "  check nvidia-smi and dmesg (Xid errors); restart the host, or remove it from the job"
     )
 
 
@@ -144,7 +144,7 @@ def test_ranks_that_share_a_gpu(gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch)
     allowed = replace(small, job=replace(small.job, train=replace(small.job.train, ranks_per_gpu=2)))
     assert list(checks.check_devices(allowed, host, 2, fresh=True)) == []
     (problem,) = checks.check_devices(allowed, host, 3)
-    assert problem.what == "1 of the 3 × H100-80GB-SXM that its ranks need answer; 2 ranks may share one"
+    assert problem.what == "1 of the 3 × H100-80GB-SXM that its ranks need answer; 2 ranks may share a GPU"
     taken = replace(host, gpus=(replace(gpu(0), used_bytes=50 * 10**9),))
     (problem,) = checks.check_devices(allowed, taken, 2, fresh=True)
     assert problem.render().startswith(
@@ -173,7 +173,7 @@ def test_nvlinks(gpu_plan: Plan, nvlinks: int, rate: float, slots: int, fit: boo
     assert [problem.where for problem in found] == ([] if fit else ["gpu-04, GPU 0"])
     if not fit:
         assert f"{nvlinks} NVLinks give" in found[0].what
-        assert "less than 50% of the 450 GB/s the plan counts on" in found[0].what
+        assert "less than 50% of the 450 GB/s the plan assumed" in found[0].what
 
 
 def test_memory_of_cpu_ranks_and_their_copies(cpu_plan: Plan) -> None:
@@ -182,9 +182,9 @@ def test_memory_of_cpu_ranks_and_their_copies(cpu_plan: Plan) -> None:
     assert list(checks.check_memory(plan, 4, 20e9, host="a")) == []
     (problem,) = checks.check_memory(plan, 4, 19.9e9, host="a")
     assert problem.render() == (
-        "a: 19.9 GB of memory are free; the plan needs 8.00 GB for 4 ranks and 12.0 GB for copies of their state\n"
+        "a: 19.9 GB of memory is free; the plan needs 8.00 GB for 4 ranks and 12.0 GB for in-memory checkpoints\n"
         "  the kernel would kill a rank in the middle of a step\n"
-        "  end other programs, start fewer ranks here, or set checkpoint.memory_every = 0"
+        "  stop other programs, start fewer ranks here, or set checkpoint.memory_every = 0"
     )
 
 
@@ -197,7 +197,7 @@ def test_gpu_ranks_need_host_memory_only_for_copies(gpu_plan: Plan) -> None:
     plan = with_state(gpu_plan, checkpoint_bytes=8e9, hosts=2)  # and as guests those of the other host
     assert list(checks.check_memory(plan, 8, 48e9, host="a")) == []
     (problem,) = checks.check_memory(plan, 8, 47e9, host="a")
-    assert problem.what == "47.0 GB of memory are free; the plan needs 48.0 GB for copies of their state"
+    assert problem.what == "47.0 GB of memory is free; the plan needs 48.0 GB for in-memory checkpoints"
     plan = with_state(gpu_plan, checkpoint_bytes=8e9, hosts=2, memory_every=0)
     assert list(checks.check_memory(plan, 8, 0.0, host="a")) == []
 
@@ -227,7 +227,7 @@ def test_disk(cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (problem,) = checks.check_disk(with_state(cpu_plan, checkpoint_bytes=2.1e9), tmp_path, host="a")
     assert problem.render() == (
         f"a: 4.10 GB are free in {tmp_path}; 2 checkpoints of this host need 4.20 GB\n"
-        "  a save would end with a full disk\n"
+        "  the disk would fill up while saving\n"
         "  delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk"
     )
     assert list(checks.check_disk(with_state(cpu_plan, checkpoint_bytes=4e9, hosts=2), tmp_path, host="a")) == []
@@ -259,11 +259,11 @@ def test_clock(tmp_path: Path) -> None:
     (problem,) = checks.check_clock(tmp_path, written_s - 6.0, host="a")
     assert problem.render() == (
         "a: its clock is 6.00 s behind; 5 s are allowed\n"
-        "  records of different hosts could not be put in order\n"
+        "  events of different hosts could not be ordered\n"
         "  start chrony or systemd-timesyncd on it"
     )
     (problem,) = checks.check_clock(tmp_path, 12.0, host="a")
-    assert problem.what == "the clock stands at 1970-01-01 00:00"
+    assert problem.what == "the clock reads 1970-01-01 00:00"
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,9 @@ def test_between_hosts(cpu_plan: Plan, gpu_plan: Plan) -> None:
     assert list(checks.check_between(several, 0.1e9, host="b")) == []
     (problem,) = checks.check_between(several, 0.09e9, host="b")
     assert problem.render() == (
-        "b: 90.0 MB/s pass between it and the coordinator, less than 10% of the 1.00 GB/s that are counted on\n"
+        "b: 90.0 MB/s between it and the coordinator, less than 10% of the 1.00 GB/s expected\n"
         "  every other rank would wait for this host\n"
-        "  look at its cable, its MTU and its switch; --address chooses another network"
+        "  check its cable, MTU and switch; --address selects another network"
     )
 
 

@@ -58,7 +58,7 @@ def test_a_faster_layout_the_job_rules_out_says_which_setting_does(make_ask):
     faster = [one for one in told if one.fits and one.slower < 0]
     assert faster
     assert any("the job fixes tensor = 8" in one.reason for one in faster)
-    assert all(one.wins_if == "wins if that is left to the planner" for one in faster if "fixes" in one.reason)
+    assert all(one.wins_if == "wins if the planner may choose it" for one in faster if "fixes" in one.reason)
 
 
 def test_the_head_is_compared_together_with_the_other_matrix_products(make_ask):
@@ -69,7 +69,7 @@ def test_the_head_is_compared_together_with_the_other_matrix_products(make_ask):
     matmul, head = times.matmul_s.copy(), times.head_s.copy()
     matmul[0], head[0] = matmul[0] + head[0], 0.0
     moved = replace(times, matmul_s=matmul, head_s=head)
-    assert slowest_part(moved, (layout, layout)) == "as fast, but more machinery"
+    assert slowest_part(moved, (layout, layout)) == "as fast, but more complex"
     matmul[1] += 1.0
     assert slowest_part(replace(moved, matmul_s=matmul), (layout, layout)).startswith("matrix products and head ")
 
@@ -77,4 +77,4 @@ def test_the_head_is_compared_together_with_the_other_matrix_products(make_ask):
 def test_a_faster_layout_at_the_edge_of_memory_says_that_this_is_why(make_ask):
     ask = make_ask(cluster="8xH100:4")
     reason, _ = _faster(ask, search_layouts(ask).best.layout, (0.8, 0.99))
-    assert reason == "fills 99.0% of the usable memory, too close to its end"
+    assert reason == "fills 99.0% of the usable memory, too close to the limit"

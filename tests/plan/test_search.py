@@ -270,7 +270,7 @@ def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
     with pytest.raises(UserError) as caught:
         search_layouts(make_ask("llama-3.1-405b", cluster="8xH100:1", batch=64))
     text = str(caught.value)
-    assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: the least any legal layout needs is ")
+    assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: every valid layout needs at least ")
     assert "or devices with more memory" in text
     named = re.search(r"use (\d+) such devices with the optimizer in host memory \((\d+) without\)", text)
     assert named is not None

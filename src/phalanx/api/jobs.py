@@ -61,7 +61,7 @@ def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") 
         raise mistake(
             where,
             f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
-            fix="give what phalanx.load returns, or a path",
+            fix="pass the result of phalanx.load, or a path",
         )
     if overrides:
         raise mistake(where, "overrides need a job file", fix="give them to phalanx.load")
@@ -246,13 +246,13 @@ def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
     build = f"phalanx data build {data}"
     steps = [
         (f"phalanx plan {job}", "the layout, its time, memory and cost; needs no data"),
-        (f"{build} --corpus offline-english", "text to try with, fetched once; or name your own files and folders"),
+        (f"{build} --corpus offline-english", "sample text, downloaded once; or name your own files and folders"),
         (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN continues")
         if not devices
         else (f"srun --ntasks={devices} phalanx train {job}", "on the cluster; or torchrun, mpirun: docs/training.md"),
     ]
     if model != TINY:
-        steps[1] = (f"{build} --corpus offline-english", "text to try with, fetched once")
+        steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")
         steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
     width = max(len(command) for command, _ in steps)
     return [f"{command:<{width}}  # {why}" for command, why in steps]

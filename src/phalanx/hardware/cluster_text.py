@@ -94,7 +94,7 @@ def _price(cluster: Cluster) -> str:
 def _power(cluster: Cluster) -> str:
     watts = usual_power_w_per_device(cluster)
     if not watts:
-        return "unknown: give power_w_per_device in a cluster file"
+        return "unknown: set power_w_per_device in a cluster file"
     assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"
     kind = "given" if cluster.power_w_per_device else assumed
     return f"{watts:,.0f} W per device ({kind}), {watts * cluster.devices / 1000:,.4g} kW in all"

@@ -89,11 +89,11 @@ def run_bill(
 def _power(cluster: Cluster) -> tuple[float | None, str]:
     watts = usual_power_w_per_device(cluster)
     if not watts:
-        return None, "unknown: give power_w_per_device in a cluster file"
+        return None, "unknown: set power_w_per_device in a cluster file"
     if cluster.power_w_per_device:
         return watts, "given for the cluster"
     if cluster.accelerator.family == "cpu":
-        return watts, "share of a CPU's 350 W over 56 cores, Xeon 8480+ datasheet; the server around it not counted"
+        return watts, "share of a CPU's 350 W over 56 cores, Xeon 8480+ datasheet; without the rest of the server"
     return watts, "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
 
 
@@ -102,8 +102,8 @@ def _price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | N
         price = cost.usd_per_device_hour
         return (price, price, price), "job, cost.usd_per_device_hour"
     if cluster.price_usd_per_device_hour is None:
-        return None, f"no price is known for {cluster.accelerator.name}; give cost.usd_per_device_hour"
-    return cluster.price_usd_per_device_hour, "cheapest, median and dearest cloud, skypilot-catalog 2026-08-22"
+        return None, f"no price is known for {cluster.accelerator.name}; set cost.usd_per_device_hour"
+    return cluster.price_usd_per_device_hour, "cheapest, median and most expensive cloud, skypilot-catalog 2026-08-22"
 
 
 def _pue(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
@@ -153,6 +153,6 @@ def _unknown_region(name: str, where: str) -> UserError:
     return mistake(
         where,
         f'cost.region = "{name}" is not in the grid table',
-        why="the carbon of a kWh depends on where it is made",
-        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or give cost.grid_gco2_per_kwh",
+        why="the carbon footprint of a kWh depends on where it is generated",
+        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or set cost.grid_gco2_per_kwh",
     )

@@ -53,13 +53,13 @@ def _cannot_run(ask: PlanRequest) -> UserError:
         return mistake(
             ask.place("batch.micro"),
             f"no layout can run: a micro-batch of {micro} × {ask.sequence:,} tokens has {logits:,.0f} logits on a rank",
-            why="a tensor of more than 2^31 elements outgrows its 32-bit index",
+            why="a tensor of more than 2^31 elements exceeds a 32-bit index",
             fix=f"use batch.micro = {most} or less" if most else "use more tensor ranks, or shorter sequences",
         )
     stages = ask.fixed.get("pipeline", "auto")
     return mistake(
         ask.place("parallel.pipeline"),
-        f"no layout can run: parallel.pipeline = {stages} leaves a stage of the {ask.model.layers} layers empty",
+        f"no layout can run: parallel.pipeline = {stages} leaves a stage without any of the {ask.model.layers} layers",
         why="every stage holds at least one layer",
         fix=f"use a pipeline depth that divides {ask.model.layers} or is well below it",
     )
@@ -73,7 +73,7 @@ def _no_batch(ask: PlanRequest) -> UserError:
         heads = ", ".join(str(n) for n in tensor_sizes(ask, ask.model.heads)[-4:])
         return mistake(
             ask.cluster.name,
-            f"{devices:,} devices cannot be shared between the {ask.model.layers} layers, {ask.model.heads} heads "
+            f"{devices:,} devices cannot be divided among the {ask.model.layers} layers, {ask.model.heads} heads "
             f"and {plural(ask.global_sequences, 'sequence')} of {ask.model.name}",
             why="tensor × context × pipeline × data must use every device",
             fix=f"tensor sizes that keep whole heads: {heads}; use a device count with such factors",
@@ -83,8 +83,8 @@ def _no_batch(ask: PlanRequest) -> UserError:
     sizes = " or ".join(f"{n:,}" for n in (below, above) if n)
     return mistake(
         ask.place("batch.global_sequences"),
-        f"the global batch of {ask.global_sequences:,} sequences cannot be shared evenly over {devices:,} devices",
-        why=f"every data rank takes the same number of sequences, and here there are at least {least:,} data ranks",
+        f"the global batch of {ask.global_sequences:,} sequences cannot be divided evenly over {devices:,} devices",
+        why=f"every data rank takes the same number of sequences, and there are at least {least:,} data ranks",
         fix=f"use batch.global_sequences = {sizes}, or another number of devices",
     )
 
@@ -112,8 +112,8 @@ def _release(ask: PlanRequest, name: str) -> UserError:
         fix = f"set {key} = {sizes_near}" if _by_mode(ask, name) else f"use {sizes_near}, or leave {key} out"
     return mistake(
         ask.place(key),
-        f"{key} = {ask.fixed[name]} leaves no legal layout on {plural(ask.cluster.devices, 'device')}",
-        why="together with the other sizes it cannot be laid out evenly",
+        f"{key} = {ask.fixed[name]} leaves no valid layout on {plural(ask.cluster.devices, 'device')}",
+        why="it does not divide evenly with the other sizes",
         fix=fix,
     )
 
@@ -128,9 +128,9 @@ def no_fit(ask: PlanRequest, scores: Scores) -> UserError:
     least, usable = float(scores.memory_bytes[row]), scores.usable_bytes
     return mistake(
         ask.cluster.name,
-        f"{ask.model.name} does not fit: the least any legal layout needs is {format_bytes(least)} per device, "
+        f"{ask.model.name} does not fit: every valid layout needs at least {format_bytes(least)} per device, "
         f"and {format_bytes(usable)} of {format_bytes(ask.cluster.accelerator.memory_bytes)} are usable",
-        why=f"that layout is {scores.layout(row).name}",
+        why=f"the smallest is {scores.layout(row).name}",
         fix=_cure(ask, scores),
     )
 
@@ -146,8 +146,8 @@ def _cure(ask: PlanRequest, scores: Scores) -> str:
                 return f"{_free(ask, name, key, layout)}: {layout.name} fits"
     free = replace(ask, fixed={})
     if ask.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
-        way = 'set parallel.mode = "auto"' if _fixed_mode(ask) else "leave the sizes under [parallel] out"
-        return f"{way}: the free search finds layouts that fit"
+        way = 'set parallel.mode = "auto"' if _fixed_mode(ask) else "remove the sizes under [parallel]"
+        return f"{way}: the planner then finds layouts that fit"
     return _more_devices(free) or _more_memory(scores)
 
 

@@ -64,7 +64,7 @@ def plan(
         raise mistake(
             "phalanx.plan",
             f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
-            fix="give what phalanx.load returns, or a path",
+            fix="pass the result of phalanx.load, or a path",
         )
     if isinstance(calibration, str | Path):
         from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
@@ -223,7 +223,7 @@ def _never(ask: PlanRequest, trouble: Reliability) -> UserError:
 def _better_interval(trouble: Reliability) -> str:
     best_s = trouble.optimal_interval_s
     named = f"use checkpoint.interval_s = {max(1, round(best_s))}, or leave it out" if math.isfinite(best_s) else ""
-    return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time trains"
+    return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time is spent training"
 
 
 def _slow_progress(ask: PlanRequest, trouble: Reliability) -> tuple[Problem, ...]:
@@ -234,7 +234,7 @@ def _slow_progress(ask: PlanRequest, trouble: Reliability) -> tuple[Problem, ...
     return (
         Problem(
             where=ask.cluster.name,
-            what=f"only {trouble.effective_time:.0%} of the time trains: a failure every {trouble.mtbf_s / 60:.0f} min",
+            what=f"only {trouble.effective_time:.0%} of the time is spent training: a failure every {trouble.mtbf_s / 60:.0f} min",
             fix="shorten fault.detect_s and fault.restart_s (warm spares restart in about 60 s), or use fewer hosts",
         ),
     )
@@ -244,7 +244,7 @@ def _bad_interval(ask: PlanRequest, trouble: Reliability) -> Problem:
     """The checkpoint interval, not the failures, eats the time."""
     return Problem(
         where=ask.place("checkpoint.interval_s"),
-        what=f"only {trouble.effective_time:.0%} of the time trains: checkpoint.interval_s = {trouble.interval_s:g}, "
+        what=f"only {trouble.effective_time:.0%} of the time is spent training: checkpoint.interval_s = {trouble.interval_s:g}, "
         f"training waits {format_seconds(trouble.blocking_s)} for each checkpoint, and each failure undoes "
         f"{format_seconds(trouble.interval_s / 2)} of work on average",
         fix=_better_interval(trouble),
@@ -262,7 +262,7 @@ def _too_long(ask: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Prob
             where=ask.cluster.name,
             what=f"{format_seconds(lasting.wall_s)} for {format_count(lasting.tokens)} tokens is longer than a year",
             fix=f"{format_seconds(BEARABLE_S)} would take about {needed:,} such devices at the same efficiency; "
-            "otherwise a smaller model or fewer tokens",
+            "otherwise use a smaller model or fewer tokens",
         ),
     )
 

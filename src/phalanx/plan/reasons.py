@@ -107,12 +107,12 @@ def _faster(ask: PlanRequest, layout: Layout, shares: tuple[float, ...]) -> tupl
     held = {"micro_batch" if name == "micro" else name: value for name, value in ask.fixed.items()}
     against = [f"{name} = {value}" for name, value in held.items() if getattr(layout, name) != value]
     if against:
-        return f"the job fixes {', '.join(against)}", "wins if that is left to the planner"
+        return f"the job fixes {', '.join(against)}", "wins if the planner may choose it"
     if shares[1] > FULL_MEMORY >= shares[0]:
-        return f"fills {shares[1]:.1%} of the usable memory, too close to its end", "fix it under [parallel] to run it"
+        return f"fills {shares[1]:.1%} of the usable memory, too close to the limit", "set it under [parallel] to use it"
     return (
         f"too close to call (under {SAME - 1:.0%}), and the chosen layout is simpler",
-        "fix it under [parallel] to run it",
+        "set it under [parallel] to use it",
     )
 
 
@@ -121,7 +121,7 @@ def slowest_part(times: StepTimes, layouts: tuple[Layout, Layout]) -> str:
     lost = {name: seconds_of(times, name, 1) - seconds_of(times, name, 0) for name in COMPARED}
     worst = sorted(lost, key=lambda name: -lost[name])[:2]
     if lost[worst[0]] <= 0:
-        return "as fast, but more machinery"
+        return "as fast, but more complex"
     words = [_against(times, worst[0], layouts)]
     if lost[worst[1]] > 0.5 * lost[worst[0]]:
         words.append(_against(times, worst[1], layouts))

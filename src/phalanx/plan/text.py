@@ -299,7 +299,7 @@ def _search(plan: Plan) -> list[str]:
     s = plan.search
     profile = plan.job.parallel.framework
     return [
-        f"{plural(s.legal, 'legal layout')}, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"
+        f"{plural(s.legal, 'valid layout')}, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"
     ]
 
 

@@ -207,7 +207,7 @@ def _searched(search: Mapping[str, Any]) -> list[str]:
     if not legal or fitting is None:
         return []
     spent = f", searched in {format_seconds(seconds)}" if seconds else ""
-    return [f"the best of {legal:,.0f} legal layouts, of which {fitting:,.0f} fit into memory{spent}"]
+    return [f"the best of {legal:,.0f} valid layouts, of which {fitting:,.0f} fit into memory{spent}"]
 
 
 def _named(one: Any) -> Any:

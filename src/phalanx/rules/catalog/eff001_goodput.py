@@ -1,4 +1,4 @@
-"""EFF001: enough of the time trains."""
+"""EFF001: enough of the time is spent training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _no_plan(evidence: Evidence) -> Outcome:
         return unknown(
             f"there is no plan: {evidence.refusals[0].what}", fix="fix that first: TOP001 and MEM001 say how"
         )
-    return unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run")
+    return unknown("neither a plan nor a run says how much of the time is spent training", fix="name a cluster, or a run")
 
 
 def _ended(evidence: Evidence) -> tuple[Outcome, ...]:

@@ -241,12 +241,12 @@ def changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolic
     if policy.restart_s > QUICK_RESTART_S:
         yield f"restart in {QUICK_RESTART_S:g} s", dataclasses.replace(policy, restart_s=QUICK_RESTART_S)
     if policy.detect_s > QUICK_DETECT_S:
-        yield f"notice in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
+        yield f"detect in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
     if not policy.network.edge and plan.reliability.hosts > 1:
         yield _edge(plan, policy)
     if not math.isfinite(saving.copy_every_s):
         copied = dataclasses.replace(saving, copy_every_s=plan.prediction.step_s)
-        yield "a copy in memory every step, if it cost nothing", dataclasses.replace(policy, saving=copied)
+        yield "an in-memory checkpoint every step, at no cost", dataclasses.replace(policy, saving=copied)
     yield "twice the spare hosts (rent not counted)", dataclasses.replace(policy, spares=2 * policy.spares or 1)
     if policy.planned_per_day:
         yield "no planned restarts", dataclasses.replace(policy, planned_per_day=0.0)

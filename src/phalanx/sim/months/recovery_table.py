@@ -91,8 +91,8 @@ def recovery_table_text(
     body = text_table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",
-        f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery is noticing and restarting",
-        "differences between rows are the policies'; sites lie apart by their failure rates",
+        f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery includes detection and restart",
+        "differences between rows are due to the policies; sites differ in their failure rates",
     ]
     return "\n".join([head, *(f"  {line}" for line in (*body, *notes))])
 

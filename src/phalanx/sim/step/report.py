@@ -146,11 +146,11 @@ def _why(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str)
     network = _network(q, groups, paths, part)
     if part == "shard_s":
         sharp = one(q.ask.profile.shard_sharpness)
-        return f"one layer is fetched ahead; the plan joins compute and traffic by a {sharp:.3g}-norm. {network}"
+        return f"one layer is prefetched; the plan combines compute and traffic by a {sharp:.3g}-norm. {network}"
     if part == "context_s":
-        return f"every hop waits for the one that leaves the domain. {network}" if "context" in paths else network
+        return f"every hop waits for the one that crosses domains. {network}" if "context" in paths else network
     if part == "gradient_s":
-        return f"reduced as each layer's backward ends, in gaps of the pipeline too. {network}"
+        return f"reduced as each layer's backward ends, also in pipeline bubbles. {network}"
     return network
 
 
@@ -162,7 +162,7 @@ def _waiting(here: Work) -> str:
     head = (here.head_forward_s + here.head_backward_s) / each_s if each_s > 0 else 0.0
     chunk = f", all in one of its {plural(here.chunks, 'chunk')}," if here.chunks > 1 else ""
     return (
-        f"stages of {layers} layers wait for each other; the head is as long as {head:.1f} layers{chunk} on the last; "
+        f"stages of {layers} layers wait for each other; the head takes as long as {head:.1f} layers{chunk} on the last; "
         "traffic of a stage that waits anyway costs nothing"
     )
 
@@ -175,6 +175,6 @@ def _network(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: 
     planned, here = getattr(q.groups, axis), getattr(groups, axis)
     rate = "nic_bytes_per_s" if part in ("pipeline_send_s", "context_s") else "network_bytes_per_s"
     return (
-        f"{one(getattr(planned, rate)) / 1e9:.3g} GB/s a NIC in the plan, {one(getattr(here, rate)) / 1e9:.3g} here: "
+        f"{one(getattr(planned, rate)) / 1e9:.3g} GB/s per NIC in the plan, {one(getattr(here, rate)) / 1e9:.3g} here: "
         f"slowest flow at {path.share:.2f} of line rate, {path.hops} switch{'es' if path.hops > 1 else ''}"
     )

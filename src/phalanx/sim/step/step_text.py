@@ -15,7 +15,7 @@ from phalanx.units import format_seconds, plural
 
 COLUMNS = 72
 MOST_STAGES = 8  # lines; of more stages, some from first to last
-LEGEND = "F forward, B backward, x both, W weight gradients, c traffic that shows, . bubble, o optimizer and host"
+LEGEND = "F forward, B backward, x both, W weight gradients, c exposed communication, . bubble, o optimizer and host"
 BOTH = 0.2  # of a column, from which forward beside backward is told
 
 
@@ -82,7 +82,7 @@ def step_text(report: StepReport) -> str:
         f"WHERE THE TIME GOES ({_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
         *_lines(report),
         "",
-        f"THE STEP ({format_seconds(report.step_s / COLUMNS)} a column; --trace has every slice)",
+        f"THE STEP ({format_seconds(report.step_s / COLUMNS)} per column; --trace has every slice)",
         *(f"  {line}" for line in picture(report.timeline)),
         "",
         "WHY IT DIFFERS FROM THE PLAN",
@@ -94,11 +94,11 @@ def step_text(report: StepReport) -> str:
 def _fabric(report: StepReport) -> str:
     f = report.fabric
     if report.derived:
-        return f"none named: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (name one with --fabric)"
+        return f"unspecified: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (choose one with --fabric)"
     route = f"packets over {SPRAYED_PATHS} paths" if report.edge else f"{HASHED_QPS} hashed QPs (ECMP)"
     planes = plural(f.planes, "plane")
     tiers = plural(f.tiers, "tier")
-    unused = "" if report.paths else "; nothing of this step leaves a fast domain, so the fabric carries nothing"
+    unused = "" if report.paths else "; unused: all traffic of this step stays inside a fast domain"
     return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}{unused}"
 
 
@@ -154,17 +154,17 @@ def break_text(kind: str, found: Sequence[Aftermath]) -> str:
     """A failure under both ways of recovering, side by side."""
     rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
     rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))
-    rows.append(("stands still for", *(_ends(one.stall_s) if one.stall_s else "-" for one in found)))
-    rows.append(("step in which it breaks", *(_ends(one.during_s) for one in found)))
+    rows.append(("stalled for", *(_ends(one.stall_s) if one.stall_s else "-" for one in found)))
+    rows.append(("step during the failure", *(_ends(one.during_s) for one in found)))
     rows.append(("steps after", *(_ends(one.after_s) for one in found)))
-    rows.append(("throughput of that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
-    rows.append(("connections touched", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
-    rows.append(("left without a path", *(f"{one.stalled:,}" for one in found)))
-    rows.append(("slowest flow before, of line rate", *(f"{one.share_before:.2f}" for one in found)))
+    rows.append(("throughput in that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
+    rows.append(("connections affected", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
+    rows.append(("without a path", *(f"{one.stalled:,}" for one in found)))
+    rows.append(("slowest flow before (share of line rate)", *(f"{one.share_before:.2f}" for one in found)))
     rows.append(("slowest flow after", *(f"{one.share:.2f}" for one in found)))
     if any(one.timeouts_s for one in found):
         waits = (format_seconds(one.timeouts_s) if one.timeouts_s else "-" for one in found)
-        rows.append(("of a step, waiting for lost ACKs", *waits))
+        rows.append(("waiting for lost ACKs, per step", *waits))
     rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
     columns = range(1, len(found) + 1)
     title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"
