@@ -6,9 +6,9 @@ from phalanx.errors import UserError
 from phalanx.plan.search import search_layouts
 
 
-def message(ask) -> str:
+def message(request) -> str:
     with pytest.raises(UserError) as caught:
-        search_layouts(ask)
+        search_layouts(request)
     return str(caught.value)
 
 

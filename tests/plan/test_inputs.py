@@ -122,7 +122,8 @@ def test_weights_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
         f"--set train.weights=w: {tmp_path / 'w'} has another tokenizer than the data in {tmp_path / 'data'}: "
         "2 of 9 tokens differ, as number 1: 'a' in the data, 'b' to the weights\n"
         "  the weights would read other tokens than were written, and no error would occur\n"
-        f"  build the data with the weights' tokenizer: phalanx data build OUT SOURCE… --tokenizer {tmp_path / 'w' / 'tokenizer.json'}"
+        f"  build the data with the weights' tokenizer: phalanx data build OUT SOURCE… --tokenizer "
+        f"{tmp_path / 'w' / 'tokenizer.json'}"
     )
     assert look(tmp_path, "train.weights=w", fresh=False).refused == (), "a run that goes on has its weights"
 
@@ -186,7 +187,8 @@ def test_a_vocabulary_that_is_too_small_or_far_too_large(tmp_path: Path) -> None
         f"{tmp_path / 'job.toml'}:7: model.vocab: {tmp_path / 'data'} has a vocabulary of 65, larger than the model's "
         "64\n"
         "  token ids beyond the last row of the embedding cannot be looked up\n"
-        "  set model.vocab = 128 or more (matrix products are fastest with multiples of 64), or build the data with --vocab 257"
+        "  set model.vocab = 128 or more (matrix products are fastest with multiples of 64), or build the data "
+        "with --vocab 257"
     )
     assert look(tmp_path, "model.vocab=577").warnings == (), "512 rows are padding"
     (problem,) = look(tmp_path, "model.vocab=128256").warnings

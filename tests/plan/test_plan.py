@@ -151,7 +151,10 @@ def test_a_tiny_interval_is_named_as_the_cause(make_job, rate):
     (warning,) = (text for text in plan.warnings if "of the time is spent training" in text)
     assert warning.startswith("--set checkpoint.interval_s=0.1: only ")
     assert "checkpoint.interval_s = 0.1, training waits " in warning
-    assert "or leave it out: then 100% of the time is spent training" in warning or "leave checkpoint.interval_s out" in warning
+    assert (
+        "or leave it out: then 100% of the time is spent training" in warning
+        or "leave checkpoint.interval_s out" in warning
+    )
     assert "detect" not in warning
 
 

@@ -408,11 +408,11 @@ class RulePage(PublicResult):
         from phalanx.rules.formats.text import finding_dict
         from phalanx.rules.rule_page import rule_sections
 
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         if self.answer is not None:
             found = [finding_dict(one) for one in self.answer.findings]
-            told = {"limits": dict(self.answer.limits.values), "findings": found}
-        return {"rule": self.rule.id, "slug": self.rule.slug, **told, "sections": rule_sections(self.rule)}
+            reported = {"limits": dict(self.answer.limits.values), "findings": found}
+        return {"rule": self.rule.id, "slug": self.rule.slug, **reported, "sections": rule_sections(self.rule)}
 
 
 def explain(
@@ -437,7 +437,7 @@ def explain(
     if target is None:
         return RulePage(rule=explain_rule(rule, rules=rules).rule, answer=None)
     request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
-    told = explain_rule(
+    reported = explain_rule(
         rule,
         target,
         rules=rules,
@@ -445,4 +445,4 @@ def explain(
         request=request,
         progress=ReadProgress(str(target), tell),
     )
-    return RulePage(rule=told.rule, answer=told)
+    return RulePage(rule=reported.rule, answer=reported)

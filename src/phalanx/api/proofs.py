@@ -339,5 +339,5 @@ def _compare_with_plan(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[Pl
     from phalanx.plan.request import request_from_job
     from phalanx.train.tracing.trace_report import against_plan, traced_fit
 
-    ask, _ = request_from_job(plan.job, plan.cluster)
-    return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)
+    request, _ = request_from_job(plan.job, plan.cluster)
+    return against_plan(request, plan.layout, traces), traced_fit(plan.memory, traces)

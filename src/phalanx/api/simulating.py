@@ -379,12 +379,12 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
     from phalanx.sim.months.simulate_run import simulate_runs
 
     outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
-    started = told = time.perf_counter()
+    started = reported = time.perf_counter()
     try:
         for one in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
             outcomes.append(one)
-            if time.perf_counter() - told > PROGRESS_S:
-                told = time.perf_counter()
+            if time.perf_counter() - reported > PROGRESS_S:
+                reported = time.perf_counter()
                 tell(f"{len(outcomes):,} of {call.runs:,} runs")
     except KeyboardInterrupt:
         if not outcomes:

@@ -32,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of --draw (default: 0)")
     parser.add_argument(
-        "--simulate", action="store_true", help="network claims: also simulate those that take more than a minute of CPU time"
+        "--simulate",
+        action="store_true",
+        help="network claims: also simulate those that take more than a minute of CPU time",
     )
     add_json(parser)
 

@@ -42,7 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help="text (the default), json, sarif, github, junit or html")
     parser.add_argument("--out", metavar="FILE", help="write the report to this file")
     parser.add_argument("--require-evidence", action="store_true", help="missing evidence counts as a finding")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also show the rules that passed, with their values")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also show the rules that passed, with their values"
+    )
     add_json(parser)
 
 
@@ -61,7 +63,11 @@ def add_evidence(parser: argparse.ArgumentParser) -> None:
         help="compare the losses of two runs of the same job, one in fp8 or fp4 and one in a wider format",
     )
     parser.add_argument(
-        "--from", dest="source", metavar="TRAINER", default="", help="the trainer whose configuration the target is, e.g. megatron"
+        "--from",
+        dest="source",
+        metavar="TRAINER",
+        default="",
+        help="the trainer whose configuration the target is, e.g. megatron",
     )
     parser.add_argument(
         "--waivers", metavar="FILE", help="TOML file with [[waiver]] tables, in addition to those of the job"

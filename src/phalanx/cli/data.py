@@ -30,15 +30,27 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 def _configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "sources", nargs="*", metavar="SOURCE[=WEIGHT]", help="a file or folder; with weight 2 it is sampled twice as often"
+        "sources",
+        nargs="*",
+        metavar="SOURCE[=WEIGHT]",
+        help="a file or folder; with weight 2 it is sampled twice as often",
     )
     parser.add_argument("--corpus", metavar="NAME", help="fetch English text instead: offline-english[-large]")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: train a tokenizer)")
     parser.add_argument("--vocab", metavar="N", help="vocabulary size of the trained tokenizer (default: 8192)")
     parser.add_argument(
-        "--heldout", type=float, default=0.01, metavar="SHARE", help="share of the text held out for evaluation (default: 0.01)"
+        "--heldout",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="share of the text held out for evaluation (default: 0.01)",
     )
-    parser.add_argument("--field", default="text", metavar="NAME", help="field of .jsonl and .parquet files with the text (default: text)")
+    parser.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl and .parquet files with the text (default: text)",
+    )
     parser.add_argument(
         "--split-on",
         default="file",
@@ -46,7 +58,10 @@ def _configure_build(parser: argparse.ArgumentParser) -> None:
         help="what ends a document in a text file: file, blank, line or formfeed (default: file)",
     )
     parser.add_argument(
-        "--end-of-text", default="", metavar="TOKEN", help="end-of-text token of the given tokenizer, if its name is unusual"
+        "--end-of-text",
+        default="",
+        metavar="TOKEN",
+        help="end-of-text token of the given tokenizer, if its name is unusual",
     )
     parser.add_argument("--shard-tokens", metavar="N", help="tokens per shard (default: 134M)")
     add_json(parser)

@@ -30,16 +30,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chaos", action="store_true", help="inject random faults at random times instead")
     parser.add_argument("--rate", metavar="R", type=float, help="with --chaos: faults per minute (default: 6)")
-    parser.add_argument("--seed", metavar="N", type=int, help="with --chaos: seed; the same seed gives the same faults (default: 0)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, help="with --chaos: seed; the same seed gives the same faults (default: 0)"
+    )
     parser.add_argument("--minutes", metavar="M", type=float, default=0.0, help="stop the run after M minutes")
     add_hosts(parser)
     parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
     parser.add_argument("--cluster", metavar="SPEC", help="run on this cluster instead of the job's, e.g. local:4")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where to create run folders (default: runs)")
     parser.add_argument("--no-replay", action="store_true", help="do not repeat the run without faults to compare bits")
-    parser.add_argument("--no-shrink", action="store_true", help="do not search for the smallest fault schedule that still fails")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="do not search for the smallest fault schedule that still fails"
+    )
     add_ranks_per_gpu(parser)
-    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
     parser.add_argument("--out", metavar="FILE", help="write a copy of the drill record to this file")
     parser.add_argument(
         "--read-record",

@@ -33,7 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one.add_argument("fabric", metavar="FABRIC", nargs="?", help=FABRIC_HELP)
     add_json(one)
     _configure_simulate(
-        verbs.add_parser("simulate", help="simulate traffic on a healthy or damaged fabric, and compare ways to recover")
+        verbs.add_parser(
+            "simulate", help="simulate traffic on a healthy or damaged fabric, and compare ways to recover"
+        )
     )
     export = verbs.add_parser("export", help="write a fabric and its traffic as .topo and .cm files for htsim")
     export.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
@@ -42,7 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_traffic(export)
     add_json(export)
     _configure_collective(
-        verbs.add_parser("collective", help="show which algorithm and protocol NCCL picks for a collective, and its time")
+        verbs.add_parser(
+            "collective", help="show which algorithm and protocol NCCL picks for a collective, and its time"
+        )
     )
 
 
@@ -66,25 +70,52 @@ def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCat
 
 def _configure_design(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each, e.g. 131072 or 64k")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s, e.g. 400 (default: the job's, or 800)")
+    parser.add_argument(
+        "--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s, e.g. 400 (default: the job's, or 800)"
+    )
     parser.add_argument("--switch", metavar="NAME", help='switch model, or ports as in 512x100G, e.g. "Tomahawk 5"')
-    parser.add_argument("--tiers", metavar="L", type=int, help="exactly this many tiers (default: the fewest that suffice)")
-    parser.add_argument("--planes", metavar="P", type=int, help="exactly this many planes (default: every number the switch allows)")
-    parser.add_argument("--oversubscription", metavar="R", type=float, help="downlinks per uplink at T0 (default: 1, 2 and 4)")
-    parser.add_argument("--rails", metavar="K", type=int, help="connect the NICs of a server to K different T0s (default: compare none and 8)")
-    parser.add_argument("--catalogue", metavar="FILE.csv", help="choose among these switches instead of the built-in catalogue")
-    parser.add_argument("--top", metavar="N", type=int, default=6, help="designs shown per oversubscription (default: 6)")
+    parser.add_argument(
+        "--tiers", metavar="L", type=int, help="exactly this many tiers (default: the fewest that suffice)"
+    )
+    parser.add_argument(
+        "--planes", metavar="P", type=int, help="exactly this many planes (default: every number the switch allows)"
+    )
+    parser.add_argument(
+        "--oversubscription", metavar="R", type=float, help="downlinks per uplink at T0 (default: 1, 2 and 4)"
+    )
+    parser.add_argument(
+        "--rails",
+        metavar="K",
+        type=int,
+        help="connect the NICs of a server to K different T0s (default: compare none and 8)",
+    )
+    parser.add_argument(
+        "--catalogue", metavar="FILE.csv", help="choose among these switches instead of the built-in catalogue"
+    )
+    parser.add_argument(
+        "--top", metavar="N", type=int, default=6, help="designs shown per oversubscription (default: 6)"
+    )
     job = parser.add_argument_group("for a job")
-    job.add_argument("--job", metavar="JOB", help="take GPUs and NICs from this job's cluster, and simulate its step on the best designs")
+    job.add_argument(
+        "--job",
+        metavar="JOB",
+        help="take GPUs and NICs from this job's cluster, and simulate its step on the best designs",
+    )
     job.add_argument("--cluster", metavar="SPEC", help="use this cluster instead of the job's, e.g. 8xH100:16")
     add_set(parser)
     money = parser.add_argument_group("costs")
-    money.add_argument("--gpu-hour-usd", metavar="X", type=float, help="price of a GPU-hour (default: the job's, or 3.25)")
+    money.add_argument(
+        "--gpu-hour-usd", metavar="X", type=float, help="price of a GPU-hour (default: the job's, or 3.25)"
+    )
     money.add_argument("--kwh-usd", metavar="X", type=float, help="price of a kWh (default: 0.08)")
     money.add_argument("--years", metavar="X", type=float, help="lifetime of the fabric (default: 4)")
-    money.add_argument("--recovery-s", metavar="S", type=float, help="seconds from a failure until traffic avoids it (default: 30e-6)")
+    money.add_argument(
+        "--recovery-s", metavar="S", type=float, help="seconds from a failure until traffic avoids it (default: 30e-6)"
+    )
     files = parser.add_argument_group("files")
-    files.add_argument("--save", metavar="FILE.toml", help="write the recommended fabric, for fabric show, fabric simulate and sim")
+    files.add_argument(
+        "--save", metavar="FILE.toml", help="write the recommended fabric, for fabric show, fabric simulate and sim"
+    )
     files.add_argument("--csv", metavar="FILE.csv", help="write all designs, one per line")
     add_json(parser)
 
@@ -112,10 +143,19 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s (default: 800)")
     parser.add_argument("--switch", metavar="NAME", help="the switch whose ports are split (default: Spectrum-5)")
-    parser.add_argument("--planes", metavar="P", type=int, help="number of planes (default: the most the switch allows)")
+    parser.add_argument(
+        "--planes", metavar="P", type=int, help="number of planes (default: the most the switch allows)"
+    )
     parser.add_argument("--paths", metavar="K", type=int, default=256, help="paths per connection (default: 256)")
-    parser.add_argument("--recovery-s", metavar="S", type=float, help="seconds from a failure until traffic avoids it (default: 30e-6)")
-    parser.add_argument("--restart-s", metavar="S", type=float, help="seconds a restart takes, from the failure to the next step (default: 600)")
+    parser.add_argument(
+        "--recovery-s", metavar="S", type=float, help="seconds from a failure until traffic avoids it (default: 30e-6)"
+    )
+    parser.add_argument(
+        "--restart-s",
+        metavar="S",
+        type=float,
+        help="seconds a restart takes, from the failure to the next step (default: 600)",
+    )
     parser.add_argument("--picture", metavar="FILE.svg", help="write the three decisions as a picture")
     add_json(parser)
 
@@ -147,7 +187,9 @@ def _show(args: argparse.Namespace) -> int:
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
     """Options that name the traffic."""
     parser.add_argument(
-        "--traffic", metavar="NAME", help="permutation, incast, ring, …, FILE.csv, or JOB.toml[:AXIS] (default: permutation)"
+        "--traffic",
+        metavar="NAME",
+        help="permutation, incast, ring, …, FILE.csv, or JOB.toml[:AXIS] (default: permutation)",
     )
     parser.add_argument("--bytes", dest="nbytes", metavar="B", help="bytes sent by each host (default: 2M)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed for traffic and hashing (default: 0)")
@@ -155,10 +197,17 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
 
 def _configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="fluid: fair rates; packets: packet by packet (default: fluid)")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="fluid: fair rates; packets: packet by packet (default: fluid)",
+    )
     parser.add_argument("--cm", metavar="FILE.cm", help="read traffic from an htsim connection matrix")
     _add_traffic(parser)
-    parser.add_argument("--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (default with fluid: all)")
+    parser.add_argument(
+        "--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (default with fluid: all)"
+    )
     parser.add_argument("--paths", metavar="K", type=int, help="QPs or sprayed paths per flow")
     parser.add_argument(
         "--fail",
@@ -168,8 +217,16 @@ def _configure_simulate(parser: argparse.ArgumentParser) -> None:
         help="nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N, t1link:PLANE/T1/PORT, transceiver:HOST or "
         "all; PART@50us fails at that time, PART@50us..2ms also returns; may be repeated",
     )
-    parser.add_argument("--left", metavar="SHARE", type=float, default=0.0, help="share of capacity that a failed part keeps (default: 0)")
-    parser.add_argument("--loss", metavar="SHARE", type=float, help="share of packets lost on the failed parts, which stay up")
+    parser.add_argument(
+        "--left",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="share of capacity that a failed part keeps (default: 0)",
+    )
+    parser.add_argument(
+        "--loss", metavar="SHARE", type=float, help="share of packets lost on the failed parts, which stay up"
+    )
     parser.add_argument(
         "--deny",
         metavar="PART",
@@ -178,11 +235,14 @@ def _configure_simulate(parser: argparse.ArgumentParser) -> None:
         help="never use this part, as if the controller had excluded it; named as for --fail, without a time",
     )
     parser.add_argument("--recovery", metavar="WHO", help="none, conventional or edge")
-    parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing converges (default: 10; packets: 0.01)")
+    parser.add_argument(
+        "--converge", metavar="S", type=float, help="seconds until routing converges (default: 10; packets: 0.01)"
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="compare a conventional fabric, with PFC off and on, with recovery at the edge (--bytes defaults to 200 µs of traffic)",
+        help="compare a conventional fabric, with PFC off and on, with recovery at the edge (--bytes defaults to "
+        "200 µs of traffic)",
     )
     parser.add_argument(
         "--scenario",
@@ -192,7 +252,9 @@ def _configure_simulate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--wire", metavar="NAME", help="fluid: protocol overheads, mrc, htsim or ideal (default: mrc)")
     parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (default: mrc)")
-    parser.add_argument("--pfc", action=OnOff, help="pause instead of dropping packets (RoCE, or fluid with routing flow or qp)")
+    parser.add_argument(
+        "--pfc", action=OnOff, help="pause instead of dropping packets (RoCE, or fluid with routing flow or qp)"
+    )
     parser.add_argument("--dcqcn", action=OnOff, help="packets: congestion control of RoCE")
     parser.add_argument(
         "--each-plane", action="store_true", help="packets: simulate every plane, even if one could represent all"
@@ -223,10 +285,18 @@ def _export(args: argparse.Namespace) -> int:
 def _configure_collective(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
     parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} (default: {KINDS[0]})")
-    parser.add_argument("--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range such as 1MiB..16GiB (default: {SIZES})")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, help="NIC speed per GPU in Gbit/s (default: the cluster's)")
-    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), help="processor of the hosts (default: intel; arm with GB200)")
-    parser.add_argument("--no-nvls", action="store_true", help="no reductions in the NVSwitch, as with NCCL_NVLS_ENABLE=0")
+    parser.add_argument(
+        "--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range such as 1MiB..16GiB (default: {SIZES})"
+    )
+    parser.add_argument(
+        "--nic-gbps", metavar="G", type=float, help="NIC speed per GPU in Gbit/s (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--cpu", choices=("intel", "amd", "arm"), help="processor of the hosts (default: intel; arm with GB200)"
+    )
+    parser.add_argument(
+        "--no-nvls", action="store_true", help="no reductions in the NVSwitch, as with NCCL_NVLS_ENABLE=0"
+    )
     parser.add_argument("--sharp", action="store_true", help="reductions in the network's switches too (CollNet)")
     parser.add_argument("--fit", metavar="FILE", help="your measurements: nccl-tests' output, or CSV with bytes and us")
     add_json(parser)

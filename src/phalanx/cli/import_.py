@@ -23,7 +23,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx import`."""
     parser.add_argument("file", metavar="FILE", help="a configuration file of torchtitan, Megatron-LM, DeepSpeed, …")
     parser.add_argument(
-        "--from", dest="trainer", metavar="TRAINER", default="", help=f"the trainer: {', '.join(TRAINERS)} (default: detected from the file)"
+        "--from",
+        dest="trainer",
+        metavar="TRAINER",
+        default="",
+        help=f"the trainer: {', '.join(TRAINERS)} (default: detected from the file)",
     )
     parser.add_argument("--cluster", metavar="SPEC", help="the cluster it runs on, e.g. 8xH100:16")
     parser.add_argument("--out", metavar="FILE", help="the job file to write (default: standard output)")

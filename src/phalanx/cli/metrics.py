@@ -23,8 +23,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wandb", metavar="DIR", help="write an offline W&B run; wandb sync uploads it")
     parser.add_argument("--follow", action="store_true", help="continue until the run ends")
     parser.add_argument("--every", metavar="N", type=int, default=1, help="export every Nth step (default: 1)")
-    parser.add_argument("--interval", metavar="S", type=float, default=INTERVAL_S, help="seconds between updates (default: 15)")
-    parser.add_argument("--ranks", metavar="N", type=int, default=64, help="separate series per rank, up to N ranks (default: 64)")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=INTERVAL_S, help="seconds between updates (default: 15)"
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, default=64, help="separate series per rank, up to N ranks (default: 64)"
+    )
     parser.add_argument("--grafana", action="store_true", help="print the Grafana dashboard for these series")
     add_json(parser)
 

@@ -152,7 +152,8 @@ def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-gpu",
         metavar="N",
         type=int,
-        help="let N ranks share a GPU, for verification and drills (default: train.ranks_per_gpu, else 1); needs NCCL 2.30",
+        help="let N ranks share a GPU, for verification and drills (default: train.ranks_per_gpu, else 1); needs "
+        "NCCL 2.30",
     )
 
 
@@ -166,7 +167,9 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
         help="run as if this machine were N hosts, for tests and drills (default: 1)",
     )
     parser.add_argument("--agents", dest="hosts", action=FormerName, metavar="N", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--spares", metavar="N", type=int, default=0, help="spare slots, kept warm to replace failed ranks (default: 0)")
+    parser.add_argument(
+        "--spares", metavar="N", type=int, default=0, help="spare slots, kept warm to replace failed ranks (default: 0)"
+    )
 
 
 class FormerName(StoreOnce):

@@ -24,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--calibration", metavar="FILE", help="factors measured on your system, written by phalanx calibrate"
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan as JSON")
-    parser.add_argument("--top", metavar="N", type=int, default=6, help="number of runners-up and Pareto points to show (default: 6)")
+    parser.add_argument(
+        "--top", metavar="N", type=int, default=6, help="number of runners-up and Pareto points to show (default: 6)"
+    )
     parser.add_argument("--compare", metavar="JOB", nargs="+", default=[], help="plan several jobs, side by side")
     add_no_probe(parser)
     add_json(parser)

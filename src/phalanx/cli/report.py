@@ -14,8 +14,12 @@ from phalanx.errors import mistake
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx report`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
-    parser.add_argument("--html", metavar="FILE", help="where to write the HTML; - for stdout (default: RUN/report.html)")
-    parser.add_argument("--markdown", metavar="FILE", help="where to write the Markdown; - for stdout (default: RUN/report.md)")
+    parser.add_argument(
+        "--html", metavar="FILE", help="where to write the HTML; - for stdout (default: RUN/report.html)"
+    )
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="where to write the Markdown; - for stdout (default: RUN/report.md)"
+    )
     add_json(parser)
 
 

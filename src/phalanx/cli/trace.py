@@ -20,7 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", metavar="R", type=int, default=None, help="the rank to trace (default: 0)")
     which.add_argument(
-        "--all-stages", action="store_true", help="trace one rank per pipeline stage, and report whether they would hang"
+        "--all-stages",
+        action="store_true",
+        help="trace one rank per pipeline stage, and report whether they would hang",
     )
     which.add_argument("--all-ranks", action="store_true", help=f"trace every rank of a job with up to {MOST_RANKS}")
     parser.add_argument(
@@ -28,9 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare all stages with the plan; exit code 1 if they differ or do not fit",
     )
-    parser.add_argument("--workers", metavar="N", type=int, default=0, help="ranks traced in parallel (default: one per core)")
+    parser.add_argument(
+        "--workers", metavar="N", type=int, default=0, help="ranks traced in parallel (default: one per core)"
+    )
     parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: your own model")
-    parser.add_argument("--log", metavar="FILE", help="write every operation of every traced rank, one JSON object per line")
+    parser.add_argument(
+        "--log", metavar="FILE", help="write every operation of every traced rank, one JSON object per line"
+    )
     add_json(parser)
 
 

@@ -28,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="FILE", help="use this plan, written by phalanx plan --out")
     add_no_probe(parser)
     parser.add_argument("--dry-run", action="store_true", help="plan and check only; start nothing")
-    parser.add_argument("--no-check", action="store_true", help="start in spite of errors against the training specification")
+    parser.add_argument(
+        "--no-check", action="store_true", help="start in spite of errors against the training specification"
+    )
     add_hosts(parser)
     parser.add_argument(
         "--join",
@@ -39,7 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--address", metavar="IP", help="with --join: address of this host (default: fault.interface)")
     add_ranks_per_gpu(parser)
-    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
     add_json(parser)
 
 

@@ -34,7 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", metavar="N", type=int, default=5, help="optimizer steps to compare (default: 5)")
     parser.add_argument(
-        "--timeout", metavar="S", type=float, help="longest wait for a rank, in seconds (default: 120; with --compile or --full-size 600)"
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="longest wait for a rank, in seconds (default: 120; with --compile or --full-size 600)",
     )
     add_json(parser)
 

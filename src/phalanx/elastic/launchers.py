@@ -398,6 +398,7 @@ def _contradiction(environ: Mapping[str, str], claim: _Claim, name: str) -> User
         name,
         f"{environ[name][:40]} contradicts {theirs} = {value} of {claim.launcher}",
         why=why,
-        fix=f"unset RANK and WORLD_SIZE: {claim.launcher} provides both. To start independent runs, start each one separately "
+        fix=f"unset RANK and WORLD_SIZE: {claim.launcher} provides both. To start independent runs, start each "
+        f"one separately "
         "(Slurm: srun --ntasks=1 --exact … & for each)",
     )

@@ -64,8 +64,8 @@ def machine_cluster(
     if not machine.gpus:
         rates, taken_at = kept_rates(machine, environ)
         if rates is not None:
-            told = f"steps measured on {taken_at[:10]}"
-            remark = told if measured is None else f"{remark}; {told}"
+            reported = f"steps measured on {taken_at[:10]}"
+            remark = reported if measured is None else f"{remark}; {reported}"
         cluster = dataclasses.replace(cluster, cpu=rates)
     source = "; ".join(part for part in (cluster.source, remark) if part)
     name = f"{cluster.name}:{ranks}" if ranks else cluster.name

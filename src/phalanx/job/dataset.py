@@ -327,8 +327,8 @@ def _parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
         stated = {name: value for name, value in model.items() if value}  # newer versions also write what is off
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _none(path, f"is not a tokenizer: {type(error).__name__} {str(error)[:60]}") from error
-    told = json.dumps([rules, stated], sort_keys=True, ensure_ascii=True)
-    return numbers, hashlib.sha256(told.encode()).hexdigest()
+    statement = json.dumps([rules, stated], sort_keys=True, ensure_ascii=True)
+    return numbers, hashlib.sha256(statement.encode()).hexdigest()
 
 
 def _none(path: Path, what: str) -> UserError:

@@ -93,7 +93,7 @@ ANY_DEVICE = (
 ENERGY = Metric(
     name="hw.energy",
     unit="J",
-    help="energy drawn for the rank since it took its place in this formation",
+    help="energy drawn for the rank since it joined this membership",
     source="monitor",
     field="energy_j",
     labels=DEVICE,
@@ -196,7 +196,7 @@ UPDATED = Metric(
 DAMAGE = Metric(
     name="train.record.damage",
     unit="{line}",
-    help="pieces of the record that cannot be read",
+    help="parts of the record that cannot be read",
     source="record.archive.history",
 )
 GOODPUT = Metric(

@@ -101,20 +101,20 @@ class Readings:
         return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
 
     def _here(self) -> tuple[int, ...]:
-        """Ranks of the newest formation: one that was left behind would show its last numbers for ever."""
-        told = self._history.supervisor()
-        world = next((integer(one, "world") for one in reversed(told) if one["event"] == "epoch"), None)
+        """Ranks of the newest membership: one that was left behind would show its last numbers for ever."""
+        supervised = self._history.supervisor()
+        world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
         return tuple(rank for rank in self._history.ranks if world is None or rank < world)
 
     def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
-        told, last = self._history.supervisor(), self._history.last_step
+        supervised, last = self._history.supervisor(), self._history.last_step
         state = text(self.run.status(), "state") or "unknown"
         yield from metric_points(names.INFO, 1.0, **_described(plan), state=state)
         yield from metric_points(names.DONE, 0 if last is None else last + 1)
         yield from metric_points(names.PLANNED, integer(at(plan, "duration"), "steps"))
         yield from metric_points(names.TOKENS, self._learnt(last))
         yield from metric_points(names.RANKS, len(ranks))
-        yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in told))
+        yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in supervised))
         yield from metric_points(names.DAMAGE, sum(one.count for one in self._history.damage()))
         for metric in names.PREDICTED:
             table, _, key = metric.field.partition(".")

@@ -163,13 +163,18 @@ class _Look:
             for name, value in stated.items()
             if name in names and isinstance(value, int | float | str | bool) and value != getattr(self.job.model, name)
         }
-        told = {name: f"{name} = {value} (the job: {getattr(self.job.model, name)})" for name, value in differ.items()}
-        sizes, others = [name for name in told if name in SIZES], [name for name in told if name not in SIZES]
+        differences = {
+            name: f"{name} = {value} (the job: {getattr(self.job.model, name)})" for name, value in differ.items()
+        }
+        sizes, others = (
+            [name for name in differences if name in SIZES],
+            [name for name in differences if name not in SIZES],
+        )
         if sizes:
             self.refused.append(
                 Problem(
                     where=self.place("train.weights"),
-                    what=f"{folder} holds a different model: {', '.join(told[name] for name in sizes)}",
+                    what=f"{folder} holds a different model: {', '.join(differences[name] for name in sizes)}",
                     why="the weights do not fit the job's model",
                     fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
                 )
@@ -178,7 +183,7 @@ class _Look:
             self.warnings.append(
                 Problem(
                     where=self.place("train.weights"),
-                    what=f"were trained with other settings: {', '.join(told[name] for name in others)}",
+                    what=f"were trained with other settings: {', '.join(differences[name] for name in others)}",
                     why="the weights would load, but the model would compute something else",
                     fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
                 )
@@ -287,7 +292,8 @@ class _Look:
                     where=self.place("train.evaluate_every"),
                     what=f"has no effect: the data has no held-out sequence of {length:,} tokens",
                     why="evaluation needs text that training does not see",
-                    fix="build the data with a larger --heldout, or with --split-on blank to split long texts into paragraphs",
+                    fix="build the data with a larger --heldout, or with --split-on blank to split long texts "
+                    "into paragraphs",
                 )
             )
 
@@ -308,8 +314,10 @@ class _Look:
             self.warnings.append(
                 Problem(
                     where=where,
-                    what=f"{lacking} has no {TOKENIZER}, so Phalanx cannot tell whether data and weights use the same tokenizer",
-                    why="with another tokenizer every token id would mean something else to the weights, and no error would occur",
+                    what=f"{lacking} has no {TOKENIZER}, so Phalanx cannot tell whether data and weights use the "
+                    f"same tokenizer",
+                    why="with another tokenizer every token id would mean something else to the weights, and no "
+                    "error would occur",
                     fix=f"put the {TOKENIZER} of the weights beside them, and build the data with it: "
                     f"{HOW_TO_BUILD} {folder / TOKENIZER}",
                 )

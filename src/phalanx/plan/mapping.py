@@ -92,19 +92,19 @@ class _Axis:
         return self.pace * sum(load.calls * _seconds(self.group, load) for load in self.loads)
 
 
-def map_axes(ask: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
+def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
-    table, times, _ = price_layouts(ask, [layout])
-    groups = traffic.groups(table, ask.physics, ask.profile)
+    table, times, _ = price_layouts(request, [layout])
+    groups = traffic.groups(table, request.physics, request.profile)
     axes = [
-        *_inner(ask, layout, table, groups),
-        *_replicas(ask, layout, table, groups),
-        *_stages(ask, layout, table, groups),
-        *_experts(ask, layout, table, groups),
+        *_inner(request, layout, table, groups),
+        *_replicas(request, layout, table, groups),
+        *_stages(request, layout, table, groups),
+        *_experts(request, layout, table, groups),
     ]
     used = [axis for axis in axes if axis.ranks > 1]
     shown = _shown(times, used)
-    return tuple(_use(ask, axis, shown[axis.name]) for axis in used)
+    return tuple(_use(request, axis, shown[axis.name]) for axis in used)
 
 
 def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
@@ -117,13 +117,13 @@ def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     }
 
 
-def _use(ask: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
+def _use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
     algorithm, next_best = _algorithm(axis.group, axis.loads[0])
     return AxisUse(
         axis=axis.name,
         size=axis.ranks,
         stride=axis.stride,
-        tier=tier(ask, axis.group),
+        tier=tier(request, axis.group),
         operation=" + ".join(dict.fromkeys(load.operation for load in axis.loads)),
         algorithm=algorithm,
         next_best=next_best,
@@ -135,9 +135,9 @@ def _use(ask: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
     )
 
 
-def tier(ask: PlanRequest, group: net.Group) -> str:
+def tier(request: PlanRequest, group: net.Group) -> str:
     """The links a group runs on, in words."""
-    link = ask.cluster.accelerator.link
+    link = request.cluster.accelerator.link
     ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
     if ranks <= inside:
         return link
@@ -152,15 +152,15 @@ def _activation_bytes(c: Cases) -> float:
     return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
 
-def _inner(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _inner(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """Tensor and context: what travels inside every layer."""
-    layer_passes = ask.model.layers / layout.pipeline * layout.accumulation
+    layer_passes = request.model.layers / layout.pipeline * layout.accumulation
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
     # Two of each per layer and pass; the embedding and the head have one each way, on one stage of the pipeline.
     calls = 2 * layer_passes * _passes(layout) + 2 * layout.accumulation / layout.pipeline
     nbytes = _activation_bytes(c)
     # torch's recompute stops before what ends a layer, for backward does not need its result (docs/trace.md).
-    skipped = layer_passes if layout.recompute == "full" and ask.profile_name in EARLY_STOP else 0.0
+    skipped = layer_passes if layout.recompute == "full" and request.profile_name in EARLY_STOP else 0.0
     tensor = [
         _Load(operation=name, calls=calls - (skipped if name == operations[-1] else 0.0), nbytes=nbytes)
         for name in operations
@@ -168,66 +168,68 @@ def _inner(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> lis
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens * element_bytes(c)
     hops = (layout.context - 1) * layer_passes * (_passes(layout) + 1)
     ring = [_Load(operation="ring send", calls=hops, nbytes=float(np.max(width)))]
-    pace = ask.pace("inner_traffic")
+    pace = request.pace("inner_traffic")
     return [
         _Axis(name="tensor", group=g.tensor, stride=1, loads=tensor, part="tensor_s", pace=pace),
         _Axis(name="context", group=g.context, stride=layout.tensor, loads=ring, part="context_s", pace=pace),
     ]
 
 
-def _stages(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _stages(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     spread = layout.tensor if layout.sequence_parallel else 1
     # Forward and back from each of its chunks; of two ranks each is an end, which has one neighbour less.
     calls = (2 * layout.virtual_pipeline - (layout.pipeline == 2)) * layout.accumulation
     loads = [_Load(operation="send", calls=calls, nbytes=_activation_bytes(c) / spread)]
     stride = layout.tensor * layout.context * layout.data
-    pace = ask.pace("inner_traffic")
+    pace = request.pace("inner_traffic")
     return [
         _Axis(name="pipeline", group=g.pipeline, stride=stride, loads=loads, part="pipeline_send_s", pace=pace),
     ]
 
 
-def _replicas(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _replicas(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
     held = _weights(c)
     weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
-    pace = ask.pace("outer_traffic")
+    pace = request.pace("outer_traffic")
     whole = "data" if int(np.max(g.replica.ranks)) == 1 else "shard"
     group, part = (g.data, "gradient_s") if layout.zero == 0 else (g.shard, _sharded_part(layout))
-    loads = _sharing(ask, layout, c, weights, once=tables if ask.profile_name in TABLES_ONCE else 0.0)
+    loads = _sharing(request, layout, c, weights, once=tables if request.profile_name in TABLES_ONCE else 0.0)
     shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
     sharers = max(int(np.max(g.shard.ranks)), 1)
-    between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(ask, c) / sharers)]
+    between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(request, c) / sharers)]
     stride = layout.tensor * sharers
     replica = _Axis(name="replica", group=g.replica, stride=stride, loads=between, part="gradient_s", pace=pace)
     return [shard, replica]
 
 
-def _experts(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
-    if not ask.model.is_moe:
+def _experts(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+    if not request.model.is_moe:
         return []
-    moe_layers = (ask.model.layers - ask.model.dense_layers) / layout.pipeline
+    moe_layers = (request.model.layers - request.model.dense_layers) / layout.pipeline
     routed = float(np.max(routed_tokens(c) * c.hidden * element_bytes(c)))
     calls = 2 * moe_layers * _passes(layout) * layout.accumulation
-    copies = _network_copies(ask, g.expert)
+    copies = _network_copies(request, g.expert)
     loads = [_Load(operation="all-to-all", calls=calls, nbytes=routed, network_copies=copies)]
-    shared = _sharing(ask, layout, c, float(np.max(_weights(c).experts)))
+    shared = _sharing(request, layout, c, float(np.max(_weights(c).experts)))
     return [
-        _Axis(name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=ask.pace("inner_traffic")),
+        _Axis(
+            name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=request.pace("inner_traffic")
+        ),
         _Axis(
             name="expert data",
             group=g.expert_data,
             stride=layout.expert,
             loads=shared,
             part=_sharded_part(layout),
-            pace=ask.pace("outer_traffic"),
+            pace=request.pace("outer_traffic"),
         ),
     ]
 
 
-def _network_copies(ask: PlanRequest, group: net.Group) -> float:
+def _network_copies(request: PlanRequest, group: net.Group) -> float:
     """A token travels once to each domain that wants it, as in traffic.expert_seconds."""
-    domains, wanted = float(np.max(group.domains)), ask.model.experts_per_token
+    domains, wanted = float(np.max(group.domains)), request.model.experts_per_token
     return domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
 
 
@@ -239,8 +241,8 @@ def _sharded_part(layout: Layout) -> str:
     return "shard_s" if layout.zero == 3 and layout.pipeline == 1 else "gradient_s"
 
 
-def _gradient_bytes(ask: PlanRequest, c: Cases) -> float:
-    return float(np.max(traffic.gradient_width(c, ask.profile)))
+def _gradient_bytes(request: PlanRequest, c: Cases) -> float:
+    return float(np.max(traffic.gradient_width(c, request.profile)))
 
 
 def _reduces(layout: Layout) -> int:
@@ -251,9 +253,9 @@ def _reduces(layout: Layout) -> int:
     return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
-def _sharing(ask: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
+def _sharing(request: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
     """What keeps the holders of `weights` parameters equal; `once` of them ZeRO-3 gathers once per micro-batch."""
-    gradients = weights * _gradient_bytes(ask, c)
+    gradients = weights * _gradient_bytes(request, c)
     held = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]
@@ -266,7 +268,7 @@ def _sharing(ask: PlanRequest, layout: Layout, c: Cases, weights: float, *, once
     count = layout.accumulation
     gathers = 2.0 - once / weights if weights else 0.0
     return [
-        _Load(operation="reduce-scatter", calls=count, nbytes=weights * float(np.max(ask.profile.gradient_bytes))),
+        _Load(operation="reduce-scatter", calls=count, nbytes=weights * float(np.max(request.profile.gradient_bytes))),
         _Load(operation="all-gather", calls=gathers * count, nbytes=held),
     ]
 
@@ -387,10 +389,10 @@ def with_messages(job: Job, cluster: Cluster, layout: Layout, uses: Sequence[Axi
     first: dict[str, Message] = {}
     for message in axis_messages(job, cluster, layout, uses):
         first.setdefault(message.axis, message)
-    return tuple(_told(one, first[one.axis], cluster) if one.axis in first else one for one in uses)
+    return tuple(_with_nccl_choice(one, first[one.axis], cluster) if one.axis in first else one for one in uses)
 
 
-def _told(use: AxisUse, message: Message, cluster: Cluster) -> AxisUse:
+def _with_nccl_choice(use: AxisUse, message: Message, cluster: Cluster) -> AxisUse:
     found = message_time(message, cluster)
     rivals = sorted(
         possible_pairs(message_system(message, cluster), message.nbytes, operation=message.operation),

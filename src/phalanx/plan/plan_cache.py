@@ -73,8 +73,8 @@ def _digest(resolved: ResolvedJob, cluster: Cluster) -> str:
     """Of everything a plan depends on; origins too, since warnings name the lines of the file."""
     origins = {key: [one.kind, one.where] for key, one in resolved.origins.items()}
     warned = [problem.render() for problem in resolved.warnings]
-    told = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:40]
+    statement = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
+    return hashlib.sha256(statement.encode()).hexdigest()[:40]
 
 
 def _code() -> list[tuple[str, int, int]]:

@@ -142,7 +142,7 @@ def request_from_job(
     if cluster.launch_s > 0:
         profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
     kept = memory_profiles()
-    ask = PlanRequest(
+    request = PlanRequest(
         model=job.model,
         cluster=cluster,
         sequence=job.data.sequence,
@@ -163,7 +163,7 @@ def request_from_job(
         limits=find_framework(_keeps(job.parallel.framework, profile_name)),
         origins=known,
     )
-    return ask, warnings
+    return request, warnings
 
 
 def _keeps(framework_name: str, profile_name: str) -> str:

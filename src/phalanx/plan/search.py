@@ -63,12 +63,12 @@ class SearchResult:
     warnings: tuple[Problem, ...]
 
 
-def search_layouts(ask: PlanRequest) -> SearchResult:
+def search_layouts(request: PlanRequest) -> SearchResult:
     """Score every legal layout. Raises UserError when there is none or none fits."""
-    scores, warnings = _first_that_fits(ask)
+    scores, warnings = _first_that_fits(request)
     best = _best(scores)
-    everything = _unfixed(ask) if _narrow(ask) else scores
-    warnings += (*_crowded(ask, scores, best, everything), *_better_if_free(ask, scores, best, everything))
+    everything = _unfixed(request) if _narrow(request) else scores
+    warnings += (*_crowded(request, scores, best, everything), *_better_if_free(request, scores, best, everything))
     legal, fitting = scores.legal, int(scores.fits.sum())
     if everything is not scores:
         legal, fitting = legal + everything.legal, fitting + int(everything.fits.sum())
@@ -76,30 +76,32 @@ def search_layouts(ask: PlanRequest) -> SearchResult:
         best=_candidate(scores, best),
         fastest=_candidate(scores, _fastest(scores, np.flatnonzero(scores.fits))),
         others=_others(everything, scores.layout(best)),
-        pareto=_pareto(ask, scores),
+        pareto=_pareto(request, scores),
         legal=legal,
         fitting=fitting,
         warnings=warnings,
     )
 
 
-def _first_that_fits(ask: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]:
+def _first_that_fits(request: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]:
     """The plain space; when nothing in it fits, optimizer offload, then tensor groups wider than a fast domain."""
-    plain = score_layouts(build_space(ask))
+    plain = score_layouts(build_space(request))
     if plain.fits.any():
         return plain, ()
-    where = ask.cluster.name
-    offloaded = score_layouts(build_space(ask, offload=("optimizer",)))
-    if "offload" not in ask.fixed and offloaded.fits.any():
+    where = request.cluster.name
+    offloaded = score_layouts(build_space(request, offload=("optimizer",)))
+    if "offload" not in request.fixed and offloaded.fits.any():
         what = "nothing fits in device memory without keeping the optimizer in host memory"
         return offloaded, (Problem(where=where, what=what, fix="more devices would make offload unnecessary"),)
-    wide = score_layouts(build_space(ask, offload=("none", "optimizer"), widest_tensor=ask.cluster.devices))
+    wide = score_layouts(build_space(request, offload=("none", "optimizer"), widest_tensor=request.cluster.devices))
     if wide.fits.any():
-        what = f"nothing fits unless tensor groups reach beyond the {ask.cluster.domain_devices} devices of a domain"
+        what = (
+            f"nothing fits unless tensor groups reach beyond the {request.cluster.domain_devices} devices of a domain"
+        )
         return wide, (Problem(where=where, what=what, fix="more devices allow a deeper pipeline instead"),)
     if not wide.legal:
-        raise no_layout(ask)
-    raise no_fit(ask, wide)
+        raise no_layout(request)
+    raise no_fit(request, wide)
 
 
 def _fastest(scores: Scores, rows: Ints) -> int:
@@ -134,7 +136,7 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
         near: Ints = quick[enough & (scores.memory_bytes[quick] <= most_bytes)]
         if near.size:
             return near
-    device = DEVICE_MEMORY * scores.space.ask.cluster.accelerator.memory_bytes
+    device = DEVICE_MEMORY * scores.space.request.cluster.accelerator.memory_bytes
     for most_bytes in (min(full, device), device, filled):
         held = rows[scores.memory_bytes[rows] <= most_bytes]
         if held.size:
@@ -224,15 +226,15 @@ def _add(found: dict[Layout, Candidate], one: Candidate, best: Layout) -> None:
         found[one.layout] = replace(known, idea=f"{known.idea}, {one.idea}")
 
 
-def _pareto(ask: PlanRequest, scores: Scores) -> tuple[Candidate, ...]:
+def _pareto(request: PlanRequest, scores: Scores) -> tuple[Candidate, ...]:
     """Layouts that nothing beats in time, money and memory at once; smaller parts of the cluster take part."""
     found = _front(scores)
     for part in SMALLER:
-        domains = ask.cluster.domains // part
-        if domains < 1 or ask.cluster.domains % part:
+        domains = request.cluster.domains // part
+        if domains < 1 or request.cluster.domains % part:
             break
-        devices = domains * ask.cluster.domain_devices
-        space = build_space(ask, devices=devices, offload=_offloads(scores), most_micro=SMALLER_MICRO_BATCH)
+        devices = domains * request.cluster.domain_devices
+        space = build_space(request, devices=devices, offload=_offloads(scores), most_micro=SMALLER_MICRO_BATCH)
         found += _front(score_layouts(space, hopeless=1.0))
     return tuple(one for one in found if not any(_dominates(other, one) for other in found))
 
@@ -268,26 +270,26 @@ def _dominates(a: Candidate, b: Candidate) -> bool:
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _narrow(ask: PlanRequest) -> bool:
-    return any(name != "compression" for name in ask.fixed)
+def _narrow(request: PlanRequest) -> bool:
+    return any(name != "compression" for name in request.fixed)
 
 
-def _unfixed(ask: PlanRequest) -> Scores:
+def _unfixed(request: PlanRequest) -> Scores:
     """The space as if the job fixed nothing but what is not its choice.
 
     Gradient compression changes the arithmetic; a network of the user's own is not split along every axis.
     """
-    needed = ("compression", *(UNSPLIT_OWN if ask.model.module else ()))
-    kept = {name: value for name, value in ask.fixed.items() if name in needed}
-    return score_layouts(build_space(replace(ask, fixed=kept)))
+    needed = ("compression", *(UNSPLIT_OWN if request.model.module else ()))
+    kept = {name: value for name, value in request.fixed.items() if name in needed}
+    return score_layouts(build_space(replace(request, fixed=kept)))
 
 
-def _crowded(ask: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _crowded(request: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
     step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if margin >= 1.0 - FULL_MEMORY:
         return ()
-    counted = bool(np.any(np.asarray(ask.memory.counted) > 0))  # our own trainer, whose step can be traced
+    counted = bool(np.any(np.asarray(request.memory.counted) > 0))  # our own trainer, whose step can be traced
     why = (
         f"the step may take up to {MEMORY_ERROR:.0%} more than is counted, so it may not fit: {DECIDES}"
         if counted
@@ -295,7 +297,7 @@ def _crowded(ask: PlanRequest, scores: Scores, best: int, everything: Scores) ->
     )
     return (
         Problem(
-            where=ask.cluster.name,
+            where=request.cluster.name,
             what=f"{scores.layout(best).name} leaves {margin:.1%} of the usable memory free",
             why=why,
             fix=_roomy(scores, step_s) or _roomy(everything, step_s) or NO_ROOM,
@@ -316,17 +318,17 @@ def _roomy(scores: Scores, than_s: float) -> str:
     )
 
 
-def _better_if_free(ask: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _better_if_free(request: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     if everything is scores or not everything.fits.any():
         return ()
     row = _best(everything)
     gain = float(scores.step_s[best] / everything.step_s[row])
     if gain < CLEARLY_BETTER:
         return ()
-    names = ", ".join(f"{name} = {value}" for name, value in ask.fixed.items() if name != "compression")
+    names = ", ".join(f"{name} = {value}" for name, value in request.fixed.items() if name != "compression")
     return (
         Problem(
-            where=next((ask.place(f"parallel.{name}") for name in ask.fixed if name != "compression"), "job"),
+            where=next((request.place(f"parallel.{name}") for name in request.fixed if name != "compression"), "job"),
             what=f"the fixed settings ({names}) cost {gain - 1:.0%}: {scores.step_s[best]:.3g} s per step "
             f"against {everything.step_s[row]:.3g} s",
             fix=f"the free search finds {everything.layout(row).name}",

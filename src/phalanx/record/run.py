@@ -9,7 +9,7 @@ runs/first-run-20261115-054500/
 ├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
 ├── errors/rank-00000.json … why a rank failed
-├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its formation ended badly
+├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its membership ended badly
 ├── checkpoints/
 └── stop                     create this file to stop the run at the next step
 """
@@ -207,7 +207,7 @@ class Run:
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
     def flight(self, epoch: int, rank: int) -> Path:
-        """The collectives a rank had begun last, when a formation ended badly (record/account/incidents.py)."""
+        """The collectives a rank had begun last, when a membership ended badly (record/account/incidents.py)."""
         return self.path / "flight" / f"epoch-{epoch:05d}-rank-{rank:05d}.json"
 
     @property
@@ -278,10 +278,14 @@ class Run:
         """Ranks by launch.json, or by the plan where that has fewer devices or alone tells; None when nobody does."""
         known = [planned] if (planned := self.planned_world()) is not None else []
         try:
-            told = integer(self.launch(), "world")
+            reported = integer(self.launch(), "world")
         except UserError:
-            told = None
-        return max(0, min([*known, told if told is not None else known[0]])) if known or told is not None else None
+            reported = None
+        return (
+            max(0, min([*known, reported if reported is not None else known[0]]))
+            if known or reported is not None
+            else None
+        )
 
     def planned_world(self) -> int | None:
         """Devices of the plan's layout."""

@@ -185,7 +185,10 @@ def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> 
     where, folder = f"checkpoint.path = {checkpoints!r}", base / checkpoints
     if Path(checkpoints).is_absolute() and not folder.parent.is_dir():
         raise mistake(
-            where, f"there is no folder {folder.parent}", why="is its disk mounted?", fix="mount it, or create the folder"
+            where,
+            f"there is no folder {folder.parent}",
+            why="is its disk mounted?",
+            fix="mount it, or create the folder",
         )
     _require_writable(where, folder, why="the run could not save")
 

@@ -29,7 +29,7 @@ class AnswerParts:
         try:
             return work()
         except Exception as error:  # everything in a run folder may be damaged in ways nobody thought of
-            self.add(where, _told(error))
+            self.add(where, _error_text(error))
             return otherwise
 
     def add(self, where: str, what: str, count: int = 1) -> None:
@@ -48,7 +48,7 @@ class AnswerParts:
             self.add("", "more is damaged in the same way", len(found) - MOST_TOLD)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """In words that name no path of the machine: of a foreign exception only its kind."""
     if isinstance(error, PhalanxError):
         return error.problems[0].what[:300]

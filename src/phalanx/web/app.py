@@ -39,7 +39,7 @@ class AccessPolicy:
     key: AccessKey | None = None
 
 
-def create_app(shelf: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
+def create_app(store: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
     """Everything behind the guard."""
     files = _files()
 
@@ -47,7 +47,7 @@ def create_app(shelf: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: C
         name = request.path_params.get("path", "index.html")
         return await _serve(files.get(name), request) if name in files else _nothing()
 
-    found = [Route("/", page), Route("/static/{path:path}", page), *api_routes(shelf, hub, complain=complain)]
+    found = [Route("/", page), Route("/static/{path:path}", page), *api_routes(store, hub, complain=complain)]
     inner = Starlette(routes=found, exception_handlers={404: _lost, 405: _lost})
     inner.router.redirect_slashes = False  # an address has one spelling
     return RequestGuard(inner, hosts=door.hosts, literals=door.literals, key=door.key)

@@ -21,44 +21,44 @@ MOST_FINDINGS = 500
 OTHER = "waivers and the specification itself"
 
 
-def verdicts(shelf: RunStore, run: Run, *, wait_s: float) -> Verdicts:
+def verdicts(store: RunStore, run: Run, *, wait_s: float) -> Verdicts:
     """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
-    turns, over = shelf.checks.turns(run), not state_of(run)[1]
+    turns, over = store.checks.turns(run), not state_of(run)[1]
     asked = (run_stamp(run), turns.number)
-    found: Verdicts = shelf.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
+    found: Verdicts = store.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
     return found
 
 
-def soon(shelf: RunStore, run: Run) -> Verdicts | None:
+def soon(store: RunStore, run: Run) -> Verdicts | None:
     """`verdicts`, or None while they are worked out."""
     try:
-        return verdicts(shelf, run, wait_s=PATIENCE_S)
+        return verdicts(store, run, wait_s=PATIENCE_S)
     except NotYetError:
         return None
 
 
-def findings_view(shelf: RunStore, name: str) -> Json:
+def findings_view(store: RunStore, name: str) -> Json:
     """Every verdict, by group; beside them the plan's warnings and who was shut out."""
-    parts, run = AnswerParts(), shelf.run(name)
-    found = parts.read("check", lambda: soon(shelf, run))
-    told = report_dict(found.report) if found is not None else {}
-    listed = told.pop("findings", [])
-    said = remarks(shelf, name, parts)
+    parts, run = AnswerParts(), store.run(name)
+    found = parts.read("check", lambda: soon(store, run))
+    report = report_dict(found.report) if found is not None else {}
+    listed = report.pop("findings", [])
+    said = remarks(store, name, parts)
     return {
         **_stand(found, parts),
-        "report": _without_places(told),
+        "report": _without_places(report),
         "groups": _groups(listed, run.path),
         "remarks": said,
         "damage": parts.damage,
     }
 
 
-def counts_view(shelf: RunStore, name: str) -> Json:
+def counts_view(store: RunStore, name: str) -> Json:
     """The counts alone, for the head of every page of a run."""
-    parts, run = AnswerParts(), shelf.run(name)
-    found = parts.read("check", lambda: soon(shelf, run))
-    told = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
-    return {**_stand(found, parts), "counts": told["counts"], "errors": told["errors"], "damage": parts.damage}
+    parts, run = AnswerParts(), store.run(name)
+    found = parts.read("check", lambda: soon(store, run))
+    report = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
+    return {**_stand(found, parts), "counts": report["counts"], "errors": report["errors"], "damage": parts.damage}
 
 
 def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
@@ -71,20 +71,20 @@ def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
     }
 
 
-def _without_places(told: Mapping[str, Any]) -> Json:
-    return {key: value for key, value in told.items() if key not in ("target", "unmapped", "notes")}
+def _without_places(report: Mapping[str, Any]) -> Json:
+    return {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")}
 
 
 def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:
     """Findings under the names of their groups, in the order of the specification."""
     own = {one["group"]: "your own rules" for one in listed if one.get("origin")}
     titles = {**GROUPS, "SPC": OTHER, **own}
-    kept = [_told(one, folder) for one in listed[:MOST_FINDINGS]]
+    kept = [_finding_view(one, folder) for one in listed[:MOST_FINDINGS]]
     by_group = {group: [one for one in kept if one["group"] == group] for group in titles}
     return [{"group": key, "title": titles[key], "findings": found} for key, found in by_group.items() if found]
 
 
-def _told(one: Json, folder: Path) -> Json:
+def _finding_view(one: Json, folder: Path) -> Json:
     """A finding as the page shows it: no control characters, and no path but those inside the run."""
     cleaned = {key: printable(value) if isinstance(value, str) else value for key, value in one.items()}
     path = Path(one["file"]) if one["file"] else None

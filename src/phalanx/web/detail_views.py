@@ -25,11 +25,11 @@ class NoRankError(Exception):
     """The run has no such rank."""
 
 
-def mesh_view(shelf: RunStore, name: str, *, series: str, columns: int, first: int | None, last: int | None) -> Json:
+def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: int | None, last: int | None) -> Json:
     """One series of every rank; a row per rank, a column per range of steps."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         missing = series not in history.names()
         drawn = None if missing else history.mesh(series, columns=columns, first=first, last=last)
         where = places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
@@ -52,11 +52,11 @@ def mesh_view(shelf: RunStore, name: str, *, series: str, columns: int, first: i
     }
 
 
-def rank_view(shelf: RunStore, name: str, number_: int) -> Json:
+def rank_view(store: RunStore, name: str, number_: int) -> Json:
     """One rank: where it stands, who it talks to, and its newest numbers. Raises NoRankError."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         sizes = [max(1, integer(at(plan, "layout"), axis) or 1) for axis in AXES]
         world = run.world() or len(history.ranks) or prod(sizes)
         if number_ not in history.ranks and number_ >= world:
@@ -128,11 +128,11 @@ MOST_SPANS = 4000
 MOST_COLLECTIVES = 200
 
 
-def step_view(shelf: RunStore, name: str, *, rank: int, step: int | None) -> Json:
+def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Json:
     """The timeline of a step that was recorded: the one asked for, the nearest to it, or the newest."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         taken = parts.read("timelines", lambda: history.steps_with("timeline", rank), ())
         event = (
             parts.read("timeline", lambda: history.at_step("timeline", _nearest(taken, step), rank)) if taken else None
@@ -185,9 +185,9 @@ LISTED = ("alternatives", "pareto", "warnings")
 MOST_REMARKS = 200
 
 
-def plan_view(shelf: RunStore, name: str) -> Json:
+def plan_view(store: RunStore, name: str) -> Json:
     """Layout, prediction, memory and the alternatives."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     found = parts.read("plan.json", run.plan, {})
     lists = {key: found.get(key) if isinstance(found.get(key), list) else [] for key in LISTED}
     return {
@@ -222,11 +222,11 @@ def short(layout: Any) -> str:
         return ""
 
 
-def remarks(shelf: RunStore, name: str, parts: AnswerParts) -> list[Json]:
+def remarks(store: RunStore, name: str, parts: AnswerParts) -> list[Json]:
     """The warnings of a run's plan, and the places that were shut out while it went on."""
-    run = shelf.run(name)
+    run = store.run(name)
     warnings = parts.read("plan.json", run.plan, {}).get("warnings")
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         shut_out = [
             one for one in parts.read("supervisor.jsonl", history.supervisor, []) if one["event"] == "quarantine"
         ]

@@ -281,14 +281,14 @@ def _stamp(path: Path) -> tuple[int, int]:
     return (found.st_size, found.st_mtime_ns)
 
 
-def open_shelf(path: str | Path) -> RunStore:
+def open_run_store(path: str | Path) -> RunStore:
     """A folder of runs, or one run; raises UserError when it is neither."""
     folder = Path(path)
     if (folder / "plan.json").is_file():
         whole = folder.resolve()
-        shelf = RunStore(whole.parent, only=whole.name)
-        shelf.run(whole.name)
-        return shelf
+        store = RunStore(whole.parent, only=whole.name)
+        store.run(whole.name)
+        return store
     if not folder.is_dir():
         try:
             open_run(folder)  # knows the near misses
@@ -312,17 +312,17 @@ class RunAccount:
     effective: Effective
 
 
-def run_account(shelf: RunStore, run: Run, *, wait_s: float) -> RunAccount:
+def run_account(store: RunStore, run: Run, *, wait_s: float) -> RunAccount:
     """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
     over = not state_of(run)[1]
-    found: RunAccount = shelf.memo.get(("story", run.name), run_stamp(run), lambda: _tell(run), wait_s=wait_s, now=over)
+    found: RunAccount = store.memo.get(("story", run.name), run_stamp(run), lambda: _tell(run), wait_s=wait_s, now=over)
     return found
 
 
-def account_soon(shelf: RunStore, run: Run, *, wait_s: float) -> RunAccount | None:
+def account_soon(store: RunStore, run: Run, *, wait_s: float) -> RunAccount | None:
     """`run_account`, or None while it is being worked out."""
     try:
-        return run_account(shelf, run, wait_s=wait_s)
+        return run_account(store, run, wait_s=wait_s)
     except NotYetError:
         return None
 

@@ -26,32 +26,32 @@ MOST_CONNECTIONS = 512
 SHUTDOWN_S = 1  # for answers that are on their way
 
 
-def serve(listener: socket.socket, shelf: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]) -> None:
+def serve(listener: socket.socket, store: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]) -> None:
     """Answer until SIGINT or SIGTERM, which takes its usual course afterwards."""
     # A walk over a long run holds the interpreter; a request that reads ten files waits for a turn ten times. Turns of
     # 1 ms instead of 5 keep those waits short.
     sys.setswitchinterval(0.001)
-    asyncio.run(serving(listener, shelf, door=door, complain=complain))
+    asyncio.run(serving(listener, store, door=door, complain=complain))
 
 
 async def serving(
     listener: socket.socket,
-    shelf: RunStore,
+    store: RunStore,
     *,
     door: AccessPolicy,
     complain: Callable[[str], None],
     stop: threading.Event | None = None,
 ) -> None:
     """`serve` inside an event loop; also ends when `stop` is set."""
-    hub = NewsHub(shelf)
-    server = uvicorn.Server(_config(create_app(shelf, hub, door=door, complain=complain)))
+    hub = NewsHub(store)
+    server = uvicorn.Server(_config(create_app(store, hub, door=door, complain=complain)))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not task.done() and not server.should_exit and not (stop is not None and stop.is_set()):
         await asyncio.sleep(0.05)
     # uvicorn waits for open answers, and a stream never ends by itself.
     server.should_exit = True
     hub.close()
-    shelf.memo.close()
+    store.memo.close()
     await task
 
 

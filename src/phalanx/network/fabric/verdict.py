@@ -266,8 +266,8 @@ def _sentences(one: DesignVerdict) -> list[str]:
     ]
     if costs.step_s is not None:
         said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{_slower(one)}.")
-    told = [_against(pick, option) for option in one.options[1:] if option.role in _TOLD]
-    return [*said, *told, _ends(one)]
+    described = [_against(pick, option) for option in one.options[1:] if option.role in _DESCRIBED]
+    return [*said, *described, _ends(one)]
 
 
 def _lost(fabric: Fabric, costs: Economics) -> str:
@@ -309,7 +309,7 @@ def _slower(one: DesignVerdict) -> str:
     return f", {percent(mine / best - 1)} more than on the quickest" if mine and best else ", the quickest of all"
 
 
-_TOLD = (*OTHER_KIND.values(), "best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
+_DESCRIBED = (*OTHER_KIND.values(), "best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
 
 
 def _against(pick: Option, other: Option) -> str:
@@ -330,12 +330,12 @@ def _why(pick: Option, other: Option) -> str:
         "GPU-hours lost to failures": other.economics.lost_usd_per_day - pick.economics.lost_usd_per_day,
         "slower steps": other.economics.slower_usd_per_day - pick.economics.slower_usd_per_day,
     }
-    told = [
+    described = [
         f"{name} {'+' if usd > 0 else '-'}{format_money(abs(usd))}{'' if name == 'price' else ' a day'}"
         for name, usd in parts.items()
         if abs(usd) >= 1.0
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(described)})" if described else ""
 
 
 def _role(option: Option) -> str:

@@ -40,13 +40,13 @@ def supervisor_events(run: Run) -> list[Event]:
 
 def incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
     """Every incident of a run, in order; `walked` and `events` spare reading them again."""
-    told = supervisor_events(run) if events is None else events
-    noticed = [event for event in told if event["event"] == "incident" and number(event, "t") is not None]
+    reported = supervisor_events(run) if events is None else events
+    noticed = [event for event in reported if event["event"] == "incident" and number(event, "t") is not None]
     if not noticed:
         return []
     known = (walked or walk_ledger(run)).recoveries
     spans: list[Recovery | None] = [*known, *[None] * len(noticed)]
-    return [_incident(run, event, told, span) for event, span in zip(noticed, spans, strict=False)]
+    return [_incident(run, event, reported, span) for event, span in zip(noticed, spans, strict=False)]
 
 
 def incident_text(event: Event) -> str:
@@ -56,9 +56,9 @@ def incident_text(event: Event) -> str:
 
 
 def _finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
-    """What the coordinator found in the recorders of a formation; where it had no time to look, what is there now."""
-    told = [one for one in events if one["event"] == "evidence" and integer(one, "epoch") == fell_in]
-    if found := next((text(one, "finding") for one in told if one.get("finding")), ""):
+    """What the coordinator found in the recorders of a membership; where it had no time to look, what is there now."""
+    reported = [one for one in events if one["event"] == "evidence" and integer(one, "epoch") == fell_in]
+    if found := next((text(one, "finding") for one in reported if one.get("finding")), ""):
         return printable(found, most=500)
     found_now = find_culprit(read_flights(run, fell_in))
     return printable(found_now.sentence, most=500) if found_now is not None else ""
@@ -176,7 +176,7 @@ class _Wait:
 
 
 def find_culprit(flights: Iterable[Flight]) -> Finding | None:
-    """Who the ranks of a formation waited for; None where nobody waited for anything."""
+    """Who the ranks of a membership waited for; None where nobody waited for anything."""
     known = {flight.rank: flight for flight in flights}
     waits = _waits(known)
     for wait in waits:
@@ -191,8 +191,8 @@ def find_culprit(flights: Iterable[Flight]) -> Finding | None:
     if message := _silent_peer(known, idle):
         return message
     if late := [wait for wait in waits if wait.missing]:
-        told = "; ".join(f"{wait.name}: {_who(wait, sorted(wait.missing))}" for wait in late[:2])
-        return Finding(sentence=f"ranks wait for each other: {told}")
+        reported = "; ".join(f"{wait.name}: {_who(wait, sorted(wait.missing))}" for wait in late[:2])
+        return Finding(sentence=f"ranks wait for each other: {reported}")
     if waits:
         inside = "every rank entered it and none came out: the network, a GPU, or a rank that died in it"
         return Finding(sentence=f"{waits[0].name}: {inside}")
@@ -234,11 +234,11 @@ def _mismatch(wait: _Wait) -> Finding | None:
         calls.setdefault((entry.op, sizes), []).append(rank)
     if len(calls) < 2:
         return None
-    told = " and ".join(f"{op} {sizes}".strip() + f" on {_ranks(ranks)}" for (op, sizes), ranks in calls.items())
+    reported = " and ".join(f"{op} {sizes}".strip() + f" on {_ranks(ranks)}" for (op, sizes), ranks in calls.items())
     few = min(calls.values(), key=len)
     culprits = tuple(few) if 2 * len(few) < len(wait.entries) else ()
     return Finding(
-        sentence=f"number {wait.number} of group {wait.label} is {told}: the ranks do not run the same program",
+        sentence=f"number {wait.number} of group {wait.label} is {reported}: the ranks do not run the same program",
         culprits=culprits,
     )
 
@@ -294,7 +294,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def recorded_epochs(run: Run) -> list[int]:
-    """Formations whose ranks left something, in order."""
+    """Memberships whose ranks left something, in order."""
     try:
         matches = [FILE.fullmatch(name) for name in os.listdir(run.path / "flight")]
     except OSError:
@@ -303,7 +303,7 @@ def recorded_epochs(run: Run) -> list[int]:
 
 
 def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight]:
-    """What the ranks of a formation left; files that are none are passed over. Nothing where more than `most` are.
+    """What the ranks of a membership left; files that are none are passed over. Nothing where more than `most` are.
 
     Not some of them: ranks whose file was not read would look as if they had left none.
     """

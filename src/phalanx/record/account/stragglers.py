@@ -173,7 +173,7 @@ def place(rank: int, layout: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The ranks of the newest formation."""
+    """The ranks of the newest membership."""
 
     layout: Mapping[str, Any]
     hosts: Mapping[int, str]

@@ -157,8 +157,8 @@ def summarize(run: Run, history: RunHistory | None = None, walked: LedgerWalk | 
     history = history if history is not None else RunHistory.open(run)
     walked = walked if walked is not None else walk_ledger(run, history)
     brief = summarize_briefly(run, history, walked)
-    told = walked.ledger.steps + walked.ledger.steps_lost
-    effective = walked.ledger.effective if brief.steps and told else None
+    reported = walked.ledger.steps + walked.ledger.steps_lost
+    effective = walked.ledger.effective if brief.steps and reported else None
     return replace(
         brief,
         skipped_steps=skipped_steps(run, last=history.last_step),
@@ -175,8 +175,8 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
     """
     walked = walked if walked is not None else _unwalked()
     plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
-    told, events = history.supervisor(), history.events(*RARE)
-    found = incidents(run, walked, told)
+    reported, events = history.supervisor(), history.events(*RARE)
+    found = incidents(run, walked, reported)
     steps = _Steps(history)
     pieces = layout_spans(run, history)
     layouts = tuple(_layout_result(history, piece) for piece in pieces)
@@ -199,7 +199,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         steps=steps.count,
         planned_steps=integer(duration, "steps"),
         tokens=int(steps.tokens),
-        starts=_starts(told, events),
+        starts=_starts(reported, events),
         wall_s=_span([*events, *steps.ends]),
         first_step_s=_first_step(history, launch),
         step_s=newest.step_s if newest is not None else Pair(predicted=number(prediction, "step_s")),
@@ -341,9 +341,9 @@ def _recovery(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
     return Pair(predicted=planned or None, measured=_mean(one.recovery_s for one in found))
 
 
-def _starts(told: Sequence[Event], events: Sequence[Event]) -> int:
-    """Launches: a new formation within one is none."""
-    launches = len([one for one in told if one["event"] == "epoch" and one.get("reason") == "start"])
+def _starts(reported: Sequence[Event], events: Sequence[Event]) -> int:
+    """Launches: a new membership within one is none."""
+    launches = len([one for one in reported if one["event"] == "epoch" and one.get("reason") == "start"])
     return launches or len([event for event in events if event["event"] == "run_start"])
 
 

@@ -33,12 +33,12 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
             read()
         except UserError as error:
             found.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
-    told, planned = _told(run), run.planned_world()
-    if told is not None and planned is not None and told > planned:
+    reported, planned = _reported_world(run), run.planned_world()
+    if reported is not None and planned is not None and reported > planned:
         found.append(
-            Damage(where="launch.json", what=f"{plural(told, 'rank')}, where the plan has {planned:,}", count=1)
+            Damage(where="launch.json", what=f"{plural(reported, 'rank')}, where the plan has {planned:,}", count=1)
         )
-    if not any(one.where == "launch.json" and told is None for one in found):
+    if not any(one.where == "launch.json" and reported is None for one in found):
         missing = _missing(run, ranks)
         if missing:
             found.append(Damage(where="events", what=f"no file of {_named(missing)}", count=len(missing)))
@@ -52,7 +52,7 @@ def _missing(run: Run, ranks: Sequence[int]) -> list[int]:
     return sorted(set(range(world)).difference(ranks)) if _has_started(run, ranks) else []
 
 
-def _told(run: Run) -> int | None:
+def _reported_world(run: Run) -> int | None:
     try:
         return integer(run.launch(), "world")
     except UserError:
@@ -72,7 +72,7 @@ def supervisor_damage(run: Run, ranks: Sequence[int], *, epoch: int) -> list[Dam
     if run.supervisor.is_file() or not _has_started(run, ranks) or not (launched or epoch):
         return []
     how = "is not a file" if run.supervisor.exists() else "is missing"
-    return [Damage(where=run.supervisor.name, what=f"{how}: incidents and formations are not known", count=1)]
+    return [Damage(where=run.supervisor.name, what=f"{how}: incidents and memberships are unknown", count=1)]
 
 
 def of_ranks(troubles: Mapping[int, Counter[str]]) -> list[Damage]:

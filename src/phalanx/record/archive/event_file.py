@@ -203,8 +203,8 @@ class EventFile:
     def steps_with(self, block: np.void, kind: str) -> list[int]:
         """The steps for which a block has a rare event of a kind; read only where their places are not kept."""
         if is_crowded(block):
-            told = [event.get("step") for event in self.search(block, (kind,))]
-            return [step for step in told if type(step) is int]
+            reported = [event.get("step") for event in self.search(block, (kind,))]
+            return [step for step in reported if type(step) is int]
         places = self._places_in(block)
         return [int(step) for step in places["step"][places["kind"] == code_of(kind)]]
 

@@ -160,8 +160,8 @@ def _compile_check(event: Event) -> str:
         return f"warning: compiled code could not be held against eager code ({cost}): {text(event, 'reason')}"
     norms = [number(event, name) for name in ("grad_norm", "eager_grad_norm", "gradient_difference", "bound")]
     if event["passed"] is not True:
-        told = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
-        return f"compiled code is wrong ({cost}){told}"
+        detail = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
+        return f"compiled code is wrong ({cost}){detail}"
     off = f"gradients differ by {norms[2]:.1e}, rounding explains {norms[3]:.1e}" if None not in norms else ""
     return f"compiled code agrees with eager code ({cost}): {off}"
 
@@ -319,8 +319,8 @@ class Watcher:
 
     def _steps(self) -> int:
         begun = self._history.events("run_start")
-        told = integer(begun[-1], "steps") if begun else None
+        detail = integer(begun[-1], "steps") if begun else None
         try:
-            return told or integer(at(self.run.plan(), "duration"), "steps") or 0
+            return detail or integer(at(self.run.plan(), "duration"), "steps") or 0
         except PhalanxError:
-            return told or 0
+            return detail or 0

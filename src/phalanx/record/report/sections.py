@@ -189,13 +189,13 @@ def _layouts(s: Summary) -> Section:
     if len(s.layouts) < 2:
         return Section(title=title, blocks=())
     newest = s.layouts[-1]
-    told = (
+    caption = (
         f"Predicted → measured, each over its own steps. The table above is of the newest layout, "
         f"steps {newest.first_step + 1:,} to {newest.last_step + 1:,}."
     )
     head = ("steps", "ranks", "layout", "step", "tokens/s", "MFU", "memory")
     rows = tuple(_layout_row(one) for one in s.layouts)
-    return Section(title=title, blocks=(Table(head=head, rows=rows, right=(1,)), Paragraph(text=told)))
+    return Section(title=title, blocks=(Table(head=head, rows=rows, right=(1,)), Paragraph(text=caption)))
 
 
 def _layout_row(one: LayoutResult) -> tuple[Cell, ...]:
@@ -244,16 +244,18 @@ def time_section(s: Summary) -> Section:
         (ColourKey(name=name), format_seconds(took_s), f"{share:.1%}", Bar(parts=((name, share),), whole=1.0))
         for name, took_s, share in spent
     ]
-    told = f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: steps that stayed, not compiling."
-    told += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to within 1 %."
-    told += f" But {found.jumped}." if found.jumped else ""
-    told += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
+    caption = (
+        f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: steps that stayed, not compiling."
+    )
+    caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to within 1 %."
+    caption += f" But {found.jumped}." if found.jumped else ""
+    caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
     brief = [BriefLine(label="time", text="  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8]))]
     if found.gap:
         brief.append(BriefLine(label="", text=f"the accounts do not add up: {found.gap}", is_alarm=True))
     table = Table(head=("account", "time", "share", ""), rows=tuple(rows), right=(1, 2))
     stack = Stack(parts=tuple((name, took_s) for name, took_s, _ in spent))
-    return Section(title=title, blocks=(stack, table, Paragraph(text=told)), brief=tuple(brief))
+    return Section(title=title, blocks=(stack, table, Paragraph(text=caption)), brief=tuple(brief))
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -279,17 +281,17 @@ def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
         right=(0, *range(3, len(kept))),
         alarms=frozenset(number for number, one in enumerate(shown) if one.rank in slow),
     )
-    told = "Means per step. Not computing: waiting for other ranks, stages, transfers or a core."
-    told += (
+    caption = "Means per step. Not computing: waiting for other ranks, stages, transfers or a core."
+    caption += (
         " The score is a rank’s own time over the median of the ranks with the same work, in the last 100 steps."
         if report is not None
         else ""
     )
-    told += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
+    caption += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
     lines = [f"straggler: {one.text}; the others wait for it" for one in s.stragglers[:MOST_ROWS]]
     if not lines and len(known) > 1:
         lines = ["no rank stands out: the work is balanced"]
-    return Section(title="Ranks", blocks=(*_items([*lines, *_imbalance(s)]), table, Paragraph(text=told)))
+    return Section(title="Ranks", blocks=(*_items([*lines, *_imbalance(s)]), table, Paragraph(text=caption)))
 
 
 def _rank_cells(one: RankTime, most: float) -> list[Cell]:
@@ -382,9 +384,9 @@ def cost_section(s: Summary) -> Section:
     if s.cost is None or not rows:
         return Section(title=title, blocks=())
     table = Table(head=("", "so far", "at the end", "planned"), rows=tuple(rows), right=(1, 2, 3))
-    told = tuple(f"{name}: {source}" for name, source in s.cost.sources.items())
+    caption = tuple(f"{name}: {source}" for name, source in s.cost.sources.items())
     brief = [BriefLine(label=row[0], text=f"{row[1]} so far, {row[2]} at the end, planned {row[3]}") for row in rows]
-    return Section(title=title, blocks=(table, Items(texts=told, quiet=True)), brief=tuple(brief))
+    return Section(title=title, blocks=(table, Items(texts=caption, quiet=True)), brief=tuple(brief))
 
 
 def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:

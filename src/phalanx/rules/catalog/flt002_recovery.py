@@ -55,13 +55,13 @@ def _bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
 
 def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     bound_s, because = _bound(evidence, limits)
-    told = f"p95 of recovery {where} is {format_seconds(value_s)}"
-    told = "; ".join([told, *more])
+    statement = f"p95 of recovery {where} is {format_seconds(value_s)}"
+    statement = "; ".join([statement, *more])
     formula = (f"p95(failure to the next step that stayed) = {value_s:.3g} s; bound {bound_s:g} s ({because})",)
     if value_s <= bound_s:
-        return passed(told, formula=formula, value=value_s, threshold=bound_s, unit="s")
+        return passed(statement, formula=formula, value=value_s, threshold=bound_s, unit="s")
     return failed(
-        told,
+        statement,
         formula=formula,
         value=value_s,
         threshold=bound_s,

@@ -28,7 +28,7 @@ class Silence:
     measured: bool = False
 
     @property
-    def told(self) -> str:
+    def statement(self) -> str:
         """For a finding."""
         return f"{self.what} takes {self.seconds:.3g} s{'' if self.measured else ' (predicted)'}"
 

@@ -48,9 +48,9 @@ def _of_another_rule(problem: Problem) -> bool:
 def _refusal(evidence: Evidence, problem: Problem) -> Outcome:
     if problem.what.startswith(SILENT):
         return unknown(f"the configuration {problem.what}", fix=problem.fix)
-    told = f"{problem.what}: {problem.why}" if problem.why else problem.what
+    statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
-        told,
+        statement,
         at=_key(problem),
         impact=_all(evidence),
         fix=problem.fix or "leave the sizes under [parallel] to the planner",
@@ -80,8 +80,8 @@ def _layout(evidence: Evidence, plan: Plan, limits: Limits) -> Outcome | tuple[O
         failed(what, formula=(product,), value=value, threshold=bound, at=at, impact=_all(evidence), fix=fix)
         for what, value, bound, at, fix in _faults(job, plan, limits)
     )
-    told = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
-    return wrong or passed(told, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
+    statement = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
+    return wrong or passed(statement, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
 
 
 def _faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, int, str, str]]:

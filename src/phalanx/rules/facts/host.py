@@ -62,8 +62,8 @@ def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path()
         source="this machine",
         devices=len(machine.gpus) or machine.usable_cores,
         nic_paths=nic_paths(machine, root=root),
-        link_latency_s=_told(measured.link_latency_s) if measured else None,
-        link_bytes_per_s=_told(measured.link_bytes_per_s) if measured else None,
+        link_latency_s=_known_value(measured.link_latency_s) if measured else None,
+        link_bytes_per_s=_known_value(measured.link_bytes_per_s) if measured else None,
         disk_free_bytes=_free_bytes(folder),
         memory_bytes=float(machine.memory_bytes),
         packages=installed(),
@@ -97,7 +97,7 @@ def _measured(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | 
     return profile if profile.device == ("cuda" if machine.gpus else "cpu") else None
 
 
-def _told(value: float) -> float | None:
+def _known_value(value: float) -> float | None:
     """A profile writes 0 for what was not measured."""
     return value or None
 

@@ -189,10 +189,10 @@ def _command(finding: Finding, report: CheckReport, root: str) -> str:
     outcome = finding.outcome
     place = {"file": relative(finding.file, root), "line": str(finding.line) if finding.line else ""}
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
-    told = ",".join(f"{name}={_property(value)}" for name, value in {**place, **title}.items() if value)
+    statement = ",".join(f"{name}={_property(value)}" for name, value in {**place, **title}.items() if value)
     lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
     message = "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
-    return f"::{GITHUB_LEVEL[finding.severity]} {told}::{_data(message)}"
+    return f"::{GITHUB_LEVEL[finding.severity]} {statement}::{_data(message)}"
 
 
 def _data(text: str) -> str:

@@ -145,9 +145,9 @@ def _by_option(report: CheckReport) -> str:
         return ""
     edits = [one.outcome.edits for one in report.findings if one.verdict == "fail" and one.outcome.edits]
     safe = sum(all(edit.safe for edit in some) for some in edits)
-    told = [f"{safe} with --fix"] if safe else []
-    told += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
-    return f"  fixable: {', '.join(told)}; --diff shows the edits" if told else ""
+    statement = [f"{safe} with --fix"] if safe else []
+    statement += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
+    return f"  fixable: {', '.join(statement)}; --diff shows the edits" if statement else ""
 
 
 def _devices(report: CheckReport) -> str:
@@ -163,8 +163,8 @@ def _basis(report: CheckReport) -> str:
     mine = f" and {plural(own, 'rule')} of your own" if own else ""
     basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices(report)}"
     stake = total_at_stake(report)
-    told = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
-    return f"{basis}; evidence: {seen}{told}"
+    statement = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
+    return f"{basis}; evidence: {seen}{statement}"
 
 
 # A report as plain values: what `--json` prints, and the few words that every format shares.
@@ -284,8 +284,8 @@ def shown_cost(impact: Impact, job_usd: float | None) -> str:
     if impact.usd is not None and math.isfinite(impact.usd):
         of = f" of this {format_money(job_usd)} job" if job_usd else ""
         parts.append(f"{_dollars(impact.usd)}{of}")
-    told = ", ".join(parts)
-    return f"{told}: {impact.note}" if told and impact.note else told or impact.note
+    statement = ", ".join(parts)
+    return f"{statement}: {impact.note}" if statement and impact.note else statement or impact.note
 
 
 def _dollars(usd: float) -> str:
@@ -338,8 +338,8 @@ def summary_of(report: CheckReport) -> str:
     """One line with every count."""
     counts: Mapping[str, int] = counts_of(report)
     errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
-    told = f" ({plural(errors, 'error')})" if errors else ""
-    line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
+    bad = f" ({plural(errors, 'error')})" if errors else ""
+    line = f"{counts['pass']} pass, {counts['fail']} fail{bad}, {counts['unknown']} unknown, {counts['waived']} waived"
     remarks = sum(is_remark(one) for one in report.findings)
     line += f"; {plural(remarks, 'remark')}" if remarks else ""
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

@@ -64,7 +64,11 @@ def _headline(plan: Plan, made: Forecast) -> list[str]:
 
 def _network(made: Forecast) -> str:
     planes = plural(made.planes, "plane")
-    name = f"{made.fabric}, {planes}" if made.fabric else "unspecified, with Llama 3's failure rate (choose one with --fabric)"
+    name = (
+        f"{made.fabric}, {planes}"
+        if made.fabric
+        else "unspecified, with Llama 3's failure rate (choose one with --fabric)"
+    )
     if made.fabric and all(one.cause not in ALL_NETWORK for one in made.rates):
         return f"{made.fabric}, unused: all traffic of this job stays inside a fast domain"
     if made.edge:
@@ -156,7 +160,9 @@ def _why_redone(policy: MonthsPolicy, *, less: bool) -> str:
     if not less:
         return "corruption rolls back to a checkpoint from before it"
     if math.isfinite(policy.saving.copy_every_s):
-        return f"in-memory checkpoints: {format_seconds(policy.saving.copy_every_s / 2)} lost instead of half an interval"
+        return (
+            f"in-memory checkpoints: {format_seconds(policy.saving.copy_every_s / 2)} lost instead of half an interval"
+        )
     return "a failure while the job is down loses no work"
 
 
@@ -202,7 +208,9 @@ def _spares(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
             f"fault.restarts = {policy.restarts} would end the run there; the simulation continues"
         )
     if plan.duration.wall_s < made.days * DAY_S:
-        lines.append(f"the job's tokens take {format_seconds(plan.duration.wall_s)}; the simulation continues beyond that")
+        lines.append(
+            f"the job's tokens take {format_seconds(plan.duration.wall_s)}; the simulation continues beyond that"
+        )
     return lines
 
 

@@ -81,17 +81,17 @@ def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> Step
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
-    check_spans(plan.layout, q.ask.model.layers)
-    axes = used_axes(plan.layout, experts=q.ask.model.is_moe)
+    check_spans(plan.layout, q.request.model.layers)
+    axes = used_axes(plan.layout, experts=q.request.model.is_moe)
     paths = axis_paths(fabric, q.groups, axes, devices, transport)
-    groups = on_fabric(q.groups, paths, fabric, nic=one(q.ask.physics.nic))
+    groups = on_fabric(q.groups, paths, fabric, nic=one(q.request.physics.nic))
     planned, here = work(q, q.groups), work(q, groups)
     ordered, timeline = simulate_timeline(planned), simulate_timeline(here)
     return StepReport(
         job=plan.job.name,
         layout=plan.layout.name,
         devices=devices,
-        layers=q.ask.model.layers,
+        layers=q.request.model.layers,
         fabric=fabric,
         derived=named is None,
         edge=transport.edge,
@@ -145,7 +145,7 @@ def _why(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str)
         return "the plan's own seconds"
     network = _network(q, groups, paths, part)
     if part == "shard_s":
-        sharp = one(q.ask.profile.shard_sharpness)
+        sharp = one(q.request.profile.shard_sharpness)
         return f"one layer is prefetched; the plan combines compute and traffic by a {sharp:.3g}-norm. {network}"
     if part == "context_s":
         return f"every hop waits for the one that crosses domains. {network}" if "context" in paths else network
@@ -162,7 +162,8 @@ def _waiting(here: Work) -> str:
     head = (here.head_forward_s + here.head_backward_s) / each_s if each_s > 0 else 0.0
     chunk = f", all in one of its {plural(here.chunks, 'chunk')}," if here.chunks > 1 else ""
     return (
-        f"stages of {layers} layers wait for each other; the head takes as long as {head:.1f} layers{chunk} on the last; "
+        f"stages of {layers} layers wait for each other; the head takes as long as {head:.1f} layers{chunk} on "
+        f"the last; "
         "traffic of a stage that waits anyway costs nothing"
     )
 

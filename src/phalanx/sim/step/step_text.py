@@ -133,12 +133,12 @@ def _change(value: float) -> str:
 
 
 def _reasons(report: StepReport) -> list[str]:
-    told = [
+    reported = [
         f"  {line.name}: {moves}; {line.why}"
         for line in report.lines
         if (moves := _moves(line, NOTHING * report.plan_step_s))
     ]
-    return told or [f"  no line differs by more than {NOTHING:.2%} of the step"]
+    return reported or [f"  no line differs by more than {NOTHING:.2%} of the step"]
 
 
 def _moves(line: Line, least_s: float) -> str:

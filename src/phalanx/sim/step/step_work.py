@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.network import collectives as net
-from phalanx.plan import request, traffic
+from phalanx.plan import traffic
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import Compute, compute_seconds, element_bytes
 from phalanx.plan.memory import OFFLOAD_PARAMETERS
 from phalanx.plan.optimizer import owned_weights
 from phalanx.plan.plan import Plan
-from phalanx.plan.request import PlanRequest
+from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import FETCHED_BYTES, StepTimes, stage_layers
 from phalanx.plan.weights import RankWeights, rank_weights
@@ -26,7 +26,7 @@ class StepQuestion:
     """One row of cases, the prediction without a calibration, and where the planner places each axis."""
 
     plan: Plan
-    ask: PlanRequest
+    request: PlanRequest
     cases: Cases
     times: StepTimes
     groups: traffic.Groups
@@ -39,10 +39,10 @@ class StepQuestion:
 
 def ask_plan(plan: Plan) -> StepQuestion:
     """The plan's own cost model."""
-    ask, _ = request.request_from_job(plan.job, plan.cluster)
-    cases, times, _ = price_layouts(ask, [plan.layout])
-    groups = traffic.groups(cases, ask.physics, ask.profile)
-    return StepQuestion(plan=plan, ask=ask, cases=cases, times=times, groups=groups)
+    request, _ = request_from_job(plan.job, plan.cluster)
+    cases, times, _ = price_layouts(request, [plan.layout])
+    groups = traffic.groups(cases, request.physics, request.profile)
+    return StepQuestion(plan=plan, request=request, cases=cases, times=times, groups=groups)
 
 
 def one(value: Floats | float) -> float:
@@ -80,9 +80,9 @@ class Sharing:
 
 def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
     """(forward, backward) of one layer and micro-batch; full recompute sends again what forward sent."""
-    c, f = q.cases, q.ask.profile
+    c, f = q.cases, q.request.profile
     tensor, expert = one(traffic.tensor_seconds(c, g, f)), one(traffic.expert_seconds(c, g, f))
-    context = one(traffic.context_seconds(c, q.ask.physics, g, done.attention.forward))
+    context = one(traffic.context_seconds(c, q.request.physics, g, done.attention.forward))
     shown = {"tensor_s": tensor, "context_s": context, "expert_s": expert}
     wire = {
         "tensor_s": tensor / one(f.tensor_exposed),
@@ -100,7 +100,7 @@ def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tu
 
 def _inner(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
     axis = part.removesuffix("_s")
-    scale = times * q.pace(part) / q.ask.model.layers
+    scale = times * q.pace(part) / q.request.model.layers
     return Inner(
         part=part,
         tier=_tier(g, axis),
@@ -115,7 +115,7 @@ def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
     c = q.cases
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
     hop = net.ring_hop(g.context, c.tokens * width * element_bytes(c))
-    return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.ask.physics.start_s))
+    return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.request.physics.start_s))
 
 
 def _tier(g: traffic.Groups, axis: str) -> str:
@@ -124,7 +124,7 @@ def _tier(g: traffic.Groups, axis: str) -> str:
 
 def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
     """Of the stage with most layers."""
-    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    c, f, layout = q.cases, q.request.profile, q.plan.layout
     sync = traffic.gradient_traffic(c, g, held, f)
     pace = q.pace("gradient_s")
     gather_s, scatter_s = _layer_shard(q, g, held, layers)
@@ -133,7 +133,7 @@ def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) 
         tier=_tier(g, "data"),
         reduce_s=0.0 if alone else one(sync.reduce) * pace,
         again_s=one(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
-        after_s=one(traffic.factoring_seconds(c, q.ask.physics, held)) * pace,
+        after_s=one(traffic.factoring_seconds(c, q.request.physics, held)) * pace,
         gather_s=one(sync.gather) * pace,
         overlap=min(one(f.data_overlap if layout.zero == 0 else f.scatter_overlap), 1.0),
         gather_overlap=min(one(f.gather_overlap), 1.0),
@@ -144,7 +144,7 @@ def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) 
 
 def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
     """ZeRO-3 without a pipeline: (gather, scatter) of one layer. Gathers carry parameters, the scatter gradients."""
-    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    c, f, layout = q.cases, q.request.profile, q.plan.layout
     if layout.zero < 3 or layout.pipeline > 1:
         return 0.0, 0.0
     total = one(traffic.shard_seconds(c, g, held, f)) / layers
@@ -216,8 +216,8 @@ class Work:
 
 def work(q: StepQuestion, groups: traffic.Groups) -> Work:
     """The step of a plan with its traffic over `groups`."""
-    c, f, layout = q.cases, q.ask.profile, q.plan.layout
-    done = compute_seconds(c, q.ask.physics, f)
+    c, f, layout = q.cases, q.request.profile, q.plan.layout
+    done = compute_seconds(c, q.request.physics, f)
     layers = layers_on_stages(q, done)
     inner = inner_traffic(q, groups, done)
     forward_s, backward_s, weight_s = _layer_seconds(q, done)
@@ -246,7 +246,7 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
 
 def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
     """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
-    times, total, balanced = q.times, q.ask.model.layers, q.ask.profile.balanced_stages
+    times, total, balanced = q.times, q.request.model.layers, q.request.profile.balanced_stages
     per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
     head = one(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
     fullest, least = stage_layers(q.cases, head_layers=np.asarray([head]), balanced=np.asarray(balanced))
@@ -282,7 +282,7 @@ def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int
 
 def _passed(q: StepQuestion, done: Compute) -> float:
     """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
-    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.ask.model.layers
+    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.request.model.layers
     return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
 
 
@@ -299,13 +299,13 @@ def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]
     backward += breakdown["recompute_s"] / passed
     stretch = 1.0 + breakdown["launch_s"] / passed / max(forward + backward, 1e-30)
     # Half of the backward products are weight gradients, as plan.step counts them for ZB-H1.
-    weight = one(done.matmul.backward) / 2.0 / q.ask.model.layers * q.pace("matmul_s")
+    weight = one(done.matmul.backward) / 2.0 / q.request.model.layers * q.pace("matmul_s")
     return forward * stretch, backward * stretch, weight * stretch
 
 
 def _host(q: StepQuestion) -> tuple[float, float]:
     """Host seconds per micro-batch and per step; together they are the plan's overhead."""
-    f, overhead = q.ask.profile, q.plan.prediction.breakdown_s["overhead_s"]
+    f, overhead = q.request.profile, q.plan.prediction.breakdown_s["overhead_s"]
     once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
     once = min(once * q.pace("overhead_s"), overhead)
     return (overhead - once) / q.plan.layout.accumulation, once
