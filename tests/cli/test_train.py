@@ -389,7 +389,7 @@ def test_weights_of_another_tokenizer_are_refused_by_every_verb(
     (here / "other" / "tokenizer.json").write_text(json.dumps(found))
     told = (
         f"--set train.weights=other: {here / 'other'} has another tokenizer than the data in {here / 'data'}: "
-        "2 of 300 tokens differ, as number 40:"
+        "2 of 300 tokens differ, e.g. id 40:"
     )
     for verb in (["plan"], ["check"], ["train", "--dry-run"], ["train"]):
         assert main([*verb, "job.toml", "--set", "train.weights=other"]) == 2, verb

@@ -74,7 +74,7 @@ def test_two_ranks_on_one_gpu_need_a_word(plan: Plan, here: pytest.MonkeyPatch) 
     with pytest.raises(UserError) as caught:
         prepare.check_here(plan)
     assert str(caught.value) == (
-        "4xH200: the plan needs 4 × H200-141GB-SXM, and this machine has 1 GPU\n"
+        "4xH200: the plan needs 4 × H200-141GB-SXM, but this machine has 1 GPU\n"
         "  phalanx train starts ranks on one machine only\n"
         "  start a task per rank: srun --ntasks=4, mpirun -n 4, or torchrun on every host; or try it here with "
         "--cluster local:4; or let 4 ranks share a GPU with --ranks-per-gpu, which needs NCCL 2.30"
@@ -83,7 +83,7 @@ def test_two_ranks_on_one_gpu_need_a_word(plan: Plan, here: pytest.MonkeyPatch) 
     here.setenv("PHALANX_RANKS_PER_GPU", "4")
     prepare.check_here(plan)
     here.setenv("PHALANX_RANKS_PER_GPU", "2")
-    with pytest.raises(UserError, match="this machine has 1 GPU, which 2 ranks each may share"):
+    with pytest.raises(UserError, match="this machine has 1 GPU, each shared by up to 2 ranks"):
         prepare.check_here(plan)
 
 

@@ -93,7 +93,7 @@ def test_all_problems_at_once(cpu_plan: Plan, tmp_path: Path) -> None:
     found = checks.preflight(plan=plan, run=tmp_path, slots=100_000, address="192.0.2.1", quick=False)
     assert [problem.what.partition(" ")[2][:9] for problem in found[:1]] == ["ranks on "]
     text = "\n".join(problem.render() for problem in found)
-    for words in ("ranks on", "of memory are free", "are free in", "no port can be bound on 192.0.2.1"):
+    for words in ("ranks on", "of memory is free", "is free in", "no port can be bound on 192.0.2.1"):
         assert words in text
 
 
@@ -116,7 +116,7 @@ def test_cores(cpu_plan: Plan) -> None:
     assert list(checks.check_devices(cpu_plan, HOST, 128)) == []
     (problem,) = checks.check_devices(cpu_plan, HOST, 129)
     assert problem.render() == (
-        "gpu-04: 129 ranks on 2 cores; at most 128 get anything done\n  give this host at most 128 slots"
+        "gpu-04: 129 ranks on 2 cores; at most 128 can make progress\n  give this host at most 128 slots"
     )
 
 
@@ -126,7 +126,7 @@ def test_a_lost_gpu(gpu_plan: Plan) -> None:
     lost = replace(whole, gpus=whole.gpus[:7], notes=("the NVIDIA driver stopped answering: GPU is lost",))
     (problem,) = checks.check_devices(gpu_plan, lost, 8)
     assert problem.render() == (
-        "gpu-04: 7 of the 8 × H100-80GB-SXM that its ranks need answer\n"
+        "gpu-04: 7 of the 8 × H100-80GB-SXM needed by its ranks respond\n"
         "  the NVIDIA driver stopped answering: GPU is lost\n"
         "  check nvidia-smi and dmesg (Xid errors); restart the host, or remove it from the job"
     )
@@ -137,14 +137,14 @@ def test_ranks_that_share_a_gpu(gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch)
     small = replace(gpu_plan, memory=replace(gpu_plan.memory, total_bytes=20e9))
     host = replace(HOST, gpus=(replace(gpu(0), used_bytes=30 * 10**9),))
     (problem,) = checks.check_devices(small, host, 2)
-    assert problem.what == "1 of the 2 × H100-80GB-SXM that its ranks need answer"
+    assert problem.what == "1 of the 2 × H100-80GB-SXM needed by its ranks respond"
     monkeypatch.setenv("PHALANX_RANKS_PER_GPU", "2")
     assert list(checks.check_devices(small, host, 2, fresh=True)) == []
     monkeypatch.delenv("PHALANX_RANKS_PER_GPU")
     allowed = replace(small, job=replace(small.job, train=replace(small.job.train, ranks_per_gpu=2)))
     assert list(checks.check_devices(allowed, host, 2, fresh=True)) == []
     (problem,) = checks.check_devices(allowed, host, 3)
-    assert problem.what == "1 of the 3 × H100-80GB-SXM that its ranks need answer; 2 ranks may share a GPU"
+    assert problem.what == "1 of the 3 × H100-80GB-SXM needed by its ranks respond; 2 ranks may share a GPU"
     taken = replace(host, gpus=(replace(gpu(0), used_bytes=50 * 10**9),))
     (problem,) = checks.check_devices(allowed, taken, 2, fresh=True)
     assert problem.render().startswith(
@@ -226,7 +226,7 @@ def test_disk(cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(checks.check_disk(with_state(cpu_plan, checkpoint_bytes=2.04e9), tmp_path, host="a")) == []
     (problem,) = checks.check_disk(with_state(cpu_plan, checkpoint_bytes=2.1e9), tmp_path, host="a")
     assert problem.render() == (
-        f"a: 4.10 GB are free in {tmp_path}; 2 checkpoints of this host need 4.20 GB\n"
+        f"a: 4.10 GB is free in {tmp_path}; 2 checkpoints of this host need 4.20 GB\n"
         "  the disk would fill up while saving\n"
         "  delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk"
     )
@@ -283,7 +283,7 @@ def test_link(cpu_plan: Plan, gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch, s
     assert (found == []) is fit
     if not fit:
         assert found[0].what == (
-            "its network moves 27.0 MB/s on 127.0.0.1, less than 1% of the 3.00 GB/s that the plan assumed"
+            "its network transfers 27.0 MB/s on 127.0.0.1, less than 1% of the 3.00 GB/s that the plan assumed"
         )
     monkeypatch.setattr(checks, "_measure_once", lambda address: share * 2e9)
     assert (list(checks.check_link(gpu_plan, "", host="a")) == []) is fit  # not a hundredth of NVLink

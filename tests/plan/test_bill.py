@@ -34,7 +34,7 @@ def test_without_a_price_the_table_gives_a_range():
 def test_no_price_is_no_number():
     made = charge("local")
     assert made.usd is None
-    assert "give cost.usd_per_device_hour" in made.price_source
+    assert "set cost.usd_per_device_hour" in made.price_source
 
 
 def test_h100_servers_draw_what_mlperf_measured():

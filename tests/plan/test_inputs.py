@@ -120,7 +120,7 @@ def test_weights_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
     (problem,) = look(tmp_path, "train.weights=w").refused
     assert problem.render() == (
         f"--set train.weights=w: {tmp_path / 'w'} has another tokenizer than the data in {tmp_path / 'data'}: "
-        "2 of 9 tokens differ, as number 1: 'a' in the data, 'b' to the weights\n"
+        "2 of 9 tokens differ, e.g. id 1: 'a' in the data, 'b' to the weights\n"
         "  the weights would read other tokens than were written, and no error would occur\n"
         f"  build the data with the weights' tokenizer: phalanx data build OUT SOURCE… --tokenizer "
         f"{tmp_path / 'w' / 'tokenizer.json'}"
@@ -166,7 +166,7 @@ def test_a_tokenizer_that_is_none_or_was_exchanged(tmp_path: Path) -> None:
     assert "cannot be read" in heads(look(tmp_path, "train.weights=w").refused)[0]
     (tmp_path / "w" / "tokenizer.json").write_text(tokenizer())
     (tmp_path / "data" / "tokenizer.json").write_text(tokenizer(("<end>", *"hgfedcba")))
-    assert "is not the tokenizer that made the data" in heads(look(tmp_path, "train.weights=w").refused)[0]
+    assert "is not the tokenizer the data was built with" in heads(look(tmp_path, "train.weights=w").refused)[0]
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_passes_are_counted_by_source_and_weight(tmp_path: Path) -> None:
         "  build from more text, or train on data.tokens = 1_333 or fewer"
     )
     assert look(tmp_path, "data.tokens=1333").warnings == ()
-    assert "hardly anything new" in look(tmp_path, "data.tokens=30000").warnings[0].why
+    assert "hardly anything left to learn" in look(tmp_path, "data.tokens=30000").warnings[0].why
     assert passes_of([], tokens=10, sequence=10) == {}
 
 

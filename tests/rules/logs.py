@@ -68,7 +68,7 @@ def ledger(**changes: Any) -> Ledger:
         steps=9_700,
         steps_lost=1,
         incidents=1,
-        memberships=2,
+        formations=2,
         unreadable_lines=0,
     )
     return replace(made, **changes)

@@ -79,7 +79,7 @@ def _first_gpus(machine: Machine, ranks: int) -> Machine:
     if ranks > count:
         raise mistake(
             f"local:{ranks}",
-            f"asks for {ranks} GPUs and this machine has {count}",
+            f"asks for {ranks} GPUs, but this machine has {count}",
             why="every rank needs a GPU of its own",
             fix=f"write local:{count}, or local-cpu:{ranks} to run on the processor cores; "
             f"--ranks-per-gpu {-(-ranks // count)} lets ranks share a GPU, for proofs and drills",
