@@ -222,7 +222,7 @@ def good_cpu_log(**changes: Any) -> LogFacts:
             steps=400,
             steps_lost=0,
             incidents=0,
-            memberships=1,
+            formations=1,
         ),
         effective=0.92,
         lowest_hour=0.9,

@@ -70,7 +70,8 @@ def _cannot_run(request: PlanRequest) -> UserError:
 def _no_batch(request: PlanRequest) -> UserError:
     """The global batch cannot be shared out evenly over any legal number of data ranks."""
     devices = request.cluster.devices
-    data = sorted({dp for *_, dp in splits(replace(request, global_sequences=_rich(devices)), devices)})
+    # A batch that every number of data ranks divides.
+    data = sorted({dp for *_, dp in splits(replace(request, global_sequences=devices), devices)})
     if not data:
         heads = ", ".join(str(n) for n in tensor_sizes(request, request.model.heads)[-4:])
         return mistake(
@@ -90,11 +91,6 @@ def _no_batch(request: PlanRequest) -> UserError:
         why=f"every data rank takes the same number of sequences, and there are at least {least:,} data ranks",
         fix=f"use batch.global_sequences = {sizes}, or another number of devices",
     )
-
-
-def _rich(devices: int) -> int:
-    """A batch that every number of data ranks divides."""
-    return devices
 
 
 def _multiple(number: int, unit: int) -> int:

@@ -67,7 +67,7 @@ def search_layouts(request: PlanRequest) -> SearchResult:
     """Score every legal layout. Raises UserError when there is none or none fits."""
     scores, warnings = _first_that_fits(request)
     best = _best(scores)
-    everything = _unfixed(request) if _narrow(request) else scores
+    everything = _unfixed(request) if any(name != "compression" for name in request.fixed) else scores
     warnings += (*_crowded(request, scores, best, everything), *_better_if_free(request, scores, best, everything))
     legal, fitting = scores.legal, int(scores.fits.sum())
     if everything is not scores:
@@ -268,10 +268,6 @@ def _dominates(a: Candidate, b: Candidate) -> bool:
     ours = (a.step_s, a.step_s * a.layout.devices, a.memory_bytes)
     theirs = (b.step_s, b.step_s * b.layout.devices, b.memory_bytes)
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
-
-
-def _narrow(request: PlanRequest) -> bool:
-    return any(name != "compression" for name in request.fixed)
 
 
 def _unfixed(request: PlanRequest) -> Scores:

@@ -112,17 +112,13 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
         return None
     if use.algorithm in TREES:
         return _tree(use, np.arange(ranks) // use.stride % use.size, together)
-    return _between(*neighbours(use.size, use.stride, together, ranks), _ring_bytes(use, together), domain)
+    # Bytes a NIC sends: its part of the ring.
+    return _between(*neighbours(use.size, use.stride, together, ranks), use.bytes_per_step / together, domain)
 
 
 def _together(use: AxisUse, domain: int) -> int:
     """Members of a group in one fast domain."""
     return max(1, min(use.size, domain // use.stride))
-
-
-def _ring_bytes(use: AxisUse, together: int) -> float:
-    """Bytes a NIC sends: its part of the ring."""
-    return use.bytes_per_step / together
 
 
 def _tree(use: AxisUse, place: Ints, together: int) -> Flows:

@@ -80,7 +80,10 @@ def radix(row: Claim) -> int:
     if not ports and (box := _switch(text)):
         ports = box[0]
     if not ports:
-        ports = int(_box_gbps(text) / stated(_port_gbps(text), "ports, planes or the speed of a port"))
+        ports = int(
+            (1000.0 * (number_matching(text, r"(\d+(?:\.\d+)?)T\b(?! IB)") or BOX_GBPS / 1000))
+            / stated(_port_gbps(text), "ports, planes or the speed of a port")
+        )
     if not 2 <= ports <= MOST_PORTS:
         raise NotStated(f"a switch: {ports:,} ports are none")
     return ports
@@ -110,10 +113,6 @@ def fabric(row: Claim) -> Fabric:
     hosts = count_before(row.conditions, HOSTS) or most_hosts(ports, made)
     # The speed of a NIC changes no count: any that the planes divide will do.
     return size_fabric(hosts, 100.0 * made.planes, unnamed(ports, 100.0), made)
-
-
-def _box_gbps(text: str) -> float:
-    return 1000.0 * (number_matching(text, r"(\d+(?:\.\d+)?)T\b(?! IB)") or BOX_GBPS / 1000)
 
 
 def _port_gbps(text: str) -> float | None:
@@ -363,11 +362,11 @@ def llama(row: Claim, _: ClaimContext) -> ClaimOutcome:
 def _interruptions_per_day(row: Claim) -> float:
     gpus = stated(count_before(row.conditions, "GPUs?"), "how many GPUs")
     everything = "all cause" in f"{row.quantity} {row.conditions}".lower().replace("-", " ")
-    return gpus * (_llama_all() if everything else LLAMA_COUNT) / llama_device_days()
-
-
-def _llama_all() -> float:
-    return next(one.value for one in site_figures() if one.site == HOPPER_SITE)
+    return (
+        gpus
+        * (next(one.value for one in site_figures() if one.site == HOPPER_SITE) if everything else LLAMA_COUNT)
+        / llama_device_days()
+    )
 
 
 def interruptions(row: Claim, _: ClaimContext) -> ClaimOutcome:

@@ -310,18 +310,20 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     writer = csv.writer(scorecard_text, lineterminator="\n")
     writer.writerow(HEADER)
     for one in predictions:
-        numbers = [_number(value) for value in (one.step_s, one.step_s_lo, one.step_s_hi, one.mem_gb)]
+        numbers = [
+            ("" if value is None else f"{value:.6g}")
+            for value in (one.step_s, one.step_s_lo, one.step_s_hi, one.mem_gb)
+        ]
         writer.writerow([one.id, *numbers, "" if one.fits is None else str(one.fits).lower()])
     write_text(path, scorecard_text.getvalue())
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
 def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
     """What a person reads: coverage of the table first, then errors, worst last."""
-    lines = [f"{card.priced:,} of {card.rows:,} rows priced" + _calibration(calibrated_on)]
+    lines = [
+        f"{card.priced:,} of {card.rows:,} rows priced"
+        + (f", each source calibrated on its measured rows ({calibrated_on:,} in all)" if calibrated_on else "")
+    ]
     for reason, count in sorted(card.unpriced.items(), key=lambda item: -item[1])[:MOST_REASONS]:
         lines.append(f"  {count:,} not: {reason}")
     if len(card.unpriced) > MOST_REASONS:
@@ -329,10 +331,6 @@ def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
     lines += _errors(card) if card.sources else ["", "no row of this table has a measured step_s that counts"]
     lines += _rest(card)
     return "\n".join(lines)
-
-
-def _calibration(rows: int) -> str:
-    return f", each source calibrated on its measured rows ({rows:,} in all)" if rows else ""
 
 
 def _errors(card: Scorecard) -> list[str]:

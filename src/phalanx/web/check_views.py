@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from phalanx.io.values import printable
 from phalanx.record.run import Run
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.formats.text import report_dict
 from phalanx.rules.live import Verdicts
-from phalanx.rules.rule import GROUPS, Limit, Rule
+from phalanx.rules.rule import GROUPS, Limit
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.detail_views import remarks
 from phalanx.web.run_store import NotYetError, RunStore, run_stamp, state_of
@@ -46,7 +45,7 @@ def findings_view(store: RunStore, name: str) -> Json:
     said = remarks(store, name, parts)
     return {
         **_stand(found, parts),
-        "report": _without_places(report),
+        "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
         "groups": _groups(listed, run.path),
         "remarks": said,
         "damage": parts.damage,
@@ -69,10 +68,6 @@ def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
         "settled": broken or (found is not None and found.is_settled),
         "so_far": found is None or not found.is_last,
     }
-
-
-def _without_places(report: Mapping[str, Any]) -> Json:
-    return {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")}
 
 
 def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:
@@ -109,7 +104,7 @@ def rule_view(name: str) -> Json:
         **{key: getattr(found, key).strip() for key in TEXTS},
         "limits": [_limit(key, one) for key, one in found.limits.items()],
         "references": [{"text": one.text, "mark": one.mark} for one in found.references],
-        "evidence": _evidence(found),
+        "evidence": {"requires": found.requires, "uses": found.uses},
     }
 
 
@@ -129,7 +124,3 @@ def _limit(name: str, limit: Limit) -> Json:
 
 def _value(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _evidence(found: Rule) -> Json:
-    return {"requires": found.requires, "uses": found.uses}

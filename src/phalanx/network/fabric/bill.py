@@ -49,7 +49,7 @@ def fabric_bill(fabric: Fabric) -> FabricBill:
         cables=total // fabric.planes,
         optics=2 * total,
         optics_800g=modules,
-        watts=_watts(fabric, modules),
+        watts=fabric.switches * fabric.switch.watts + modules * OPTIC_WATTS if fabric.switch.watts else None,
         usd=_usd(fabric, modules),
         spare_ports=fabric.switches * fabric.switch.radix - 2 * total + links[0],
     )
@@ -84,10 +84,6 @@ def _t2(fabric: Fabric) -> float:
     per_t1 = max(1, fabric.t2 // fabric.t1_per_pod)  # T2s that a T1 meets
     links = math.ceil(up / per_t1)  # from the one T1 of a pod that meets it
     return links / (up * fabric.t1_per_pod) / fabric.planes
-
-
-def _watts(fabric: Fabric, modules: float) -> float | None:
-    return fabric.switches * fabric.switch.watts + modules * OPTIC_WATTS if fabric.switch.watts else None
 
 
 def _usd(fabric: Fabric, modules: float) -> tuple[float, float] | None:

@@ -194,7 +194,7 @@ def _decide(
         slowest_to_mean=harmonic(gpus),
         late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
         budget=failure_budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
-        recoveries=_recoveries(fabric, recovery_s, restart_s),
+        recoveries=tuple(recovery_row(fabric, one, restart_s) for one in sorted({*RECOVERIES_S, recovery_s})),
     )
 
 
@@ -333,10 +333,6 @@ def _load_row(what: str, units: float, fabric: Fabric) -> LoadRow:
         max_to_mean=max_to_mean(units, fabric.t0_up),
         worst_of_fabric=max_to_mean(units, fabric.t0_up, groups=fabric.planes * fabric.t0),
     )
-
-
-def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[RecoveryRow, ...]:
-    return tuple(recovery_row(fabric, one, restart_s) for one in sorted({*RECOVERIES_S, chosen_s}))
 
 
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:

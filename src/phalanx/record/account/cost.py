@@ -239,23 +239,21 @@ class Used:
 
 def used_energy(history: RunHistory) -> Used | None:
     """None where no rank has a counter."""
-    if _is_small(history):
+    if history.run.event_bytes() <= MOST_READ_BYTES:
         newest = {rank: event for rank in history.ranks if (event := history.latest("monitor", rank)) is not None}
         ranks = [rank for rank, event in newest.items() if _sane(number(event, "energy_j"))]
         totals = list(_exact(history, ranks))
     else:
         newest = {
-            rank: event for rank in _some(history.ranks) if (event := history.latest("monitor", rank)) is not None
+            rank: event
+            for rank in history.ranks[:: max(1, len(history.ranks) // SOME)]
+            if (event := history.latest("monitor", rank)) is not None
         }
         totals = list(_coarse(history))
     if not totals:
         return None
     names = Counter(printable(event.get("energy_source") or "unknown", most=40) for event in newest.values())
     return Used(energy_j=sum(totals), ranks=len(totals), source=", ".join(sorted(names)))
-
-
-def _some(ranks: Sequence[int]) -> Sequence[int]:
-    return ranks[:: max(1, len(ranks) // SOME)]
 
 
 def _sane(energy: float | None) -> bool:
@@ -281,10 +279,6 @@ def counted(readings: Iterable[tuple[int | None, float | None]]) -> float:
             total, last = (total + last, value) if begins else (total, value)
             known = known if epoch is None else epoch
     return total + last
-
-
-def _is_small(history: RunHistory) -> bool:
-    return history.run.event_bytes() <= MOST_READ_BYTES
 
 
 def _exact(history: RunHistory, known: Iterable[int]) -> Iterable[float]:

@@ -266,7 +266,10 @@ def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
         step_s_high=number(prediction, "step_s_high"),
         step_s_p90=known[min(len(known) - 1, int(0.9 * len(known)))] if known else None,
         tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=rate),
-        mfu=Pair(predicted=number(prediction, "mfu") or None, measured=_times(piece.mfu_per_token, rate)),
+        mfu=Pair(
+            predicted=number(prediction, "mfu") or None,
+            measured=piece.mfu_per_token * rate if piece.mfu_per_token is not None and rate is not None else None,
+        ),
         memory_bytes=Pair(
             predicted=number(at(piece.plan, "memory"), "total_bytes"), measured=max(memory.values(), default=None)
         ),
@@ -352,10 +355,6 @@ def _or_empty(read: Any) -> dict[str, Any]:
         return dict(read())
     except PhalanxError:
         return {}
-
-
-def _times(one: float | None, other: float | None) -> float | None:
-    return one * other if one is not None and other is not None else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

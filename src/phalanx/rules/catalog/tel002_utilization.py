@@ -30,7 +30,8 @@ def _levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Li
     if value is None:
         return (unknown("utilization has a source and no value", fix="look at `utilization` in the monitor events"),)
     statement = f"mean utilization {value:.0%}: reported, not judged"
-    if not _anchored(monitor) or limits.number("mean") <= NOT_JUDGED:
+    # NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level.
+    if not all(one.endswith("-sm") for one in monitor.utilization_sources) or limits.number("mean") <= NOT_JUDGED:
         return (exempt(f"{statement} ({_why(evidence, monitor)})"),)
     if wall_s(log) < limits.number("least_wall_s"):
         return (exempt(f"{statement} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
@@ -104,11 +105,6 @@ def _hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
         impact=evidence.loses_once(HOUR_S * (1 - value), "devices without work in that hour"),
         fix="look at that hour in phalanx web: data, checkpoints, or a recovery that did not end",
     )
-
-
-def _anchored(monitor: MonitorFacts) -> bool:
-    """NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level."""
-    return all(one.endswith("-sm") for one in monitor.utilization_sources)
 
 
 def _why(evidence: Evidence, monitor: MonitorFacts) -> str:

@@ -21,7 +21,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     """The layout's arithmetic, or why the planner found no layout."""
     if evidence.plan is not None:
         return _layout(evidence, evidence.plan, limits)
-    refused = tuple(one for one in evidence.refusals if not _of_another_rule(one))
+    refused = tuple(
+        one for one in evidence.refusals if not (is_memory(one) or is_batch(one) or "matrix units" in one.what)
+    )
     if refused:
         return tuple(_refusal(evidence, one) for one in refused)
     if evidence.refusals:
@@ -39,10 +41,6 @@ def is_memory(problem: Problem) -> bool:
 def is_batch(problem: Problem) -> bool:
     """Whether it is about the batch, which BAT001 tells."""
     return "global batch" in problem.what or "batch.micro =" in problem.what
-
-
-def _of_another_rule(problem: Problem) -> bool:
-    return is_memory(problem) or is_batch(problem) or "matrix units" in problem.what  # PRC003
 
 
 def _refusal(evidence: Evidence, problem: Problem) -> Outcome:

@@ -132,7 +132,8 @@ def _nearest(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
     if not here:
         return None
     near = [
-        (path_kind(here, there, same_node=_same_node(gpu, card)), card.name) for card, there in _placed(cards, root)
+        (path_kind(here, there, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
+        for card, there in _placed(cards, root)
     ]
     if not near:
         return None
@@ -156,10 +157,6 @@ def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -
         return "PHB"  # up to the host bridge
     between = max(len(first), len(second)) - 1 - shared  # bridges below what they share
     return "PIX" if between <= 1 else "PXB"
-
-
-def _same_node(gpu: Gpu, card: Nic) -> bool:
-    return gpu.numa_node == card.numa_node and gpu.numa_node >= 0
 
 
 def _gpu_folder(gpu: Gpu, root: Path) -> Path | None:

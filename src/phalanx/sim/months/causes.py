@@ -138,13 +138,9 @@ def job_causes(plan: Plan, network: NetworkCauses) -> tuple[tuple[Cause, ...], f
         return usual_mix(), mtbf_s
     own = [(replace(one, share=0.0), one.share * per_day) for one in usual_mix() if one.name not in NETWORK]
     # A job inside one fast domain does not notice the network.
-    rated = [*own, *(_parts(plan, network, network.fabric) if _leaves(plan) else ())]
+    rated = [*own, *(_parts(plan, network, network.fabric) if any("NIC" in use.tier for use in plan.mapping) else ())]
     total = sum(rate for _, rate in rated)
     return tuple(replace(cause, share=rate / total) for cause, rate in rated), DAY_S / total
-
-
-def _leaves(plan: Plan) -> bool:
-    return any("NIC" in use.tier for use in plan.mapping)
 
 
 def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: NetworkCauses) -> tuple[Cause, ...]:
@@ -185,11 +181,9 @@ def _part(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, count: 
     share = lost.t0_t1_link / fabric.planes if name == "uplink" else lost.t1
     if not network.edge or not sprays(fabric):
         share *= fabric.planes  # a QP cannot leave its plane, and the message waits for it
-    return replace(cause, stall_s=stall_s(fabric, _bypass_s(network)), pace=slower(plan, share))
-
-
-def _bypass_s(network: NetworkCauses) -> float:
-    return EDGE_RECOVERY_S if network.edge else CONVERGE_S
+    return replace(
+        cause, stall_s=stall_s(fabric, EDGE_RECOVERY_S if network.edge else CONVERGE_S), pace=slower(plan, share)
+    )
 
 
 def network_share(plan: Plan) -> float:

@@ -54,7 +54,7 @@ class Adafactor:
         keep = min(1.0 - self.steps**-GROWTH, self._beta2)
         self._take_means(keep)
         scales = self._scales()
-        squares = [_square(self._update(shard, f, scale)) for shard, f, scale in self._each(scales)]
+        squares = [self._update(shard, f, scale).square().sum() for shard, f, scale in self._each(scales)]
         totals = _sum_each(squares, [_all_groups(shard) for shard in self._shards])
         for i, (shard, factors, scale) in enumerate(self._each(scales)):
             rms = (totals[i] / max(1, shard.numel)).sqrt()
@@ -129,10 +129,6 @@ def _empty(shard: TensorShard) -> Factors:
 
 def _squares(shard: TensorShard) -> torch.Tensor:
     return gradient(shard).to(working_dtype(shard.tensor.dtype)).square().add_(TINY)
-
-
-def _square(update: torch.Tensor) -> torch.Tensor:
-    return update.square().sum()
 
 
 def _groups(shard: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
