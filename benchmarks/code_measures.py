@@ -101,14 +101,15 @@ def main() -> None:
     if args.entered:
         job = str(ROOT / "examples/llama-3-8b-64xH100.toml")
         small = str(ROOT / "examples/drill.toml")
+        two = ["--cluster", "local-cpu:2", "--set", "parallel.shard=2"]
         for one, folder in zip(found, args.folders, strict=True):
             for name, words in {
                 "plan": ["plan", job],
                 "check --select CKP001": ["check", job, "--select", "CKP001"],
-                "a training of two ranks": ["train", small, "--steps", "3", "--no-check", "--cluster", "local-cpu:2"],
+                "a training of two ranks": ["train", small, "--steps", "3", "--no-check", *two],
                 "a drill that kills one of two ranks": [
                     *("drill", small, "--fault", "kill:rank=1,step=3", "--steps", "6", "--no-replay"),
-                    *("--cluster", "local-cpu:2"),
+                    *two,
                 ],
             }.items():
                 processes = entered(words, folder)

@@ -61,7 +61,7 @@ def check(
     >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
     {'BAT'}
     """
-    request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    request = _check_request(overrides, cluster, profile, plan, drills, parity, source, waivers)
     if isinstance(target, Run):
         target = target.path
     if not isinstance(target, str | Path):
@@ -111,7 +111,7 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
     return check_evidence(evidence, **options)
 
 
-def _request(
+def _check_request(
     overrides: Overrides,
     cluster: str | None,
     profile: str | None,
@@ -436,7 +436,7 @@ def explain(
 
     if target is None:
         return RulePage(rule=explain_rule(rule, rules=rules).rule, answer=None)
-    request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    request = _check_request(overrides, cluster, profile, plan, drills, parity, source, waivers)
     reported = explain_rule(
         rule,
         target,

@@ -198,7 +198,7 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     from phalanx.job.template import render, vocab_of
     from phalanx.plan.parameter_counts import count_parameters
 
-    file, preset = Path(path), _preset(model)
+    file, preset = Path(path), _known_preset(model)
     devices = 0
     if cluster != LOCAL:  # an unknown cluster is refused before a file names it
         from phalanx.hardware.cluster import resolve  # reads the accelerator tables
@@ -227,7 +227,7 @@ def job_name(path: Path) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).lstrip("._-")[:63] or "job"
 
 
-def _preset(name: str) -> Preset:
+def _known_preset(name: str) -> Preset:
     from phalanx.job.model import known_presets
 
     known = known_presets()
@@ -335,7 +335,7 @@ def import_job(
         )
     found = convert_config(
         file,
-        find_trainer(trainer or _recognised(file)).name,
+        find_trainer(trainer or _recognised_trainer(file)).name,
         cluster=cluster,
         overrides=override_texts(overrides),
         folder=target.parent if target is not None else None,
@@ -349,7 +349,7 @@ def import_job(
     return ImportedJob(converted=found, path=target)
 
 
-def _recognised(path: Path) -> str:
+def _recognised_trainer(path: Path) -> str:
     from phalanx.io.files import read_text
     from phalanx.rules.foreign.convert import TRAINERS
     from phalanx.rules.foreign.detect import trainer_of_file

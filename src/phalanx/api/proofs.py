@@ -103,7 +103,7 @@ def verify(
 
     refuse_own_model(made.job)
     refuse_untrainable(made.job.model)
-    terms, gpus = _terms(
+    terms, gpus = _proof_terms(
         made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
     )
     warm_up()  # both processes import torch, side by side
@@ -149,7 +149,7 @@ def _verify_plan(
     return make(resolved) if isinstance(job, str | Path) else make_plan(resolved, cluster)
 
 
-def _terms(
+def _proof_terms(
     plan: Plan, *, device: str, precision: str, compile: bool, full_size: bool, share: int | None, tell: Tell
 ) -> tuple[Terms, int]:
     """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""

@@ -46,7 +46,7 @@ class RunList(Sequence[Run]):
 
     def rows(self) -> list[dict[str, Any]]:
         """Name, state, steps and the last loss of every run."""
-        return [_row(one) for one in self._runs]
+        return [_run_row(one) for one in self._runs]
 
     def frame(self) -> Any:
         """One row per run: a pandas DataFrame, or a dict of numpy columns where pandas is not installed."""
@@ -63,7 +63,7 @@ class RunList(Sequence[Run]):
 
         if not self._runs:
             return "no runs"
-        cells = [tuple(_cell(value) for value in row.values()) for row in self.rows()]
+        cells = [tuple(_cell_text(value) for value in row.values()) for row in self.rows()]
         return "\n".join(line.rstrip() for line in text_table([COLUMNS, *cells], right=(3, 4, 5, 6)))
 
     def _repr_html_(self) -> str:
@@ -72,14 +72,14 @@ class RunList(Sequence[Run]):
         def line(tag: str, cells: Sequence[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        body = "".join(line("td", [_cell(value) for value in row.values()]) for row in self.rows())
+        body = "".join(line("td", [_cell_text(value) for value in row.values()]) for row in self.rows())
         return f"<table><thead>{line('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
 
 
 COLUMNS = ("name", "state", "model", "ranks", "step", "loss", "tokens_per_s")
 
 
-def _row(found: Run) -> dict[str, Any]:
+def _run_row(found: Run) -> dict[str, Any]:
     """A run in a line, from its index alone; of one that is damaged, what can still be read."""
     from phalanx.record.account.summary import summarize_briefly
     from phalanx.record.archive.history import RunHistory
@@ -100,7 +100,7 @@ def _row(found: Run) -> dict[str, Any]:
     }
 
 
-def _cell(value: object) -> str:
+def _cell_text(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -235,11 +235,11 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> R
     if all(Path(name).is_dir() for name in names):
         left, right = of_runs(open_run(names[0]), open_run(names[1]))
     else:
-        left, right = (_side(name, tell) for name in names)
+        left, right = (_diff_side(name, tell) for name in names)
     return RunComparison(a=left, b=right, differences=tuple(compare_sides(left, right, within=within)))
 
 
-def _side(name: str, tell: Tell) -> Side:
+def _diff_side(name: str, tell: Tell) -> Side:
     from phalanx.record.report.diff import of_job, of_plan, of_run
 
     path = Path(name)

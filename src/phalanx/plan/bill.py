@@ -62,12 +62,12 @@ def run_bill(
     """What `devices` devices and the spare hosts cost over `wall_s` seconds, and over both ends of its interval."""
     low_s, high_s = wall_interval_s or (wall_s, wall_s)
     low, hours, high = low_s / HOUR_S, wall_s / HOUR_S, high_s / HOUR_S
-    price, price_source = _price(cluster, cost)
+    price, price_source = _hour_price(cluster, cost)
     rented = devices + spares * cluster.host_devices
-    region = _region(cost.region, where) if cost.region else None
-    pue, pue_source = _pue(cluster, cost, region)
-    grid, grid_source = _grid(cluster, cost, region)
-    watts, power_source = _power(cluster)
+    region = _region_named(cost.region, where) if cost.region else None
+    pue, pue_source = _pue_with_source(cluster, cost, region)
+    grid, grid_source = _grid_carbon(cluster, cost, region)
+    watts, power_source = _device_power(cluster)
     kw = devices * watts / 1000 * pue if watts else None
     return Bill(
         device_hours=devices * hours,
@@ -86,7 +86,7 @@ def run_bill(
     )
 
 
-def _power(cluster: Cluster) -> tuple[float | None, str]:
+def _device_power(cluster: Cluster) -> tuple[float | None, str]:
     watts = usual_power_w_per_device(cluster)
     if not watts:
         return None, "unknown: set power_w_per_device in a cluster file"
@@ -97,7 +97,7 @@ def _power(cluster: Cluster) -> tuple[float | None, str]:
     return watts, "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
 
 
-def _price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:
+def _hour_price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:
     if cost.usd_per_device_hour is not None:
         price = cost.usd_per_device_hour
         return (price, price, price), "job, cost.usd_per_device_hour"
@@ -106,7 +106,7 @@ def _price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | N
     return cluster.price_usd_per_device_hour, "cheapest, median and most expensive cloud, skypilot-catalog 2026-08-22"
 
 
-def _pue(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+def _pue_with_source(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
     if cost.pue is not None:
         return cost.pue, "job, cost.pue"
     if region is not None and region.pue:
@@ -117,7 +117,7 @@ def _pue(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, st
     return usual, "median of the cloud regions in mlco2/impact that state one"
 
 
-def _grid(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+def _grid_carbon(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
     if cost.grid_gco2_per_kwh is not None:
         return cost.grid_gco2_per_kwh, "job, cost.grid_gco2_per_kwh"
     if region is not None:
@@ -140,7 +140,7 @@ def regions() -> Mapping[str, Region]:
     return found
 
 
-def _region(name: str, where: str) -> Region:
+def _region_named(name: str, where: str) -> Region:
     known = {key.lower(): one for key, one in regions().items()} | {one.name.lower(): one for one in regions().values()}
     if name.lower() in known:
         return known[name.lower()]

@@ -34,13 +34,13 @@ def no_layout(request: PlanRequest) -> UserError:
             request.place(f"parallel.{next(iter(sizes))}"),
             f"{written} = {product:,} {verb} the {plural(devices, 'device')} of {request.cluster.name}",
             why="tensor × context × pipeline × data must use every device",
-            fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
+            fix=f"make the product {near:,}, or use a cluster of {_next_multiple(devices, product):,} devices",
         )
     if next(build_space(request).grids(), None) is not None:  # legal, and yet nothing of it runs
         return _cannot_run(request)
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
-        if release in fixed and build_space(_without(request, release)).rows:
-            return _release(request, release)
+        if release in fixed and build_space(_without_settings(request, release)).rows:
+            return _blame_setting(request, release)
     return _no_batch(request)
 
 
@@ -83,7 +83,7 @@ def _no_batch(request: PlanRequest) -> UserError:
             fix=f"tensor sizes that keep whole heads: {heads}; use a device count with such factors",
         )
     least = data[0]
-    below, above = request.global_sequences // least * least, _multiple(request.global_sequences, least)
+    below, above = request.global_sequences // least * least, _next_multiple(request.global_sequences, least)
     sizes = " or ".join(f"{n:,}" for n in (below, above) if n)
     return mistake(
         request.place("batch.global_sequences"),
@@ -93,13 +93,13 @@ def _no_batch(request: PlanRequest) -> UserError:
     )
 
 
-def _multiple(number: int, unit: int) -> int:
+def _next_multiple(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _release(request: PlanRequest, name: str) -> UserError:
+def _blame_setting(request: PlanRequest, name: str) -> UserError:
     key = "batch.micro" if name == "micro" else f"parallel.{name}"
-    table = build_space(_without(request, name))
+    table = build_space(_without_settings(request, name))
     column = {"expert": "ep", "virtual_pipeline": "vpp", "micro": "micro_batch", "data": "dp"}.get(name)
     fix = f"leave {key} out"
     if _by_mode(request, name):
@@ -117,7 +117,7 @@ def _release(request: PlanRequest, name: str) -> UserError:
     )
 
 
-def _without(request: PlanRequest, *names: str) -> PlanRequest:
+def _without_settings(request: PlanRequest, *names: str) -> PlanRequest:
     return replace(request, fixed={name: value for name, value in request.fixed.items() if name not in names})
 
 
@@ -130,19 +130,19 @@ def no_fit(request: PlanRequest, scores: Scores) -> UserError:
         f"{request.model.name} does not fit: every valid layout needs at least {format_bytes(least)} per device, "
         f"and {format_bytes(usable)} of {format_bytes(request.cluster.accelerator.memory_bytes)} are usable",
         why=f"the smallest is {scores.layout(row).name}",
-        fix=_cure(request, scores),
+        fix=_what_would_fit(request, scores),
     )
 
 
-def _cure(request: PlanRequest, scores: Scores) -> str:
+def _what_would_fit(request: PlanRequest, scores: Scores) -> str:
     for name in RELEASES:
         if name in request.fixed:
-            freed = score_layouts(build_space(_without(request, name), offload=("none", "optimizer")))
+            freed = score_layouts(build_space(_without_settings(request, name), offload=("none", "optimizer")))
             if freed.fits.any():
                 key = "batch.micro" if name == "micro" else f"parallel.{name}"
                 step = np.where(freed.fits, freed.step_s, np.inf)
                 layout = freed.layout(int(step.argmin()))
-                return f"{_free(request, name, key, layout)}: {layout.name} fits"
+                return f"{_released_setting(request, name, key, layout)}: {layout.name} fits"
     free = replace(request, fixed={})
     if request.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
         way = 'set parallel.mode = "auto"' if _fixed_mode(request) else "remove the sizes under [parallel]"
@@ -160,7 +160,7 @@ def _by_mode(request: PlanRequest, name: str) -> bool:
     return _fixed_mode(request) and name not in FREE_IN_FIXED_MODE
 
 
-def _free(request: PlanRequest, name: str, key: str, layout: Layout) -> str:
+def _released_setting(request: PlanRequest, name: str, key: str, layout: Layout) -> str:
     if not _by_mode(request, name):
         return f"leave {key} out"
     value = getattr(layout, "micro_batch" if name == "micro" else name)
@@ -169,15 +169,15 @@ def _free(request: PlanRequest, name: str, key: str, layout: Layout) -> str:
 
 def _more_devices(request: PlanRequest) -> str:
     """The fewest devices, in doublings, on which the planner would find something: with offload, and without."""
-    plain = _doublings(request, ("none",))
-    offloaded = _doublings(request, ("optimizer",))
+    plain = _devices_needed(request, ("none",))
+    offloaded = _devices_needed(request, ("optimizer",))
     if offloaded and (not plain or offloaded < plain):
         without = f" ({plain:,} without)" if plain else ""
         return f"use {offloaded:,} such devices with the optimizer in host memory{without}, or devices with more memory"
     return f"use about {plain:,} such devices, or devices with more memory" if plain else ""
 
 
-def _doublings(request: PlanRequest, offload: tuple[str, ...]) -> int:
+def _devices_needed(request: PlanRequest, offload: tuple[str, ...]) -> int:
     growth = 2
     while growth <= MOST_GROWTH:
         if _fits_on(request, growth, offload=offload):

@@ -264,7 +264,7 @@ class _Look:
         there = sum(manifest.total("tokens", "train") for _, manifest in self.folders)
         self.remarks.append(
             f"data: {format_count(there)} tokens to read, {format_count(tokens)} to train on: "
-            f"{_times(most)}{f' over {source}' if len(found) > 1 else ''}"
+            f"{_passes_text(most)}{f' over {source}' if len(found) > 1 else ''}"
         )
         if most <= FREE_PASSES:
             return
@@ -273,7 +273,7 @@ class _Look:
         self.warnings.append(
             Problem(
                 where=self.place("data.tokens"),
-                what=f"{format_count(tokens)} tokens are {_times(most)} over "
+                what=f"{format_count(tokens)} tokens are {_passes_text(most)} over "
                 f"{f'the source {source!r} of ' if len(found) > 1 else ''}{format_count(there)} tokens of data",
                 why=f"beyond about {FREE_PASSES:g} passes {worth} (arXiv 2305.16264), and the model memorises the text",
                 fix=f"build from more text, or train on data.tokens = {least:_} or fewer",
@@ -402,10 +402,10 @@ def passes_of(manifests: Sequence[Manifest], *, tokens: int, sequence: int) -> d
     return found
 
 
-def _times(passes: float) -> str:
+def _passes_text(passes: float) -> str:
     """A number of passes as people say it.
 
-    >>> _times(0.43), _times(1.0), _times(12.34)
+    >>> _passes_text(0.43), _passes_text(1.0), _passes_text(12.34)
     ('0.43 passes', '1 pass', '12.3 passes')
     """
     return f"{passes:.3g} pass{'' if f'{passes:.3g}' == '1' else 'es'}"

@@ -79,7 +79,7 @@ def plan(
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
     request, advice = request_from_job(asked, cluster, origins=origins)
     noted = (*noted, *advice)
-    return _plan(
+    return _make_plan(
         asked, _with_calibration(request, calibration), noted=noted, calibration=calibration, hopeless=hopeless
     )
 
@@ -92,7 +92,7 @@ def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> Pla
     return replace(request, calibration=Calibration(**note.scalars))
 
 
-def _plan(
+def _make_plan(
     job: Job, request: PlanRequest, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
 ) -> Plan:
     cluster = request.cluster
@@ -111,7 +111,7 @@ def _plan(
         step_s=prediction.step_s,
     )
     if trouble.effective_time <= 0 and not hopeless:
-        raise _never(request, trouble)
+        raise _never_finishes(request, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
     lasting, uneven = run_duration(
         request,
@@ -139,7 +139,7 @@ def _plan(
         *_slow_progress(request, trouble),
         *_too_long(request, lasting, layout),
         *_host_memory(request, layout),
-        *_untrainable(job, request, layout),
+        *_trainer_problems(job, request, layout),
         *(
             [wasted]
             if (wasted := compression_pays(request, layout, where=request.place("parallel.compression")))
@@ -161,7 +161,7 @@ def _plan(
         reliability=trouble,
         bill=costs,
         alternatives=tuple(explain_alternative(request, layout, other) for other in found.others),
-        pareto=_points(request, found, batch=job.batch, tokens=budget, price_usd=price_usd),
+        pareto=_pareto_points(request, found, batch=job.batch, tokens=budget, price_usd=price_usd),
         search=SearchStats(
             legal=found.legal,
             fitting=found.fitting,
@@ -184,7 +184,7 @@ def checkpoint_bytes(request: PlanRequest, layout: Layout) -> float:
     return count_parameters(request.model).total * each + tables * float(np.max(request.memory.table_optimizer_bytes))
 
 
-def _points(
+def _pareto_points(
     request: PlanRequest, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
 ) -> tuple[ParetoPoint, ...]:
     """The Pareto set with its time and money to the token budget, the batch ramp walked as for the plan itself."""
@@ -212,7 +212,7 @@ def _at_best(trouble: Reliability) -> float:
     return effective_time(trouble.blocking_s, trouble.optimal_interval_s, trouble.mtbf_s, lost_s=trouble.lost_s)
 
 
-def _never(request: PlanRequest, trouble: Reliability) -> UserError:
+def _never_finishes(request: PlanRequest, trouble: Reliability) -> UserError:
     """Failures come faster than the run recovers from them."""
     lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
     total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
@@ -276,7 +276,7 @@ def _too_long(request: PlanRequest, lasting: Duration, layout: Layout) -> tuple[
     )
 
 
-def _untrainable(job: Job, request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
+def _trainer_problems(job: Job, request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """What our own trainer would refuse of this plan; another framework's limits are its own."""
     if not trains_with_phalanx(job):
         return ()

@@ -97,17 +97,17 @@ def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     table, times, _ = price_layouts(request, [layout])
     groups = traffic.groups(table, request.physics, request.profile)
     axes = [
-        *_inner(request, layout, table, groups),
-        *_replicas(request, layout, table, groups),
-        *_stages(request, layout, table, groups),
-        *_experts(request, layout, table, groups),
+        *_inner_axes(request, layout, table, groups),
+        *_replica_axes(request, layout, table, groups),
+        *_stage_axes(request, layout, table, groups),
+        *_expert_axes(request, layout, table, groups),
     ]
     used = [axis for axis in axes if axis.ranks > 1]
-    shown = _shown(times, used)
-    return tuple(_use(request, axis, shown[axis.name]) for axis in used)
+    shown = _exposed_seconds(times, used)
+    return tuple(_axis_use(request, axis, shown[axis.name]) for axis in used)
 
 
-def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
+def _exposed_seconds(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     """The seconds of each part of the step, divided between the axes that make it in proportion to their wire time."""
     wires = {axis.name: axis.wire_s for axis in axes}
     totals = {axis.part: sum(wires[one.name] for one in axes if one.part == axis.part) for axis in axes}
@@ -117,8 +117,8 @@ def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     }
 
 
-def _use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
-    algorithm, next_best = _algorithm(axis.group, axis.loads[0])
+def _axis_use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
+    algorithm, next_best = _fastest_algorithm(axis.group, axis.loads[0])
     return AxisUse(
         axis=axis.name,
         size=axis.ranks,
@@ -127,7 +127,7 @@ def _use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
         operation=" + ".join(dict.fromkeys(load.operation for load in axis.loads)),
         algorithm=algorithm,
         next_best=next_best,
-        bytes_per_step=sum(load.calls * _sent(load, axis.ranks) for load in axis.loads),
+        bytes_per_step=sum(load.calls * _bytes_sent(load, axis.ranks) for load in axis.loads),
         # Where the cost model shows more than the bare wire (contention in nanotron's profile), the wire is as slow.
         wire_s=max(axis.wire_s, shown_s),
         shown_s=shown_s,
@@ -144,7 +144,7 @@ def tier(request: PlanRequest, group: net.Group) -> str:
     return "NIC" if inside == 1 else f"{link}×{inside}+NIC"
 
 
-def _passes(layout: Layout) -> int:
+def _layer_passes(layout: Layout) -> int:
     return 2 + (layout.recompute == "full")
 
 
@@ -152,12 +152,12 @@ def _activation_bytes(c: Cases) -> float:
     return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
 
-def _inner(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _inner_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """Tensor and context: what travels inside every layer."""
     layer_passes = request.model.layers / layout.pipeline * layout.accumulation
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
     # Two of each per layer and pass; the embedding and the head have one each way, on one stage of the pipeline.
-    calls = 2 * layer_passes * _passes(layout) + 2 * layout.accumulation / layout.pipeline
+    calls = 2 * layer_passes * _layer_passes(layout) + 2 * layout.accumulation / layout.pipeline
     nbytes = _activation_bytes(c)
     # torch's recompute stops before what ends a layer, for backward does not need its result (docs/trace.md).
     skipped = layer_passes if layout.recompute == "full" and request.profile_name in EARLY_STOP else 0.0
@@ -166,7 +166,7 @@ def _inner(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) ->
         for name in operations
     ]
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens * element_bytes(c)
-    hops = (layout.context - 1) * layer_passes * (_passes(layout) + 1)
+    hops = (layout.context - 1) * layer_passes * (_layer_passes(layout) + 1)
     ring = [_Load(operation="ring send", calls=hops, nbytes=float(np.max(width)))]
     pace = request.pace("inner_traffic")
     return [
@@ -175,7 +175,7 @@ def _inner(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) ->
     ]
 
 
-def _stages(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _stage_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     spread = layout.tensor if layout.sequence_parallel else 1
     # Forward and back from each of its chunks; of two ranks each is an end, which has one neighbour less.
     calls = (2 * layout.virtual_pipeline - (layout.pipeline == 2)) * layout.accumulation
@@ -187,14 +187,14 @@ def _stages(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -
     ]
 
 
-def _replicas(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _replica_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
     held = _weights(c)
     weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
     pace = request.pace("outer_traffic")
     whole = "data" if int(np.max(g.replica.ranks)) == 1 else "shard"
     group, part = (g.data, "gradient_s") if layout.zero == 0 else (g.shard, _sharded_part(layout))
-    loads = _sharing(request, layout, c, weights, once=tables if request.profile_name in TABLES_ONCE else 0.0)
+    loads = _sharing_loads(request, layout, c, weights, once=tables if request.profile_name in TABLES_ONCE else 0.0)
     shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
     sharers = max(int(np.max(g.shard.ranks)), 1)
     between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(request, c) / sharers)]
@@ -203,15 +203,15 @@ def _replicas(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups)
     return [shard, replica]
 
 
-def _experts(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     if not request.model.is_moe:
         return []
     moe_layers = (request.model.layers - request.model.dense_layers) / layout.pipeline
     routed = float(np.max(routed_tokens(c) * c.hidden * element_bytes(c)))
-    calls = 2 * moe_layers * _passes(layout) * layout.accumulation
+    calls = 2 * moe_layers * _layer_passes(layout) * layout.accumulation
     copies = _network_copies(request, g.expert)
     loads = [_Load(operation="all-to-all", calls=calls, nbytes=routed, network_copies=copies)]
-    shared = _sharing(request, layout, c, float(np.max(_weights(c).experts)))
+    shared = _sharing_loads(request, layout, c, float(np.max(_weights(c).experts)))
     return [
         _Axis(
             name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=request.pace("inner_traffic")
@@ -245,7 +245,7 @@ def _gradient_bytes(request: PlanRequest, c: Cases) -> float:
     return float(np.max(traffic.gradient_width(c, request.profile)))
 
 
-def _reduces(layout: Layout) -> int:
+def _gradient_reductions(layout: Layout) -> int:
     """Gradient reductions per step; ZeRO-2 owns no whole gradient, so it reduces after every micro-batch.
 
     Not in a pipeline: torch's schedules reduce once, after the last micro-batch.
@@ -253,7 +253,7 @@ def _reduces(layout: Layout) -> int:
     return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
-def _sharing(request: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
+def _sharing_loads(request: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
     """What keeps the holders of `weights` parameters equal; `once` of them ZeRO-3 gathers once per micro-batch."""
     gradients = weights * _gradient_bytes(request, c)
     held = weights * float(np.max(element_bytes(c)))
@@ -261,7 +261,7 @@ def _sharing(request: PlanRequest, layout: Layout, c: Cases, weights: float, *, 
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]
     if layout.zero < 3 or layout.pipeline > 1:  # in a pipeline ZeRO-3 keeps what it gathered for the whole step
         return [
-            _Load(operation="reduce-scatter", calls=_reduces(layout), nbytes=gradients),
+            _Load(operation="reduce-scatter", calls=_gradient_reductions(layout), nbytes=gradients),
             _Load(operation="all-gather", calls=1, nbytes=held),
         ]
     # ZeRO-3 gathers for forward and again for backward; its gradients are scattered uncompressed.
@@ -285,14 +285,14 @@ def _seconds(group: net.Group, load: _Load) -> float:
     return float(np.max(hop(group, nbytes)))
 
 
-def _sent(load: _Load, ranks: int) -> float:
+def _bytes_sent(load: _Load, ranks: int) -> float:
     """Bytes one device sends for one call."""
     share = (ranks - 1) / ranks
     factor = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": share, "all-to-all": share}
     return load.nbytes * factor.get(load.operation, 1.0)
 
 
-def _algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
+def _fastest_algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
     """The fastest algorithm for an all-reduce and its runner-up; the other operations have one."""
     if load.operation == "all-to-all":
         return "direct", ""
@@ -420,7 +420,7 @@ def _of_axis(job: Job, cluster: Cluster, layout: Layout, axis: AxisUse) -> list[
     operations: list[Operation] = [
         name for name in ("all-reduce", "reduce-scatter", "all-gather") if name in axis.operation
     ]
-    sizes = {one: _size(job, layout, axis, one) for one in operations}
+    sizes = {one: _message_size(job, layout, axis, one) for one in operations}
     return [
         Message(
             axis=axis.axis,
@@ -439,21 +439,21 @@ def _of_axis(job: Job, cluster: Cluster, layout: Layout, axis: AxisUse) -> list[
     ]
 
 
-def _size(job: Job, layout: Layout, axis: AxisUse, operation: Operation) -> tuple[float, float]:
+def _message_size(job: Job, layout: Layout, axis: AxisUse, operation: Operation) -> tuple[float, float]:
     """(bytes of a message, messages of a step)."""
     element = 4.0 if job.precision.compute == "fp32" else 2.0
     if axis.axis not in REDUCING:
         tokens = layout.micro_batch * job.data.sequence / max(1, layout.context)
-        return _shared(tokens * job.model.hidden * element, axis, operation)
+        return _equal_messages(tokens * job.model.hidden * element, axis, operation)
     width = element if operation == "all-gather" else (2.0 if job.precision.grad_reduce == "bf16" else 4.0)
     if layout.zero == 0:
         whole = axis.bytes_per_step * axis.size / (2.0 * (axis.size - 1))
         nbytes = min(bucket_bytes(job), whole)
         return nbytes, math.ceil(min(whole / nbytes, 1e15)) if nbytes > 0 else 0.0
-    return _shared(_block_parameters(job, layout, axis) * width, axis, operation)
+    return _equal_messages(_block_parameters(job, layout, axis) * width, axis, operation)
 
 
-def _shared(nbytes: float, axis: AxisUse, operation: Operation) -> tuple[float, float]:
+def _equal_messages(nbytes: float, axis: AxisUse, operation: Operation) -> tuple[float, float]:
     """Messages of one size, as many as the axis' bytes make; its operations take equal parts of them, near enough."""
     share = (axis.size - 1) / axis.size * (2.0 if operation == "all-reduce" else 1.0)
     kinds = axis.operation.count("+") + 1

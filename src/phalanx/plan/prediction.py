@@ -172,7 +172,7 @@ def run_duration(
         count = -(-max(0, until - seen) // stage.global_tokens)
         training_s, steps, seen = training_s + count * float(times.step_s[0]), steps + count, max(seen, until)
         if sequences % (layout.data * layout.micro_batch):
-            warnings.append(_uneven(request, layout, index, sequences))
+            warnings.append(_uneven_batch(request, layout, index, sequences))
     count = -(-max(0, tokens - seen) // batch.global_tokens)
     training_s, steps = training_s + count * step_s, steps + count
     wall_s = training_s / effective_time if effective_time > 0 else float("inf")
@@ -184,18 +184,18 @@ def run_duration(
         steps=steps,
         training_s=training_s,
         wall_s=wall_s,
-        wall_s_low=wall_s / _together(step_s / low_s, best / effective_time if effective_time > 0 else 1.0),
-        wall_s_high=wall_s * _together(high_s / step_s, effective_time / worst if worst > 0 else math.inf),
+        wall_s_low=wall_s / _joint_factor(step_s / low_s, best / effective_time if effective_time > 0 else 1.0),
+        wall_s_high=wall_s * _joint_factor(high_s / step_s, effective_time / worst if worst > 0 else math.inf),
     )
     return lasting, tuple(warnings)
 
 
-def _together(*factors: float) -> float:
+def _joint_factor(*factors: float) -> float:
     """The factor that independent factors from 1 on make at the edge of an 80 % interval: their logs add in squares."""
     return math.exp(math.hypot(*(math.log(factor) for factor in factors)))
 
 
-def _uneven(request: PlanRequest, layout: Layout, index: int, sequences: int) -> Problem:
+def _uneven_batch(request: PlanRequest, layout: Layout, index: int, sequences: int) -> Problem:
     return Problem(
         where=request.place("batch.ramp"),
         what=f"batch.ramp[{index}] has {sequences:,} sequences per step, not a multiple of data {layout.data} × "

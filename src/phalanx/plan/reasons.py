@@ -45,9 +45,9 @@ REACH = 8.0  # how far, in either direction, one machine parameter is turned to 
 GRID = 97
 # column of the cost model -> (name, how the value is written)
 LEVERS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "nic_bytes_per_s": ("NIC", lambda value: f"{_digits(value * 8 / 1e9)} Gb/s per device"),
-    "link_bytes_per_s": ("link", lambda value: f"{_digits(value / 1e9)} GB/s per device"),
-    "memory_bytes_per_s": ("memory bandwidth", lambda value: f"{_digits(value / 1e9)} GB/s"),
+    "nic_bytes_per_s": ("NIC", lambda value: f"{_three_digits(value * 8 / 1e9)} Gb/s per device"),
+    "link_bytes_per_s": ("link", lambda value: f"{_three_digits(value / 1e9)} GB/s per device"),
+    "memory_bytes_per_s": ("memory bandwidth", lambda value: f"{_three_digits(value / 1e9)} GB/s"),
 }
 
 
@@ -90,7 +90,7 @@ def explain_alternative(request: PlanRequest, best: Layout, other: Candidate) ->
     )
 
 
-def _digits(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -125,13 +125,13 @@ def slowest_part(times: StepTimes, layouts: tuple[Layout, Layout]) -> str:
     worst = sorted(lost, key=lambda name: -lost[name])[:2]
     if lost[worst[0]] <= 0:
         return "as fast, but more complex"
-    words = [_against(times, worst[0], layouts)]
+    words = [_part_against(times, worst[0], layouts)]
     if lost[worst[1]] > 0.5 * lost[worst[0]]:
-        words.append(_against(times, worst[1], layouts))
+        words.append(_part_against(times, worst[1], layouts))
     return "; ".join(words)
 
 
-def _against(times: StepTimes, name: str, layouts: tuple[Layout, Layout]) -> str:
+def _part_against(times: StepTimes, name: str, layouts: tuple[Layout, Layout]) -> str:
     ours, theirs = (seconds_of(times, name, row) for row in (1, 0))
     against = f"against {format_seconds(theirs)}" if theirs > NOTHING * ours else "against none"
     named = MATRICES if name == "matmul_s" else part_name(name, *layouts)
@@ -152,12 +152,12 @@ def crossing(request: PlanRequest, best: Layout, other: Layout) -> str:
     columns = layout_columns([other, best])
     table = build_cases(request, {name: value[:, None] for name, value in columns.items()})
     whole = np.linspace(-np.log(REACH), np.log(REACH), GRID)
-    sides = [_nearest_win(lead, whole) for lead in _leads(request, table, [whole] * len(LEVERS))]
+    sides = [_nearest_win(lead, whole) for lead in _lead_seconds(request, table, [whole] * len(LEVERS))]
     if all(side is None for side in sides):
         return f"no change of NIC, link or memory speed within {REACH:.0f}x makes it win"
-    finer = [whole if side is None else np.linspace(side, side + _back(side, whole), GRID) for side in sides]
+    finer = [whole if side is None else np.linspace(side, side + _grid_step(side, whole), GRID) for side in sides]
     found: list[tuple[float, str]] = []
-    leads = _leads(request, table, finer)
+    leads = _lead_seconds(request, table, finer)
     for side, logs, lead, (column, (name, written)) in zip(sides, finer, leads, LEVERS.items(), strict=True):
         if side is not None:
             place = _nearest_win(lead, logs)
@@ -168,7 +168,7 @@ def crossing(request: PlanRequest, best: Layout, other: Layout) -> str:
     return min(found)[1]
 
 
-def _back(side: float, logs: Floats) -> float:
+def _grid_step(side: float, logs: Floats) -> float:
     """A step of the grid towards 1, where the best layout still leads."""
     return float(logs[1] - logs[0] if side < 0 else logs[0] - logs[1])
 
@@ -178,7 +178,7 @@ def _nearest_win(lead: Floats, logs: Floats) -> float | None:
     return float(wins[np.argmin(np.abs(wins))]) if wins.size else None
 
 
-def _leads(request: PlanRequest, table: Cases, logs: list[Floats]) -> Floats:
+def _lead_seconds(request: PlanRequest, table: Cases, logs: list[Floats]) -> Floats:
     """Seconds by which row 1 is ahead of row 0, one row per lever: each is turned alone, by the factors of its logs."""
     turned = {}
     for index, column in enumerate(LEVERS):

@@ -69,7 +69,7 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
             bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))
             near = runs & (total <= bound)
         if near.any():
-            parts.append(_priced(space, grid, near, total))
+            parts.append(_price_rows(space, grid, near, total))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
     base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
     order = np.argsort(base * space.choice["zero"].size + choice)
@@ -85,7 +85,7 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     )
 
 
-def _priced(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
+def _price_rows(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
     """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
     small, inside = grid.around(near)
     times = step_times(space.request, build_cases(space.request, small.columns))

@@ -73,7 +73,7 @@ class Space:
         columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}
         columns["ep"] = self.experts[used[3]][:, None]
         for name in ("zero", "group", "offload", "compression"):
-            columns[name] = _single(self.choice[name][choice[:, 0, 0]][:, None, None, None, None])
+            columns[name] = _single_value(self.choice[name][choice[:, 0, 0]][:, None, None, None, None])
         columns["shard"] = shard_size(self.request, columns)
         columns["recompute"] = self.choice["recompute"][choice[0, :, 0]][:, None, None, None]
         columns["sp"] = self.choice["sp"][choice[0, 0, :]][:, None, None]
@@ -126,8 +126,8 @@ def build_space(
     count = devices or request.cluster.devices
     limit = widest_tensor or request.cluster.domain_devices
     degrees = [row for row in splits(request, count) if "tensor" in request.fixed or row[0] <= limit]
-    base, experts, of_expert = _base(request, degrees, most_micro)
-    choice, product = _choices(request, offload)
+    base, experts, of_expert = _base_table(request, degrees, most_micro)
+    choice, product = _choice_table(request, offload)
     return Space(
         request=request,
         devices=count,
@@ -154,7 +154,7 @@ def splits(request: PlanRequest, devices: int) -> list[tuple[int, int, int, int]
 def tensor_sizes(request: PlanRequest, devices: int) -> list[int]:
     """Tensor sizes that give each rank whole heads."""
     heads, kv_heads = request.model.heads, request.model.kv_heads
-    sizes = [n for n in _allowed(request, "tensor", devices) if heads % n == 0]
+    sizes = [n for n in _allowed_sizes(request, "tensor", devices) if heads % n == 0]
     copied = request.limits.copies_kv_heads or "tensor" in request.fixed
     return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or request.model.is_mla]
 
@@ -163,15 +163,15 @@ def context_sizes(request: PlanRequest, devices: int) -> list[int]:
     """Context sizes; each rank takes two slices, one early and one late, so that causal work is even."""
     if not request.limits.context and "context" not in request.fixed:
         return [1]
-    return [n for n in _allowed(request, "context", devices) if n == 1 or request.sequence % (2 * n) == 0]
+    return [n for n in _allowed_sizes(request, "context", devices) if n == 1 or request.sequence % (2 * n) == 0]
 
 
 def pipeline_sizes(request: PlanRequest, devices: int) -> list[int]:
     """Pipeline depths with at least one layer per stage."""
-    return [n for n in _allowed(request, "pipeline", devices) if n <= request.model.layers]
+    return [n for n in _allowed_sizes(request, "pipeline", devices) if n <= request.model.layers]
 
 
-def _allowed(request: PlanRequest, name: str, devices: int) -> list[int]:
+def _allowed_sizes(request: PlanRequest, name: str, devices: int) -> list[int]:
     if name in request.fixed:
         size = int(request.fixed[name])
         return [size] if devices % size == 0 else []
@@ -214,12 +214,12 @@ def schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[in
         return [(only, 1)] if request.fixed.get("virtual_pipeline", 1) == 1 else []
     found = []
     for name in (str(wanted),) if wanted else request.limits.schedules:
-        chunks = _chunks(request, pp, accumulation) if name == "interleaved" else (1,)
+        chunks = _chunk_counts(request, pp, accumulation) if name == "interleaved" else (1,)
         found += [(SCHEDULES.index(name), n) for n in chunks if request.fixed.get("virtual_pipeline", n) == n]
     return found
 
 
-def _chunks(request: PlanRequest, pp: int, accumulation: int) -> list[int]:
+def _chunk_counts(request: PlanRequest, pp: int, accumulation: int) -> list[int]:
     # Megatron's interleaved schedule takes micro-batches in groups of the pipeline's depth.
     if accumulation % pp:
         return []
@@ -229,7 +229,7 @@ def _chunks(request: PlanRequest, pp: int, accumulation: int) -> list[int]:
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
 
 
-def _base(
+def _base_table(
     request: PlanRequest, degrees: list[tuple[int, int, int, int]], most_micro: int
 ) -> tuple[dict[str, Ints], Ints, Ints]:
     """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
@@ -257,7 +257,7 @@ def _base(
     own = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     of_expert = np.where(np.repeat(has_size, lengths, axis=0).T, np.repeat(start, lengths, axis=0).T + own, NO_ROW)
     table = np.zeros((int(blocks.sum()), 8), dtype=np.int64)
-    rest = np.concatenate((np.zeros((0, 7), dtype=np.int64), *_beside(degrees, parts)))
+    rest = np.concatenate((np.zeros((0, 7), dtype=np.int64), *_join_columns(degrees, parts)))
     for size, rows in zip(experts, of_expert, strict=True):
         used = rows != NO_ROW
         table[rows[used]] = np.insert(rest[used], 4, size, axis=1)
@@ -266,15 +266,15 @@ def _base(
     return columns, np.array(experts, dtype=np.int64), of_expert
 
 
-def _beside(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list[Ints]:
+def _join_columns(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list[Ints]:
     return [np.column_stack((np.tile(one, (len(part), 1)), part)) for one, part in zip(degrees, parts, strict=True)]
 
 
-def _choices(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
+def _choice_table(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
     """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
     fixed = request.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
-    zeros = _zeros(request)
+    zeros = _zero_stages(request)
     shared = [(zero, group) for zero in zeros for group in (groups if zero else (NONE,))]
     recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
     flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
@@ -295,7 +295,7 @@ def _choices(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, 
     return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
-def _zeros(request: PlanRequest) -> tuple[int, ...]:
+def _zero_stages(request: PlanRequest) -> tuple[int, ...]:
     """ZeRO stages to try: parameters in host memory need the third, PowerSGD's whole gradients none."""
     if "zero" in request.fixed:
         return (int(request.fixed["zero"]),)
@@ -304,7 +304,7 @@ def _zeros(request: PlanRequest) -> tuple[int, ...]:
     return (0,) if request.fixed.get("compression") == "powersgd" else request.limits.zero
 
 
-def _single(column: Ints) -> Ints:
+def _single_value(column: Ints) -> Ints:
     """A column of one value as a scalar, so that it widens no term that looks at it."""
     return column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column
 

@@ -312,7 +312,9 @@ class Run:
         if self.plan() == json.loads(plan_json):
             return
         count = self.plan_count()
-        _put(self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8"))  # a copy: a run has a plan
+        _write_file(
+            self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8")
+        )  # a copy: a run has a plan
         self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
 
     def plan_count(self) -> int:
@@ -320,12 +322,12 @@ class Run:
         return 1 + len(list(self.path.glob("plan-*.json")))
 
     def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
-        _put(self.job_toml, job_toml)
-        _put(self.path / "job.json", json.dumps(job, indent=1, ensure_ascii=False) + "\n")
-        _put(self.plan_json, plan_json)
+        _write_file(self.job_toml, job_toml)
+        _write_file(self.path / "job.json", json.dumps(job, indent=1, ensure_ascii=False) + "\n")
+        _write_file(self.plan_json, plan_json)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        _write_file(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,7 +370,7 @@ def create_run(
     """A new folder `root/name-<UTC time>`; an existing one is never touched."""
     require_name(name)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
-    run = Run(path=_fresh(root, f"{name}-{stamp}"))
+    run = Run(path=_new_folder(root, f"{name}-{stamp}"))
     for folder in ("logs", "errors", "checkpoints"):
         (run.path / folder).mkdir()
     run._fill(job_toml=job_toml, job=job, plan_json=plan_json)
@@ -383,7 +385,7 @@ def require_name(name: str) -> None:
         raise mistake("run name", f"{name[:60]!r} is not a name", why="it names a folder under --runs", fix=fix)
 
 
-def _fresh(root: Path, stem: str) -> Path:
+def _new_folder(root: Path, stem: str) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for count in range(1, MOST_TRIES):
@@ -407,11 +409,11 @@ def open_run(path: str | Path) -> Run:
     """The run in a folder; raises UserError when it is none."""
     folder = Path(path)
     if not folder.is_dir():
-        close = nearest(folder.name, _names(folder.parent))
+        close = nearest(folder.name, _folder_names(folder.parent))
         fix = f"did you mean {folder.parent / close}?" if close else "name a folder under runs/, as phalanx train made"
         raise mistake(str(folder), "there is no such run", fix=fix)
     if not (folder / "plan.json").is_file():
-        inside = [name for name in _names(folder) if (folder / name / "plan.json").is_file()]
+        inside = [name for name in _folder_names(folder) if (folder / name / "plan.json").is_file()]
         fix = f"name a run in it, such as {folder / inside[-1]}" if inside else "name a folder that phalanx train made"
         raise mistake(str(folder), "is not a run: it has no plan.json", fix=fix)
     return Run(path=folder)
@@ -424,7 +426,7 @@ def list_runs(root: Path) -> list[Run]:
         with os.scandir(root) as entries:
             for entry in entries:
                 if _is_run(entry):
-                    found.append((_began(Path(entry.path)), entry.name))
+                    found.append((_start_time(Path(entry.path)), entry.name))
     except OSError:
         return []
     return [Run(path=root / name) for _, name in sorted(found, reverse=True)]
@@ -448,7 +450,7 @@ def _is_run(entry: os.DirEntry[str]) -> bool:
     return is_folder and bool(NAME.fullmatch(entry.name)) and (Path(entry.path) / "plan.json").is_file()
 
 
-def _began(folder: Path) -> float:
+def _start_time(folder: Path) -> float:
     """When a run was made, as far as its files tell: the plan is written first, and hardly ever again."""
     try:
         return (folder / "plan.json").stat().st_mtime
@@ -456,7 +458,7 @@ def _began(folder: Path) -> float:
         return 0.0
 
 
-def _names(folder: Path) -> list[str]:
+def _folder_names(folder: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     except OSError:
@@ -480,7 +482,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _put(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:

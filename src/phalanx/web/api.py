@@ -66,30 +66,30 @@ def api_routes(store: RunStore, hub: NewsHub, *, complain: Callable[[str], None]
     """All addresses below /api."""
     base = "/api/runs/{name}"
     context = ApiContext(store=store, complain=complain)
-    tell = partial(_route, context)
+    tell = partial(_json_route, context)
     return [
         tell("/api/runs", _runs),
-        tell("/api/compare", _compare),
-        tell(base, _plainly(run_views.run_view)),
-        tell(f"{base}/curves", _curves),
-        tell(f"{base}/marks", _plainly(run_views.marks_view)),
-        tell(f"{base}/mesh", _mesh),
+        tell("/api/compare", _compare_answer),
+        tell(base, _run_only_view(run_views.run_view)),
+        tell(f"{base}/curves", _curves_answer),
+        tell(f"{base}/marks", _run_only_view(run_views.marks_view)),
+        tell(f"{base}/mesh", _mesh_answer),
         tell(f"{base}/ranks/{{rank}}", _rank),
         tell(f"{base}/step", _step),
-        tell(f"{base}/ledger", _plainly(run_views.ledger_view)),
-        tell(f"{base}/plan", _plainly(detail_views.plan_view)),
-        tell(f"{base}/findings", _plainly(check_views.findings_view)),
-        tell(f"{base}/verdicts", _plainly(check_views.counts_view)),
-        tell("/api/rules/{rule}", _rule),
-        tell(f"{base}/cost", _plainly(run_views.cost_view)),
-        _live(context, hub, f"{base}/stream"),
+        tell(f"{base}/ledger", _run_only_view(run_views.ledger_view)),
+        tell(f"{base}/plan", _run_only_view(detail_views.plan_view)),
+        tell(f"{base}/findings", _run_only_view(check_views.findings_view)),
+        tell(f"{base}/verdicts", _run_only_view(check_views.counts_view)),
+        tell("/api/rules/{rule}", _rule_answer),
+        tell(f"{base}/cost", _run_only_view(run_views.cost_view)),
+        _stream_route(context, hub, f"{base}/stream"),
     ]
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------
 
 
-def _plainly(view: View) -> View:
+def _run_only_view(view: View) -> View:
     """A view that takes nothing but the run."""
 
     def ask(store: RunStore, request: Request) -> Any:
@@ -104,7 +104,7 @@ def _runs(store: RunStore, request: Request) -> Any:
     return run_views.runs_view(store)
 
 
-def _curves(store: RunStore, request: Request) -> Any:
+def _curves_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "names", "rank", "first", "last", "points")
     return run_views.curves_view(
         store,
@@ -117,7 +117,7 @@ def _curves(store: RunStore, request: Request) -> Any:
     )
 
 
-def _mesh(store: RunStore, request: Request) -> Any:
+def _mesh_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "name", "columns", "first", "last")
     return detail_views.mesh_view(
         store,
@@ -143,12 +143,12 @@ def _step(store: RunStore, request: Request) -> Any:
     return detail_views.step_view(store, name, rank=rank, step=query.whole("step", None))
 
 
-def _rule(store: RunStore, request: Request) -> Any:
+def _rule_answer(store: RunStore, request: Request) -> Any:
     QueryParameters(request.query_params)
     return check_views.rule_view(request.path_params["rule"])
 
 
-def _compare(store: RunStore, request: Request) -> Any:
+def _compare_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "runs", "name", "points")
     points = query.whole("points", 800, least=1, most=MOST_POINTS) or 1
     return run_views.compare_view(store, query.listed("runs"), name=query.text("name", "loss"), points=points)
@@ -157,17 +157,17 @@ def _compare(store: RunStore, request: Request) -> Any:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def _route(context: ApiContext, path: str, ask: View) -> Route:
+def _json_route(context: ApiContext, path: str, ask: View) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
-            return _json(200, await to_thread.run_sync(lambda: context.encode(ask(context.store, request))))
+            return _json_response(200, await to_thread.run_sync(lambda: context.encode(ask(context.store, request))))
         except Exception as error:
             return context.sorry(request, error)
 
     return Route(path, endpoint, methods=["GET"])
 
 
-def _live(context: ApiContext, hub: NewsHub, path: str) -> Route:
+def _stream_route(context: ApiContext, hub: NewsHub, path: str) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             QueryParameters(request.query_params)
@@ -175,7 +175,7 @@ def _live(context: ApiContext, hub: NewsHub, path: str) -> Route:
         except Exception as error:
             return context.sorry(request, error)
         if hub.is_full:
-            return _json(503, context.encode({"error": "too many pages listen already; close some"}))
+            return _json_response(503, context.encode({"error": "too many pages listen already; close some"}))
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not hold news back
         if request.method == "HEAD":
             return Response(headers=headers, media_type="text/event-stream")
@@ -198,13 +198,13 @@ class ApiContext:
 
     def sorry(self, request: Request, error: Exception) -> Response:
         """Why there is no answer."""
-        status, text = _reason(error)
+        status, text = _error_reason(error)
         if status == 500:
             self.complain(f"phalanx web: {request.url.path}: {type(error).__name__}: {error}")
-        return _json(status, self.encode({"error": text}))
+        return _json_response(status, self.encode({"error": text}))
 
 
-def _reason(error: Exception) -> tuple[int, str]:
+def _error_reason(error: Exception) -> tuple[int, str]:
     if isinstance(error, BadRequestError):
         return 400, str(error)
     if isinstance(error, NotYetError):
@@ -219,5 +219,5 @@ def _reason(error: Exception) -> tuple[int, str]:
     return 500, f"this could not be worked out ({type(error).__name__}); the server's terminal says more"
 
 
-def _json(status: int, body: bytes) -> Response:
+def _json_response(status: int, body: bytes) -> Response:
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")

@@ -46,7 +46,7 @@ def findings_view(store: RunStore, name: str) -> Json:
     return {
         **_stand(found, parts),
         "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
-        "groups": _groups(listed, run.path),
+        "groups": _finding_groups(listed, run.path),
         "remarks": said,
         "damage": parts.damage,
     }
@@ -70,7 +70,7 @@ def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
     }
 
 
-def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:
+def _finding_groups(listed: Sequence[Json], folder: Path) -> list[Json]:
     """Findings under the names of their groups, in the order of the specification."""
     own = {one["group"]: "your own rules" for one in listed if one.get("origin")}
     titles = {**GROUPS, "SPC": OTHER, **own}
@@ -102,7 +102,7 @@ def rule_view(name: str) -> Json:
         "group": GROUPS.get(found.group, OTHER),
         "severity": found.severity,
         **{key: getattr(found, key).strip() for key in TEXTS},
-        "limits": [_limit(key, one) for key, one in found.limits.items()],
+        "limits": [_limit_view(key, one) for key, one in found.limits.items()],
         "references": [{"text": one.text, "mark": one.mark} for one in found.references],
         "evidence": {"requires": found.requires, "uses": found.uses},
     }
@@ -111,16 +111,16 @@ def rule_view(name: str) -> Json:
 TEXTS = ("requirement", "why", "how", "bad", "good", "fix", "waive", "history")
 
 
-def _limit(name: str, limit: Limit) -> Json:
+def _limit_view(name: str, limit: Limit) -> Json:
     special = {**limit.classes, **limit.profiles}
     return {
         "name": name,
-        "value": _value(limit.value),
+        "value": _limit_value(limit.value),
         "unit": limit.unit,
         "note": limit.note,
-        "special": {key: _value(value) for key, value in special.items()},
+        "special": {key: _limit_value(value) for key, value in special.items()},
     }
 
 
-def _value(value: object) -> object:
+def _limit_value(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value

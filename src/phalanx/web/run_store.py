@@ -216,11 +216,11 @@ class RunStore:
     def run(self, name: str) -> Run:
         """A run by its name; raises UserError for a name that is none, or leads elsewhere."""
         if self._only and name != self._only:
-            raise _unknown(name)
+            raise _unknown_run(name)
         try:
             return run_in(self.root, name)
         except UserError as error:
-            raise _unknown(name) from error
+            raise _unknown_run(name) from error
 
     @contextmanager
     def history(self, name: str) -> Iterator[RunHistory]:
@@ -254,7 +254,7 @@ class RunStore:
         return found
 
 
-def _unknown(name: str) -> UserError:
+def _unknown_run(name: str) -> UserError:
     return mistake("", f"there is no run called {name[:100]!r} here")
 
 
@@ -270,10 +270,10 @@ def state_of(run: Run) -> tuple[str, bool]:
 def run_stamp(run: Run) -> Mark:
     """Changes whenever the run has grown: size and time of the files that every run keeps writing."""
     files = (run.events(0), run.supervisor, run.path / "status.json", run.plan_json, run.path / "launch.json")
-    return tuple(_stamp(path) for path in files)
+    return tuple(_file_stamp(path) for path in files)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _file_stamp(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
     except OSError:

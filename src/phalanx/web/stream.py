@@ -147,7 +147,7 @@ class NewsHub:
 
     async def _look(self, name: str, watch: _Watch) -> None:
         try:
-            seen = await to_thread.run_sync(_seen, self._store, name)
+            seen = await to_thread.run_sync(_run_stamp, self._store, name)
             if seen == watch.seen and watch.news is not None:
                 return
             news = await to_thread.run_sync(read_news, self._store, name)
@@ -158,7 +158,7 @@ class NewsHub:
             watch.changed.notify_all()
 
 
-def _seen(store: RunStore, name: str) -> tuple[Any, ...]:
+def _run_stamp(store: RunStore, name: str) -> tuple[Any, ...]:
     run = store.run(name)
     return (*run_stamp(run), state_of(run))
 

@@ -68,7 +68,7 @@ class Communication:
 def communication(history: RunHistory) -> Communication | None:
     """What rank 0 wrote; None for a run of before."""
     made = [event for event in history.events("communicators") if isinstance(event.get("groups"), list)]
-    checks = tuple(_check(event) for event in history.events("compile_check"))
+    checks = tuple(_compile_check(event) for event in history.events("compile_check"))
     if not made and not checks:
         return None
     reported = next((event for event in reversed(made) if "variables" in event), {})
@@ -78,11 +78,11 @@ def communication(history: RunHistory) -> Communication | None:
         formations=tuple(_membership(event) for event in made),
         version=text(reported, "version"),
         built_version=text(reported, "built_version"),
-        libraries=_texts(reported.get("libraries")),
-        preloaded=_texts(reported.get("preloaded")),
-        variables=_variables(reported.get("variables")),
-        differences=_texts(reported.get("differences")),
-        notes=_texts(reported.get("notes")),
+        libraries=_text_tuple(reported.get("libraries")),
+        preloaded=_text_tuple(reported.get("preloaded")),
+        variables=_variable_texts(reported.get("variables")),
+        differences=_text_tuple(reported.get("differences")),
+        notes=_text_tuple(reported.get("notes")),
         checks=checks,
     )
 
@@ -148,7 +148,7 @@ def _membership(event: Event) -> MembershipGroups:
     )
 
 
-def _check(event: Event) -> CompileCheck:
+def _compile_check(event: Event) -> CompileCheck:
     passed = event.get("passed")
     return CompileCheck(
         step=integer(event, "step") or 0,
@@ -161,12 +161,12 @@ def _check(event: Event) -> CompileCheck:
     )
 
 
-def _texts(given: Any) -> tuple[str, ...]:
+def _text_tuple(given: Any) -> tuple[str, ...]:
     one_by_one: Sequence[Any] = given if isinstance(given, list) else ()
     return tuple(printable(one, most=500) for one in one_by_one if isinstance(one, str))
 
 
-def _variables(given: Any) -> dict[str, str]:
+def _variable_texts(given: Any) -> dict[str, str]:
     return (
         {printable(name, most=100): printable(value) for name, value in given.items()}
         if isinstance(given, dict)

@@ -61,8 +61,8 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
 
     `starts` gives the `run_start` events of a rank, where the caller knows them: the events are not read then.
     """
-    known = starts or functools.partial(_starts, run)
-    found = _supervised(run, known) if run.supervisor.is_file() else list(_started(run))
+    known = starts or functools.partial(_start_events, run)
+    found = _supervised_memberships(run, known) if run.supervisor.is_file() else list(_started_memberships(run))
     floor = NEVER_UNDONE
     for one in reversed(found):
         one.floor = floor
@@ -70,7 +70,7 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
     return found
 
 
-def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
+def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
     found: dict[int, Membership] = {}
     recorded = tuple(run.recorded())
     for _, event in MarkReader().read(event_files_of(run.supervisor)):
@@ -92,13 +92,13 @@ def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Memb
     return list(found.values())
 
 
-def _started(run: Run) -> Iterator[Membership]:
-    for count, event in enumerate(_starts(run, next(run.recorded(), 0))):
+def _started_memberships(run: Run) -> Iterator[Membership]:
+    for count, event in enumerate(_start_events(run, next(run.recorded(), 0))):
         world = max(1, integer(event, "world") or 1)
         yield Membership(epoch=count, world=world, from_step=integer(event, "step"))
 
 
-def _starts(run: Run, rank: int) -> Iterator[Event]:
+def _start_events(run: Run, rank: int) -> Iterator[Event]:
     found = MarkReader().read(files_of(run, rank), only=b"run_start")
     return (event for _, event in found if event["event"] == "run_start")
 
@@ -116,14 +116,14 @@ Mark = tuple[float, int, Event]  # time, number of the membership (-1: the super
 def merged_marks(run: Run, known: Sequence[Membership], lines: MarkReader) -> Iterator[Mark]:
     """The marks of supervisor and witnesses in the order of time."""
     if not run.supervisor.is_file():
-        return _unsupervised(run, lines)
+        return _unsupervised_marks(run, lines)
     numbers = {one.epoch: count for count, one in enumerate(known)}
-    files = [_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
+    files = [_rank_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
     supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
     return heapq.merge(*files, supervisor, key=lambda mark: mark[0])  # at the same time, ranks before its end
 
 
-def _marks(
+def _rank_marks(
     run: Run, rank: int, known: Sequence[Membership], numbers: Mapping[int, int], lines: MarkReader
 ) -> Iterator[Mark]:
     """Events of a rank in the memberships it is the witness of."""
@@ -136,7 +136,7 @@ def _marks(
             yield time_s, count, event
 
 
-def _unsupervised(run: Run, lines: MarkReader) -> Iterator[Mark]:
+def _unsupervised_marks(run: Run, lines: MarkReader) -> Iterator[Mark]:
     """Rank 0 alone, or the lowest with a record; a membership ends where the next start is made ready."""
     count, started = 0, False
     for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):

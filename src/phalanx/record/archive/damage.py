@@ -39,13 +39,13 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
             Damage(where="launch.json", what=f"{plural(reported, 'rank')}, where the plan has {planned:,}", count=1)
         )
     if not any(one.where == "launch.json" and reported is None for one in found):
-        missing = _missing(run, ranks)
+        missing = _missing_ranks(run, ranks)
         if missing:
-            found.append(Damage(where="events", what=f"no file of {_named(missing)}", count=len(missing)))
+            found.append(Damage(where="events", what=f"no file of {_rank_names(missing)}", count=len(missing)))
     return found
 
 
-def _missing(run: Run, ranks: Sequence[int]) -> list[int]:
+def _missing_ranks(run: Run, ranks: Sequence[int]) -> list[int]:
     world = run.world()
     if world is None or not 0 < world < 10**7:
         return []
@@ -83,13 +83,13 @@ def of_ranks(troubles: Mapping[int, Counter[str]]) -> list[Damage]:
         for what, number in troubles[rank].items():
             ranks.setdefault(what, []).append(rank)
             count[what] += number
-    return [Damage(where=_named(ranks[what]), what=what, count=count[what]) for what in ranks]
+    return [Damage(where=_rank_names(ranks[what]), what=what, count=count[what]) for what in ranks]
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _rank_names(ranks: Sequence[int]) -> str:
     """Some ranks for a person.
 
-    >>> _named([3]), _named([0, 1, 7]), _named(range(100))
+    >>> _rank_names([3]), _rank_names([0, 1, 7]), _rank_names(range(100))
     ('rank 3', 'ranks 0, 1, 7', '100 ranks from 0 to 99')
     """
     if len(ranks) > MOST_NAMED:

@@ -133,7 +133,7 @@ def remark_of_rank(event: Event) -> list[str]:
         parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if number(event, "bits_per_byte") is not None else []
         return [f"step {step:,}: held-out {', '.join(parts)}"]
     if event["event"] == "checkpoint":
-        return _checkpoint(event, step)
+        return _checkpoint_lines(event, step)
     if event["event"] == "memory":
         return [f"step {step:,}: {_copies(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
@@ -141,7 +141,7 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "compile_check":
         return [_compile_check(event)]
     if event["event"] == "communicators":
-        return _communicators(event)
+        return _communicator_lines(event)
     if event["event"] == "ready":
         seconds = number(event, "seconds")
         at = f", continuing at step {step:,}" if step else ""
@@ -166,7 +166,7 @@ def _compile_check(event: Event) -> str:
     return f"compiled code agrees with eager code ({cost}): {off}"
 
 
-def _communicators(event: Event) -> list[str]:
+def _communicator_lines(event: Event) -> list[str]:
     """How long the process groups took, where that is worth a line, and on which ranks the settings differ."""
     given = event.get("differences")
     lines = [f"warning: {printable(one)}" for one in given if isinstance(one, str)] if isinstance(given, list) else []
@@ -186,7 +186,7 @@ def _copies(event: Event) -> str:
     )
 
 
-def _checkpoint(event: Event, step: int) -> list[str]:
+def _checkpoint_lines(event: Event, step: int) -> list[str]:
     """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
     if event.get("error"):
         return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]

@@ -130,20 +130,22 @@ def report_headline(s: Summary) -> Headline:
 def report_sections(s: Summary, report: RunReport | None = None, *, most_rows: int = MOST_ROWS) -> list[Section]:
     """All sections that have something to say; `report` adds what takes a look at the whole record."""
     found = [
-        _measured(s),
-        _layouts(s),
-        _learning(s),
+        _measured_section(s),
+        _layouts_section(s),
+        _learning_section(s),
         time_section(s),
-        _ranks(s, report, most_rows),
+        _ranks_section(s, report, most_rows),
         incident_section(s, most_rows),
         Section(
             title="Communication",
-            blocks=_items(line.strip() for line in communication_lines(s.communication)) if s.communication else (),
+            blocks=_item_blocks(line.strip() for line in communication_lines(s.communication))
+            if s.communication
+            else (),
         ),
-        _checkpoints(s, report),
+        _checkpoints_section(s, report),
         cost_section(s),
         Section(title="Samples", blocks=(Quote(texts=s.samples[:8]),) if s.samples else ()),
-        Section(title="Warnings of the plan", blocks=_items(report.reasons) if report is not None else ()),
+        Section(title="Warnings of the plan", blocks=_item_blocks(report.reasons) if report is not None else ()),
         damage_section(s, most_rows),
     ]
     return [one for one in found if one.blocks]
@@ -157,7 +159,7 @@ def wall_seconds(s: Summary) -> float | None:
 # ---- prediction and measurement --------------------------------------------------------------------------------------
 
 
-def _measured(s: Summary) -> Section:
+def _measured_section(s: Summary) -> Section:
     title = "Prediction and measurement"
     if s.step_s.measured is None:
         return Section(title=title, blocks=(Paragraph(text="No step was finished."),))
@@ -165,25 +167,25 @@ def _measured(s: Summary) -> Section:
     guess = _seconds(s.step_s.predicted)
     if s.step_s_low and s.step_s_high:
         guess += f" ({format_seconds(s.step_s_low)} to {format_seconds(s.step_s_high)})"
-    rows: list[tuple[Cell, ...]] = [("step", guess, step, _error(s.step_s))]
+    rows: list[tuple[Cell, ...]] = [("step", guess, step, _error_text(s.step_s))]
     kinds: tuple[tuple[str, Pair, Callable[[float | None], str]], ...] = (
         ("tokens/s", s.tokens_per_s, _count),
-        ("MFU", s.mfu, _share),
-        ("memory of the fullest rank", s.memory_bytes, _bytes),
+        ("MFU", s.mfu, _share_text),
+        ("memory of the fullest rank", s.memory_bytes, _bytes_text),
         ("training", s.training_s, _seconds),
         ("recovery from a failure", s.recovery_s, _seconds),
-        ("effective training time", s.effective_time, _share),
+        ("effective training time", s.effective_time, _share_text),
     )
     for name, pair, show in kinds:
         if pair.measured is not None:
-            rows.append((name, show(pair.predicted), show(pair.measured), _error(pair)))
+            rows.append((name, show(pair.predicted), show(pair.measured), _error_text(pair)))
     if s.first_step_s is not None:
         rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
     head = ("", "predicted", "measured", "difference")
     return Section(title=title, blocks=(Table(head=head, rows=tuple(rows), right=(1, 2, 3)),))
 
 
-def _layouts(s: Summary) -> Section:
+def _layouts_section(s: Summary) -> Section:
     """Of a run that changed its layout: each with its own prediction."""
     title = "Layouts"
     if len(s.layouts) < 2:
@@ -201,11 +203,16 @@ def _layouts(s: Summary) -> Section:
 def _layout_row(one: LayoutResult) -> tuple[Cell, ...]:
     steps = f"{one.first_step + 1:,} to {one.last_step + 1:,}"
     name = one.layout if one.planned else f"{one.layout}, not planned"
-    pairs = ((one.step_s, _seconds), (one.tokens_per_s, _count), (one.mfu, _share), (one.memory_bytes, _bytes))
+    pairs = (
+        (one.step_s, _seconds),
+        (one.tokens_per_s, _count),
+        (one.mfu, _share_text),
+        (one.memory_bytes, _bytes_text),
+    )
     return (steps, f"{one.world:,}", name, *(f"{show(pair.predicted)} → {show(pair.measured)}" for pair, show in pairs))
 
 
-def _learning(s: Summary) -> Section:
+def _learning_section(s: Summary) -> Section:
     lines = []
     if s.first_loss is not None and s.last_loss is not None:
         lines.append(f"training loss {s.first_loss:.4f} → {s.last_loss:.4f} nats per token")
@@ -221,7 +228,7 @@ def _learning(s: Summary) -> Section:
         lines.append(f"gradient noise scale {format_count(s.noise_scale)} samples: a batch far above it wastes tokens")
     if s.skipped_steps:
         lines.append(f"skipped {plural(s.skipped_steps, 'step')} whose gradient was not finite")
-    return Section(title="Learning", blocks=_items(lines))
+    return Section(title="Learning", blocks=_item_blocks(lines))
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def time_section(s: Summary) -> Section:
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
+def _ranks_section(s: Summary, report: RunReport | None, most_rows: int) -> Section:
     known = [one for one in s.ranks if one.compute_s is not None]
     if not known:
         return Section(title="Ranks", blocks=())
@@ -291,18 +298,26 @@ def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
     lines = [f"straggler: {one.text}; the others wait for it" for one in s.stragglers[:MOST_ROWS]]
     if not lines and len(known) > 1:
         lines = ["no rank stands out: the work is balanced"]
-    return Section(title="Ranks", blocks=(*_items([*lines, *_imbalance(s)]), table, Paragraph(text=caption)))
+    return Section(
+        title="Ranks", blocks=(*_item_blocks([*lines, *_imbalance_lines(s)]), table, Paragraph(text=caption))
+    )
 
 
 def _rank_cells(one: RankTime, most: float) -> list[Cell]:
     compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
     share = f"{wait / (wait + compute):.0%}" if one.wait_s is not None and wait + compute > 0 else UNKNOWN
     bar = Bar(parts=(("compute", compute), ("wait", wait)), whole=most)
-    cells = (_seconds(one.compute_s), _seconds(one.wait_s), share, _bytes(one.bytes_sent), _bytes(one.memory_bytes))
+    cells = (
+        _seconds(one.compute_s),
+        _seconds(one.wait_s),
+        share,
+        _bytes_text(one.bytes_sent),
+        _bytes_text(one.memory_bytes),
+    )
     return [str(one.rank), one.place or "the only one", bar, *cells]
 
 
-def _imbalance(s: Summary) -> list[str]:
+def _imbalance_lines(s: Summary) -> list[str]:
     """How unevenly the stages of a pipeline and the experts of a layer are loaded."""
     lines = []
     if s.stage_compute_s:
@@ -336,17 +351,17 @@ def incident_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
     brief = f"{len(s.incidents):,}; step {last.step:,}: rank {last.rank} on {last.host}: {last.what}{took}"
     return Section(
         title=title,
-        blocks=(Table(head=head, rows=tuple(rows), right=(0, 4, 5)), *_items(lines)),
+        blocks=(Table(head=head, rows=tuple(rows), right=(0, 4, 5)), *_item_blocks(lines)),
         brief=(BriefLine(label="incidents", text=brief),),
     )
 
 
-def _checkpoints(s: Summary, report: RunReport | None) -> Section:
+def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
     blocks: list[Block] = []
     saved = report.saved if report is not None else ()
     if saved:
         rows = tuple(
-            (f"{one.step:,}", _seconds(one.blocked_s), _seconds(one.seconds), _bytes(one.size_bytes),
+            (f"{one.step:,}", _seconds(one.blocked_s), _seconds(one.seconds), _bytes_text(one.size_bytes),
              f"not saved: {one.error}" if one.error else "")
             for one in saved[-12:]
         )  # fmt: skip
@@ -358,7 +373,7 @@ def _checkpoints(s: Summary, report: RunReport | None) -> Section:
         took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
         lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{size}{took}")
-    return Section(title="Checkpoints", blocks=(*blocks, *_items(lines)))
+    return Section(title="Checkpoints", blocks=(*blocks, *_item_blocks(lines)))
 
 
 def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
@@ -394,17 +409,17 @@ def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
     rows = tuple((printable(one.where), printable(one.what), f"{one.count:,}") for one in s.damage[:most_rows])
     blocks: tuple[Block, ...] = (Table(head=("where", "what", "count"), rows=rows, right=(2,)),) if rows else ()
     if s.unreadable_lines:
-        blocks += _items([f"{plural(s.unreadable_lines, 'line')} of events could not be read"])
+        blocks += _item_blocks([f"{plural(s.unreadable_lines, 'line')} of events could not be read"])
     brief = [BriefLine(label="damaged", text=f"{row[0]}: {row[1]} ({row[2]})", is_alarm=True) for row in rows[:3]]
     return Section(title="Damage to the record", blocks=blocks, brief=tuple(brief))
 
 
-def _items(texts: Iterable[str]) -> tuple[Block, ...]:
+def _item_blocks(texts: Iterable[str]) -> tuple[Block, ...]:
     found = tuple(texts)
     return (Items(texts=found),) if found else ()
 
 
-def _error(pair: Pair) -> str:
+def _error_text(pair: Pair) -> str:
     return f"{pair.error:+.1%}" if pair.error is not None else ""
 
 
@@ -412,7 +427,7 @@ def _seconds(value: float | None) -> str:
     return format_seconds(value) if value is not None else UNKNOWN
 
 
-def _bytes(value: float | None) -> str:
+def _bytes_text(value: float | None) -> str:
     return format_bytes(value) if value is not None else UNKNOWN
 
 
@@ -420,5 +435,5 @@ def _count(value: float | None) -> str:
     return format_count(value) if value is not None else UNKNOWN
 
 
-def _share(value: float | None) -> str:
+def _share_text(value: float | None) -> str:
     return f"{value:.1%}" if value is not None else UNKNOWN

@@ -83,7 +83,7 @@ def recovery_table_text(
         "lost to network",
         "device-h lost/day",
     )
-    lines = [(*heads, "lost/day"), *(_cells(one) for one in rows)]
+    lines = [(*heads, "lost/day"), *(_row_cells(one) for one in rows)]
     body = text_table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",
@@ -93,7 +93,7 @@ def recovery_table_text(
     return "\n".join([head, *(f"  {line}" for line in (*body, *notes))])
 
 
-def _cells(one: RecoveryTableRow) -> tuple[str, ...]:
+def _row_cells(one: RecoveryTableRow) -> tuple[str, ...]:
     e, usd = one.effective, one.lost_usd_per_day
     return (
         f"{one.recovery_s:g} s",

@@ -34,35 +34,35 @@ NAMES = {
 def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
     """The page."""
     sections = [
-        ("WHERE THE TIME GOES", _ledger(made)),
-        ("COMPARED WITH THE PLANNER'S FORMULA", _formula(policy, made)),
-        ("FAILURES", _failures(made)),
-        ("SPARES AND GAPS", _spares(plan, policy, made)),
-        ("MONEY", _money(plan, made)),
-        ("WHAT WOULD HELP, ONE CHANGE AT A TIME", _levers(made)),
+        ("WHERE THE TIME GOES", _ledger_lines(made)),
+        ("COMPARED WITH THE PLANNER'S FORMULA", _formula_lines(policy, made)),
+        ("FAILURES", _failure_lines(made)),
+        ("SPARES AND GAPS", _spare_lines(plan, policy, made)),
+        ("MONEY", _money_lines(plan, made)),
+        ("WHAT WOULD HELP, ONE CHANGE AT A TIME", _lever_lines(made)),
     ]
-    lines = _headline(plan, made)
+    lines = _headline_lines(plan, made)
     for title, body in sections:
         if body:
             lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
     return "\n".join(lines)
 
 
-def _headline(plan: Plan, made: Forecast) -> list[str]:
+def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
     count = "one run" if made.runs == 1 else plural(made.runs, "run")
     e, stops, sites = made.effective, made.interruptions, made.sites
     return [
         f"{plan.job.name}: {plural(made.days, 'day')} on {plan.cluster.name} ({plural(made.devices, 'device')}), "
         f"{count}, seed {made.seed}",
-        f"  effective training time {e.mean:.2%}{_ranges(e, sites.effective if sites else None, '.2%')}",
+        f"  effective training time {e.mean:.2%}{_ranges_text(e, sites.effective if sites else None, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}"
-        f"{_ranges(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
-        *(f"  {part}" for part in _wrap(_meaning(plan, made))),
-        f"  network {_network(made)}",
+        f"{_ranges_text(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
+        *(f"  {part}" for part in _wrap(_meaning_text(plan, made))),
+        f"  network {_network_text(made)}",
     ]
 
 
-def _network(made: Forecast) -> str:
+def _network_text(made: Forecast) -> str:
     planes = plural(made.planes, "plane")
     name = (
         f"{made.fabric}, {planes}"
@@ -76,7 +76,7 @@ def _network(made: Forecast) -> str:
     return f"{name}; conventional recovery (--edge-recovery simulates the alternative)"
 
 
-def _ranges(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
+def _ranges_text(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
     """What other sites would see, and what of it is luck; a single run shows no luck."""
     luck = "" if math.isnan(one.low) else f"run-to-run luck: {one.run_low:{form}} to {one.run_high:{form}}"
     if sites is None:
@@ -85,7 +85,7 @@ def _ranges(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
     return f" (80% of sites: {sites[0]:{form}} to {sites[1]:{form}}{of_which})"
 
 
-def _meaning(plan: Plan, made: Forecast) -> str:
+def _meaning_text(plan: Plan, made: Forecast) -> str:
     """Which doubts a range has, and how to be rid of them."""
     sites, r = made.sites, plan.reliability
     if sites is None and (r.failures_per_host_day_interval or r.recovery_s_interval) and made.failures:
@@ -108,39 +108,41 @@ def _meaning(plan: Plan, made: Forecast) -> str:
     )
 
 
-def _ledger(made: Forecast) -> list[str]:
+def _ledger_lines(made: Forecast) -> list[str]:
     phases = [phase for phase in PHASES if any(row.get(phase, 0.0) >= SMALLEST for row in made.lost.values())]
     rows = [("lost to", *phases, "all")]
     for cause, row in made.lost.items():
         if sum(row.values()) >= SMALLEST:
-            rows.append((cause, *(_share(row.get(phase, 0.0)) for phase in phases), _share(sum(row.values()))))
+            rows.append(
+                (cause, *(_share_text(row.get(phase, 0.0)) for phase in phases), _share_text(sum(row.values())))
+            )
     if len(rows) == 1:
         return ["nothing was lost"]
     whole = {phase: sum(row.get(phase, 0.0) for row in made.lost.values()) for phase in phases}
-    rows.append(("all", *(_share(whole[phase]) for phase in phases), _share(1.0 - made.effective.mean)))
+    rows.append(("all", *(_share_text(whole[phase]) for phase in phases), _share_text(1.0 - made.effective.mean)))
     return text_table(rows, right=range(1, len(phases) + 2))
 
 
-def _share(value: float) -> str:
+def _share_text(value: float) -> str:
     if value > 1.0:
         return "all"
     return f"{value:.2%}" if value >= SMALLEST else "-"
 
 
-def _formula(policy: MonthsPolicy, made: Forecast) -> list[str]:
+def _formula_lines(policy: MonthsPolicy, made: Forecast) -> list[str]:
     rows = [("", "formula", "simulated", "difference", "")]
     for one in made.phases:
         if max(one.formula, one.simulated) >= SMALLEST:
             rows.append(
-                (NAMES[one.phase], _share(one.formula), _share(one.simulated), f"{one.simulated - one.formula:+.2%}",
-                 _why(one, policy, made))
+                (NAMES[one.phase], _share_text(one.formula), _share_text(one.simulated),
+                 f"{one.simulated - one.formula:+.2%}", _why_different(one, policy, made))
             )  # fmt: skip
     simulated = made.effective.mean
     rows.append(("effective", f"{made.formula:.2%}", f"{simulated:.2%}", f"{simulated - made.formula:+.2%}", ""))
     return text_table(rows, right=(1, 2, 3))
 
 
-def _why(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
+def _why_different(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
     """What the formula does not see."""
     if abs(one.simulated - one.formula) < 5e-4:
         return ""
@@ -175,7 +177,7 @@ def _why_recovery(made: Forecast, *, less: bool) -> str:
     return f"{borne}failures during a recovery overlap"
 
 
-def _failures(made: Forecast) -> list[str]:
+def _failure_lines(made: Forecast) -> list[str]:
     rows = [("cause", "per day", "per unit and day", "units", "interruptions")]
     for one in made.rates:
         each = f"{one.per_unit_day:.2g} per {one.unit}"
@@ -183,10 +185,10 @@ def _failures(made: Forecast) -> list[str]:
     lines = text_table(rows, right=(1, 3, 4))
     if made.borne:
         lines.append(f"{made.borne:,.1f} link and switch failures caused no interruption")
-    return lines + _sources(made)
+    return lines + _source_lines(made)
 
 
-def _sources(made: Forecast) -> list[str]:
+def _source_lines(made: Forecast) -> list[str]:
     """Where the rates come from: the usual mix in one line, with a line for each rate of a named fabric."""
     usual = [one for one in made.rates if LLAMA in one.source]
     counts = ", ".join(f"{one.cause} {one.source.partition(' ')[0]}" for one in usual)
@@ -195,8 +197,8 @@ def _sources(made: Forecast) -> list[str]:
     return lines + [f"{', '.join(one.cause for one in made.rates if one.source == text)}: {text}" for text in others]
 
 
-def _spares(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
-    lines = ["no spare hosts", _gap(made)]
+def _spare_lines(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
+    lines = ["no spare hosts", _gap_text(made)]
     if made.spares:
         lines[0] = (
             f"{plural(made.spares, 'spare host')}, used {made.spares_used.mean:,.1f} times; all in use at once in "
@@ -214,7 +216,7 @@ def _spares(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
     return lines
 
 
-def _gap(made: Forecast) -> str:
+def _gap_text(made: Forecast) -> str:
     gap = made.longest_gap_s
     if not gap.mean:
         return "no gap: training never stopped"
@@ -223,7 +225,7 @@ def _gap(made: Forecast) -> str:
     return f"longest gap without a step {format_seconds(gap.mean)}{span}"
 
 
-def _money(plan: Plan, made: Forecast) -> list[str]:
+def _money_lines(plan: Plan, made: Forecast) -> list[str]:
     if made.lost_usd is None or made.spares_usd is None:
         return [plan.bill.price_source]
     low, middle, high = made.lost_usd
@@ -237,7 +239,7 @@ def _money(plan: Plan, made: Forecast) -> list[str]:
     return lines
 
 
-def _levers(made: Forecast) -> list[str]:
+def _lever_lines(made: Forecast) -> list[str]:
     if not made.levers:
         return []
     rows = [("change", "effective", "90% confidence", "worth")]

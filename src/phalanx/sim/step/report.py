@@ -99,14 +99,14 @@ def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> Step
         plan_step_s=plan.prediction.step_s,
         stage=timeline.busiest,
         stages=plan.layout.pipeline,
-        lines=_lines(q, here, groups, paths, ordered, timeline),
+        lines=_report_lines(q, here, groups, paths, ordered, timeline),
         paths=tuple(paths.values()),
         stalled=any(path.stalled for path in paths.values()),
         timeline=timeline,
     )
 
 
-def _lines(
+def _report_lines(
     q: StepQuestion, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
     stage = timeline.busiest
@@ -126,7 +126,7 @@ def _lines(
             plan_s=planned[part],
             order_s=in_order - planned[part],
             network_s=exposed - in_order,
-            why=_waiting(here) if part == BUBBLE else _why(q, groups, paths, part),
+            why=_why_waiting(here) if part == BUBBLE else _why_different(q, groups, paths, part),
         )
         lines.append(line)
     return tuple(lines)
@@ -139,11 +139,11 @@ def _planned(plan: Plan) -> dict[str, float]:
     return {part: compute if part == COMPUTE else parts[part] for part in LINES}
 
 
-def _why(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     """What the simulation does otherwise than the plan on this line."""
     if part in (COMPUTE, "optimizer_s", "overhead_s"):
         return "the plan's own seconds"
-    network = _network(q, groups, paths, part)
+    network = _network_text(q, groups, paths, part)
     if part == "shard_s":
         sharp = one(q.request.profile.shard_sharpness)
         return f"one layer is prefetched; the plan combines compute and traffic by a {sharp:.3g}-norm. {network}"
@@ -154,7 +154,7 @@ def _why(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str)
     return network
 
 
-def _waiting(here: Work) -> str:
+def _why_waiting(here: Work) -> str:
     """Why stages wait for each other otherwise than by the plan's formula of equal stages."""
     least, most = min(here.layers), max(here.layers)
     layers = f"{most}" if least == most else f"{least} to {most}"
@@ -168,7 +168,7 @@ def _waiting(here: Work) -> str:
     )
 
 
-def _network(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+def _network_text(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     axis = next((axis for axis in AXES_OF[part] if axis in paths), None)
     if axis is None:
         return "inside a fast domain: no network"

@@ -93,17 +93,19 @@ def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tu
     passes = {"tensor_s": 1.0, "context_s": 2.0, "expert_s": 1.0}  # ring attention sends twice as much back
 
     def direction(times: dict[str, float]) -> tuple[Inner, ...]:
-        return tuple(_inner(q, g, part, times[part], shown[part], wire[part]) for part in shown if shown[part] > 0)
+        return tuple(
+            _inner_traffic(q, g, part, times[part], shown[part], wire[part]) for part in shown if shown[part] > 0
+        )
 
     return direction(dict.fromkeys(shown, 1.0)), direction({part: count + again for part, count in passes.items()})
 
 
-def _inner(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
+def _inner_traffic(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
     axis = part.removesuffix("_s")
     scale = times * q.pace(part) / q.request.model.layers
     return Inner(
         part=part,
-        tier=_tier(g, axis),
+        tier=_axis_tier(g, axis),
         # Where a profile shows more than the bare wire (contention), the wire is as slow.
         wire_s=scale * max(wire_s, shown_s),
         exposed_s=scale * shown_s,
@@ -118,7 +120,7 @@ def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
     return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.request.physics.start_s))
 
 
-def _tier(g: traffic.Groups, axis: str) -> str:
+def _axis_tier(g: traffic.Groups, axis: str) -> str:
     return "nic" if crosses_network(getattr(g, axis), axis) else "link"
 
 
@@ -130,7 +132,7 @@ def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) 
     gather_s, scatter_s = _layer_shard(q, g, held, layers)
     alone = layout.data * layout.context == 1
     return Sharing(
-        tier=_tier(g, "data"),
+        tier=_axis_tier(g, "data"),
         reduce_s=0.0 if alone else one(sync.reduce) * pace,
         again_s=one(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
         after_s=one(traffic.factoring_seconds(c, q.request.physics, held)) * pace,
@@ -221,7 +223,7 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
     layers = layers_on_stages(q, done)
     inner = inner_traffic(q, groups, done)
     forward_s, backward_s, weight_s = _layer_seconds(q, done)
-    host_micro_s, host_step_s = _host(q)
+    host_micro_s, host_step_s = _host_seconds(q)
     most = sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
     return Work(
         schedule=layout.schedule,
@@ -237,7 +239,7 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
         send_exposed=min(one(f.pipeline_exposed), 1.0),
         send_tier="nic" if one(groups.pipeline.per_domain) <= 1 else "link",
         host_micro_s=host_micro_s,
-        sharing=tuple(_scaled(most, number / max(layers)) for number in layers),
+        sharing=tuple(_scaled_sharing(most, number / max(layers)) for number in layers),
         optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
         host_step_s=host_step_s,
         balanced=bool(one(f.balanced_stages) > 0),
@@ -247,7 +249,7 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
 def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
     """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
     times, total, balanced = q.times, q.request.model.layers, q.request.profile.balanced_stages
-    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
+    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _layers_passed(q, done)
     head = one(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
     fullest, least = stage_layers(q.cases, head_layers=np.asarray([head]), balanced=np.asarray(balanced))
     most, last = round(one(fullest)), round(one(least))
@@ -280,7 +282,7 @@ def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int
     return (*(each + (number < more) for number in range(stages - 1)), last)
 
 
-def _passed(q: StepQuestion, done: Compute) -> float:
+def _layers_passed(q: StepQuestion, done: Compute) -> float:
     """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
     passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.request.model.layers
     return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
@@ -288,7 +290,7 @@ def _passed(q: StepQuestion, done: Compute) -> float:
 
 def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]:
     """(forward, backward, weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
-    breakdown, passed = q.plan.prediction.breakdown_s, _passed(q, done)
+    breakdown, passed = q.plan.prediction.breakdown_s, _layers_passed(q, done)
     kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
     forward = backward = 0.0
     for part, seconds in kinds.items():
@@ -303,7 +305,7 @@ def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]
     return forward * stretch, backward * stretch, weight * stretch
 
 
-def _host(q: StepQuestion) -> tuple[float, float]:
+def _host_seconds(q: StepQuestion) -> tuple[float, float]:
     """Host seconds per micro-batch and per step; together they are the plan's overhead."""
     f, overhead = q.request.profile, q.plan.prediction.breakdown_s["overhead_s"]
     once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
@@ -311,7 +313,7 @@ def _host(q: StepQuestion) -> tuple[float, float]:
     return (overhead - once) / q.plan.layout.accumulation, once
 
 
-def _scaled(most: Sharing, share: float) -> Sharing:
+def _scaled_sharing(most: Sharing, share: float) -> Sharing:
     """A stage with fewer layers has as much less to share; a layer's own traffic stays."""
     return replace(
         most,
