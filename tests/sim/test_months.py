@@ -596,4 +596,4 @@ def test_levers_meet_the_same_failures(llama):
     assert found["no planned restarts"].mean == pytest.approx(300 * 0.87 / DAY_S, rel=0.2)
     assert 0.001 < found["edge recovery, 8 planes"].mean < 0.006
     disk = changed(made, saving=dataclasses.replace(made.saving, copy_every_s=math.inf))
-    assert any("copy in memory" in one.name for one in try_levers(llama, disk, outcomes[:1], days=20.0, seed=0))
+    assert any("in-memory checkpoint" in one.name for one in try_levers(llama, disk, outcomes[:1], days=20.0, seed=0))

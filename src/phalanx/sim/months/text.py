@@ -64,16 +64,12 @@ def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
 
 def _network_text(made: Forecast) -> str:
     planes = plural(made.planes, "plane")
-    name = (
-        f"{made.fabric}, {planes}"
-        if made.fabric
-        else "unspecified, with Llama 3's failure rate (choose one with --fabric)"
-    )
+    name = f"{made.fabric}, {planes}" if made.fabric else "unspecified, at Llama 3's failure rate (see --fabric)"
     if made.fabric and all(one.cause not in ALL_NETWORK for one in made.rates):
         return f"{made.fabric}, unused: all traffic of this job stays inside a fast domain"
     if made.edge:
         return f"{name}; recovery at the edge{'' if made.fabric else f', {planes}'}"
-    return f"{name}; conventional recovery (--edge-recovery simulates the alternative)"
+    return f"{name}; conventional recovery (see --edge-recovery)"
 
 
 def _ranges_text(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
@@ -151,8 +147,8 @@ def _why_different(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str
         "copies": "the formula leaves them out",
         "redone": _why_redone(policy, less=one.simulated < one.formula),
         "waiting": "spare hosts ran out, or a switch was down",
-        "stalled": "links and switches failed, until other paths took over",
-        "degraded": "a smaller job or less bandwidth, until the repair",
+        "stalled": "until other paths took over",
+        "degraded": "a smaller job or less bandwidth until repaired",
         "stopped": 'fault.recovery = "stop"',
     }
     return reasons.get(one.phase) or _why_recovery(made, less=one.simulated < one.formula)
@@ -162,9 +158,7 @@ def _why_redone(policy: MonthsPolicy, *, less: bool) -> str:
     if not less:
         return "corruption rolls back to a checkpoint from before it"
     if math.isfinite(policy.saving.copy_every_s):
-        return (
-            f"in-memory checkpoints: {format_seconds(policy.saving.copy_every_s / 2)} lost instead of half an interval"
-        )
+        return f"{format_seconds(policy.saving.copy_every_s / 2)} lost with in-memory checkpoints"
     return "a failure while the job is down loses no work"
 
 
@@ -173,8 +167,8 @@ def _why_recovery(made: Forecast, *, less: bool) -> str:
         return f"{made.planned:.0f} planned restarts"
     if sum(one.simulated for one in made.phases if one.phase in ("waiting", "stopped")) > IDLE:
         return "a job that is stopped does not fail"
-    borne = f"{made.borne:.0f} network failures caused no interruption; " if made.borne else ""
-    return f"{borne}failures during a recovery overlap"
+    borne = f"{made.borne:.0f} network failures survived; " if made.borne else ""
+    return f"{borne}failures in a recovery overlap"
 
 
 def _failure_lines(made: Forecast) -> list[str]:
