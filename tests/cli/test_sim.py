@@ -78,7 +78,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
     assert high / low < 1.2 * luck
     own = ("--set", "fault.detect_s=20", "--set", "fault.restart_s=200")
     assert found(*own)["sites"] is None
-    assert "are your own: the ranges are luck alone" in " ".join(page(*own).split())
+    assert "are your own, so the ranges show run-to-run luck only" in " ".join(page(*own).split())
     text = JOB.replace("failures_per_host_day = 0.5", "detect_s = 30")
     (tmp_path / "job.toml").write_text(text)
     anyone = found()
@@ -172,7 +172,7 @@ def test_a_job_inside_a_domain_does_not_notice_the_fabric(job, capsys):
         main(["sim", job, "--cluster", "8xH100", "--days", "5", "--runs", "2", "--fabric", "clos2:32x400G/4p/8"]) == 0
     )
     out = capsys.readouterr().out
-    assert "\n  network clos2:32x400G/4p/8, which carries nothing of this job" in out
+    assert "\n  network clos2:32x400G/4p/8, unused: all traffic of this job" in out
     assert "\n  uplink" not in out
 
 
