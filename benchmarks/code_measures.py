@@ -1,11 +1,12 @@
 """How easy the source is to follow, in numbers: files, lines, functions, helpers used once, names used twice.
 
     python benchmarks/code_measures.py [FOLDER ...]        # src/phalanx unless named; several stand side by side
-    python benchmarks/code_measures.py --entered           # also the files that plan, check and a rank enter
+    python benchmarks/code_measures.py --entered           # also the files that each command enters
 
 Nothing here is good or bad by itself; the table in docs/decisions/ has them before and after the redesign. A private
 helper is a function or method whose name begins with one underscore; it is used once when its name occurs in its own
-file twice: where it is defined and where it is called. Files entered are counted by `sys.setprofile` in every process.
+file twice: where it is defined and where it is called. Files entered are counted by `sys.setprofile` in every process,
+and from its fork on in a forked one. A rank is the process that entered most files of those that entered the loop.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def keep():
     with open(os.path.join(os.environ["ENTERED"], f"{os.getpid()}.json"), "w") as file:
         json.dump(sorted(seen), file)
 sys.setprofile(note); threading.setprofile(note); atexit.register(keep)
+os.register_at_fork(after_in_child=seen.clear)
 real = os._exit
 def leave(code):
     keep(); real(code)
@@ -78,15 +80,15 @@ os._exit = leave
 """
 
 
-def entered(words: list[str], source: Path) -> set[str]:
-    """Files of Phalanx in which a function ran during a command, in all its processes."""
+def entered(words: list[str], source: Path) -> list[set[str]]:
+    """Files of Phalanx in which a function ran during a command, by process."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(TRACER)
         environ = {**os.environ, "ENTERED": folder, "PYTHONPATH": f"{folder}:{source.parent}", "PHALANX_PROBE": "0"}
         subprocess.run(
             [sys.executable, "-m", "phalanx", *words], env=environ, cwd=folder, capture_output=True, check=False
         )
-        return {name for path in Path(folder).glob("*.json") for name in json.loads(path.read_text())}
+        return [set(json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
 
 
 def main() -> None:
@@ -99,11 +101,22 @@ def main() -> None:
     if args.entered:
         job = str(ROOT / "examples/llama-3-8b-64xH100.toml")
         small = str(ROOT / "examples/drill.toml")
+        two = ["--cluster", "local-cpu:2", "--set", "parallel.shard=2"]
         for one, folder in zip(found, args.folders, strict=True):
-            one["files entered by plan"] = len(entered(["plan", job], folder))
-            one["files entered by check --select CKP001"] = len(entered(["check", job, "--select", "CKP001"], folder))
-            train = ["train", small, "--steps", "3", "--no-check", "--cluster", "local-cpu:2"]
-            one["files entered by a training of two ranks"] = len(entered(train, folder))
+            for name, words in {
+                "plan": ["plan", job],
+                "check --select CKP001": ["check", job, "--select", "CKP001"],
+                "a training of two ranks": ["train", small, "--steps", "3", "--no-check", *two],
+                "a drill that kills one of two ranks": [
+                    *("drill", small, "--fault", "kill:rank=1,step=3", "--steps", "6", "--no-replay"),
+                    *two,
+                ],
+            }.items():
+                processes = entered(words, folder)
+                one[f"files entered by {name}"] = len(set().union(*processes))
+                ranks = [files for files in processes if any(file.endswith("train/loop.py") for file in files)]
+                if ranks:
+                    one[f"… by a rank of {name}"] = max(map(len, ranks))
     print("| | " + " | ".join(map(str, args.folders)) + " |\n|---|" + "---|" * len(found))
     for name in found[0]:
         print(f"| {name} | " + " | ".join(f"{one.get(name, 0):,}" for one in found) + " |")

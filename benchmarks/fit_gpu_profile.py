@@ -75,14 +75,14 @@ class Case:
         configuration = Configuration(**{key: value for key, value in found.items() if key in keys})
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_of(configuration, "1xH200", "dataset", Path(folder))
-        self.ask: PlanRequest = request_from_job(plan.job, plan.cluster)[0]
+        self.request: PlanRequest = request_from_job(plan.job, plan.cluster)[0]
         self.layout = plan.layout
         shipped = profiles()["phalanx"] if "phalanx" in profiles() else profiles()[START]
         # What the job's optimizer adds to a profile; the fit moves the profile below it.
-        self.extra_bytes = float(self.ask.profile.optimizer_bytes) - float(shipped.optimizer_bytes)
-        self.newton_schulz = self.ask.profile.newton_schulz
+        self.extra_bytes = float(self.request.profile.optimizer_bytes) - float(shipped.optimizer_bytes)
+        self.newton_schulz = self.request.profile.newton_schulz
 
-        self.table = build_cases(self.ask, layout_columns([self.layout]))
+        self.table = build_cases(self.request, layout_columns([self.layout]))
 
 
 class Batch:

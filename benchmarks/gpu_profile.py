@@ -262,7 +262,7 @@ def run_of(plan: Plan, dataset: Path, folder: Path) -> tuple[Run, Plan]:
 @torch.no_grad()
 def draw_on_device(engine: Engine) -> None:
     """First values without the CPU's draw, which is the same in every layout and slow."""
-    for piece in engine.pieces:
+    for piece in engine.shards:
         if piece.tensor.ndim == 1:
             piece.tensor.fill_(1.0)
         else:

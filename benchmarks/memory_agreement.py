@@ -70,12 +70,12 @@ class Subject:
         return load(Path(__file__).parents[1] / "examples/llama-3-8b-64xH100.toml", overrides=wishes).job
 
     @property
-    def ask(self) -> PlanRequest:
+    def request(self) -> PlanRequest:
         return request_from_job(self.job, resolve(f"8xH100:{max(-(-self.layout.devices // 8), 1)}"))[0]
 
-    def planned_bytes(self, ask: PlanRequest) -> float:
+    def planned_bytes(self, request: PlanRequest) -> float:
         """Of tensors: the planner's buffers are the communication library's and the allocator's."""
-        memory = predict_layout(ask, self.layout)[1]
+        memory = predict_layout(request, self.layout)[1]
         return memory.total_bytes - memory.parts_bytes.get("buffers", 0.0)
 
 
@@ -266,7 +266,7 @@ def table(paths: list[str]) -> None:
     print("|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         subject = LAYOUTS.get(name) or ON_CPU[name]
-        plan = subject.planned_bytes(subject.ask)
+        plan = subject.planned_bytes(subject.request)
         cells = [name, str(subject.layout.devices), f"{plan / 1e9:.3g}"]
         for key in ("traced", "measured"):
             size = row.get(key, 0)
@@ -292,7 +292,7 @@ def main() -> None:
     work = cpu if args.what == "cpu" else trace
     for name, found in gpu(names) if args.what == "gpu" else ((name, work(grid[name])) for name in names):
         subject = grid[name]
-        line = {"name": name, "planned": subject.planned_bytes(subject.ask)} | found
+        line = {"name": name, "planned": subject.planned_bytes(subject.request)} | found
         size = line.get("measured") or line.get("traced") or 0
         print(
             f"{name:<32}{line['planned'] / 1e9:>8.2f}{size / 1e9:>8.2f}{size / line['planned'] - 1:>+8.1%}", flush=True

@@ -56,14 +56,14 @@ def first_check(path: Path) -> tuple[float, float]:
 def measure(name: str) -> dict[str, float]:
     """Processor seconds, best of three: scoring every layout, and the whole search with runners-up and Pareto set."""
     job = load(EXAMPLES / name).job
-    ask, _ = request_from_job(job, resolve(job.cluster.target))
+    request, _ = request_from_job(job, resolve(job.cluster.target))
     scoring, searching, legal = [], [], 0
     for _ in range(REPEATS):
         started = time.process_time()
-        legal = score_layouts(build_space(ask), hopeless=math.inf).legal
+        legal = score_layouts(build_space(request), hopeless=math.inf).legal
         scoring.append(time.process_time() - started)
         started = time.process_time()
-        search_layouts(ask)
+        search_layouts(request)
         searching.append(time.process_time() - started)
     return {"legal": legal, "score_s": min(scoring), "search_s": min(searching)}
 

@@ -69,11 +69,11 @@ def _one(model: str, sequence: int, name: str, layout: Layout, *, verbose: bool)
     sequences = layout.data * layout.micro_batch * layout.accumulation
     wishes = [f"model.preset={model}", f"data.sequence={sequence}", f"batch.global_sequences={sequences}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
-    ask, _ = request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))
+    request, _ = request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))
     inside = layout.devices // layout.pipeline
     step = TracedStep.of(job, layout)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
-    lines = against_plan(ask, layout, traces)
+    lines = against_plan(request, layout, traces)
     worst = {line.kind: line.difference for line in lines if line.limit}
     off = "" if all(line.agrees for line in lines) else "  <- more than its limit"
     print(

@@ -31,7 +31,7 @@ class Dashboard:
     """A server that runs in a thread of the test."""
 
     port: int
-    shelf: Any
+    store: Any
     complaints: list[str] = field(default_factory=list)  # faults of the server itself
 
     @property
@@ -71,16 +71,16 @@ def dashboard(runs: Path, *, token: str | None = None) -> Iterator[Dashboard]:
     from phalanx.io.listen import Address, bound_address, open_socket
     from phalanx.web.app import AccessPolicy
     from phalanx.web.guard import AccessKey
-    from phalanx.web.run_store import open_shelf
+    from phalanx.web.run_store import open_run_store
     from phalanx.web.serve import allowed_hosts, serving
 
-    shelf = open_shelf(runs)
+    store = open_run_store(runs)
     listener = open_socket(Address(host="127.0.0.1", port=0), guarded=False)
     bound = bound_address(listener)
-    page = Dashboard(port=bound.port, shelf=shelf)
+    page = Dashboard(port=bound.port, store=store)
     door = AccessPolicy(hosts=allowed_hosts(bound), key=AccessKey(token, port=bound.port) if token else None)
     stop = threading.Event()
-    work = serving(listener, shelf, door=door, complain=page.complaints.append, stop=stop)
+    work = serving(listener, store, door=door, complain=page.complaints.append, stop=stop)
     thread = threading.Thread(target=asyncio.run, args=(work,))
     thread.start()
     try:

@@ -46,11 +46,11 @@ def make_ask(make_job: MakeJob) -> MakeAsk:
 
     def make(*args, **kwargs) -> PlanRequest:
         resolved = make_job(*args, **kwargs)
-        ask, _ = request_from_job(
+        request, _ = request_from_job(
             resolved.job,
             resolve(resolved.job.cluster.target),
             origins={key: origin.where for key, origin in resolved.origins.items()},
         )
-        return ask
+        return request
 
     return make

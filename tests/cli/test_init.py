@@ -76,7 +76,7 @@ def test_the_printed_commands_work(
     err = capsys.readouterr().err
     if "--cluster" in arguments and "H100" in arguments[-1]:
         assert code == 2
-        assert "and this machine has 0 GPUs" in err, "everything else was found to be right"
+        assert "but this machine has 0 GPUs" in err, "everything else was found to be right"
     else:
         assert code in (0, 1), err  # 1: findings of the training specification
         assert "larger than the model's" not in err

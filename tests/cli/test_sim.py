@@ -37,7 +37,7 @@ def test_page_on_stdout_progress_on_stderr(job, capsys):
     assert out.startswith(
         "small: 20 days on 8xH100-80GB-SXM:4 (32 devices), 3 runs, seed 0\n  effective training time "
     )
-    for title in ("WHERE THE TIME GOES", "BESIDE THE PLANNER'S FORMULA", "FAILURES", "SPARES AND GAPS", "MONEY"):
+    for title in ("WHERE THE TIME GOES", "COMPARED WITH THE PLANNER'S FORMULA", "FAILURES", "SPARES AND GAPS", "MONEY"):
         assert f"\n{title}\n" in out
     assert " failures in " in err
     assert " per second)" in err
@@ -78,7 +78,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
     assert high / low < 1.2 * luck
     own = ("--set", "fault.detect_s=20", "--set", "fault.restart_s=200")
     assert found(*own)["sites"] is None
-    assert "are your own: the ranges are luck alone" in " ".join(page(*own).split())
+    assert "are your own, so the ranges show run-to-run luck only" in " ".join(page(*own).split())
     text = JOB.replace("failures_per_host_day = 0.5", "detect_s = 30")
     (tmp_path / "job.toml").write_text(text)
     anyone = found()
@@ -172,7 +172,7 @@ def test_a_job_inside_a_domain_does_not_notice_the_fabric(job, capsys):
         main(["sim", job, "--cluster", "8xH100", "--days", "5", "--runs", "2", "--fabric", "clos2:32x400G/4p/8"]) == 0
     )
     out = capsys.readouterr().out
-    assert "\n  network clos2:32x400G/4p/8, which carries nothing of this job" in out
+    assert "\n  network clos2:32x400G/4p/8, unused: all traffic of this job" in out
     assert "\n  uplink" not in out
 
 
@@ -207,7 +207,7 @@ def test_a_long_run_is_announced(job, capsys, monkeypatch):
 
 def test_levers(job, capsys):
     assert main(["sim", job, "--days", "20", "--runs", "3", "--levers"]) == 0
-    assert "\nWHAT WOULD HELP, ONE AT A TIME\n  change " in capsys.readouterr().out
+    assert "\nWHAT WOULD HELP, ONE CHANGE AT A TIME\n  change " in capsys.readouterr().out
 
 
 def test_one_run_has_no_interval(job, capsys):

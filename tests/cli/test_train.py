@@ -269,14 +269,14 @@ def test_resume_refuses_another_model_or_other_data(train: Train, here: Path, ov
     run = only_run(here)
     code, out, err = train("--resume", str(run), "--set", override)
     assert (code, out) == (2, "")
-    assert f"{run}: {told}\n  the checkpoint would not fit, or other data would be seen\n  start a new run" in err
+    assert f"{run}: {told}\n  the checkpoint would not match, or the data would change\n  start a new run" in err
 
 
 def test_resume_warns_where_the_curve_bends(train: Train, here: Path) -> None:
     train("job.toml", ranks="raise")
     code, _, err = train("--resume", str(only_run(here)), "--set", "optim.lr=1e-4")
     assert code == 0
-    assert "optim.lr = 0.0001 instead of 0.0003: the curve bends here" in err
+    assert "optim.lr = 0.0001 instead of 0.0003: the loss curve changes from here on" in err
 
 
 def test_resume_without_a_checkpoint(train: Train, here: Path) -> None:
@@ -284,7 +284,7 @@ def test_resume_without_a_checkpoint(train: Train, here: Path) -> None:
     run = only_run(here)
     code, _, err = train("--resume", str(run))
     assert code == 2
-    assert err.startswith(f"{run}: has no checkpoint to go on from\n  start it again: phalanx train {run}/job.toml\n")
+    assert err.startswith(f"{run}: has no checkpoint to resume from\n  start it again: phalanx train {run}/job.toml\n")
 
 
 def test_resume_of_a_finished_run(train: Train, here: Path) -> None:
@@ -292,7 +292,7 @@ def test_resume_of_a_finished_run(train: Train, here: Path) -> None:
     run = only_run(here)
     code, out, err = train("--resume", str(run))
     assert (code, out) == (2, "")
-    assert err.startswith(f"{run}: is finished: all 10 steps are done\n  train on with --steps N above 10; ")
+    assert err.startswith(f"{run}: is finished: all 10 steps are done\n  continue with --steps N above 10; ")
     assert train("--resume", str(run), "--steps", "20", "--dry-run")[0] == 0
 
 
@@ -389,7 +389,7 @@ def test_weights_of_another_tokenizer_are_refused_by_every_verb(
     (here / "other" / "tokenizer.json").write_text(json.dumps(found))
     told = (
         f"--set train.weights=other: {here / 'other'} has another tokenizer than the data in {here / 'data'}: "
-        "2 of 300 tokens differ, as number 40:"
+        "2 of 300 tokens differ, e.g. id 40:"
     )
     for verb in (["plan"], ["check"], ["train", "--dry-run"], ["train"]):
         assert main([*verb, "job.toml", "--set", "train.weights=other"]) == 2, verb

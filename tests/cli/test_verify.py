@@ -123,7 +123,7 @@ def test_without_a_gpu_there_is_no_proof_on_one(job, capsys, monkeypatch):
 
     monkeypatch.setattr(prepare, "discover", lambda: replace(discover(), gpus=(), notes=()))
     assert main(["verify", job, "--device", "cuda", "--ranks-per-gpu", "4"]) == 2
-    assert capsys.readouterr().err.startswith("--device cuda: this machine has no GPU that can be seen\n")
+    assert capsys.readouterr().err.startswith("--device cuda: no GPU is visible on this machine\n")
 
 
 @pytest.mark.slow

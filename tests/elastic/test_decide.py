@@ -1368,8 +1368,12 @@ def test_a_second_wish_ends_it_at_once(stage: Stage) -> None:
     assert (stage.status, stage.message) == (("stopped", 130), "killed at once, as asked; no checkpoint was written")
 
 
-@pytest.mark.parametrize(("count", "how"), [(2, "killed at once, as asked"), (1, "stopped as asked")])
-def test_steps_that_were_not_saved_are_told_and_are_another_exit_code(stage: Stage, count: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "how", "code"), [(2, "killed at once, as asked", 130), (1, "stopped as asked", 3)]
+)
+def test_steps_that_were_not_saved_are_told_and_are_a_failure_unless_asked_for(
+    stage: Stage, count: int, how: str, code: int
+) -> None:
     agent = stage.host("a", 4)
     stage.start(step=0)
     (stage.run.path / "checkpoints" / "step-00000003").mkdir(parents=True)
@@ -1385,7 +1389,7 @@ def test_steps_that_were_not_saved_are_told_and_are_another_exit_code(stage: Sta
         for slot in agent.ranks:
             agent.left(slot, state="stopped", step=5)
         stage.coordinator.tick()
-    assert stage.status == ("stopped", 3)
+    assert stage.status == ("stopped", code)
     assert stage.message.startswith(how)
     assert "NOT saved: 2 steps, up to step 5" in stage.message
 

@@ -74,8 +74,8 @@ def test_two_ranks_on_one_gpu_need_a_word(plan: Plan, here: pytest.MonkeyPatch) 
     with pytest.raises(UserError) as caught:
         prepare.check_here(plan)
     assert str(caught.value) == (
-        "4xH200: the plan needs 4 × H200-141GB-SXM, and this machine has 1 GPU\n"
-        "  phalanx train starts the ranks of one machine\n"
+        "4xH200: the plan needs 4 × H200-141GB-SXM, but this machine has 1 GPU\n"
+        "  phalanx train starts ranks on one machine only\n"
         "  start a task per rank: srun --ntasks=4, mpirun -n 4, or torchrun on every host; or try it here with "
         "--cluster local:4; or let 4 ranks share a GPU with --ranks-per-gpu, which needs NCCL 2.30"
     )
@@ -83,7 +83,7 @@ def test_two_ranks_on_one_gpu_need_a_word(plan: Plan, here: pytest.MonkeyPatch) 
     here.setenv("PHALANX_RANKS_PER_GPU", "4")
     prepare.check_here(plan)
     here.setenv("PHALANX_RANKS_PER_GPU", "2")
-    with pytest.raises(UserError, match="this machine has 1 GPU, which 2 ranks each may share"):
+    with pytest.raises(UserError, match="this machine has 1 GPU, each shared by up to 2 ranks"):
         prepare.check_here(plan)
 
 
@@ -112,7 +112,7 @@ def test_settings_of_the_user_are_kept_and_said(capsys: pytest.CaptureFixture[st
     assert gpus.shared_settings({"NCCL_MAX_CTAS": "4"}) == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     assert prepare.sharing_note(4, {"NCCL_MAX_CTAS": "4"}) == (
         "  up to 4 ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4 (yours are "
-        "kept); they share its memory and its speed too"
+        "kept); they also share its memory and speed"
     )
 
 
@@ -121,9 +121,9 @@ def test_no_gpu_at_all(here: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as caught:
         prepare.check_gpus(1, where="--device cuda", tell=print)
     assert str(caught.value) == (
-        "--device cuda: this machine has no GPU that can be seen\n"
+        "--device cuda: no GPU is visible on this machine\n"
         "  the NVIDIA driver does not answer: x\n"
-        "  use --device cpu, or look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        "  use --device cpu, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
     )
 
 

@@ -136,9 +136,9 @@ def test_where_the_ranks_are_ours_to_start(environ: dict[str, str]) -> None:
         ({"RANK": "0"}, "RANK = 0: set in the environment, without WORLD_SIZE and MASTER_ADDR"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2: set in the environment, without RANK and MASTER_ADDR"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK = 0, WORLD_SIZE = 2: set in the environment, without MASTER_ADDR"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK: is set in the environment, and OMPI_COMM_WORLD_SIZE is"),
-        ({"PMI_SIZE": "2"}, "PMI_SIZE: is set in the environment, and PMI_RANK is not"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS: is set in the environment, and SLURM_PROCID is not"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK: is set in the environment, but OMPI_COMM_WORLD_SIZE is"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE: is set in the environment, but PMI_RANK is not"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS: is set in the environment, but SLURM_PROCID is not"),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID: 4 is not below SLURM_STEP_NUM_TASKS = 4"),
         (STEP | {"SLURM_PROCID": "-1"}, "SLURM_PROCID: '-1' is not a whole number"),
         (STEP | {"RANK": "0"}, "RANK: 0 contradicts SLURM_PROCID = 3 of srun"),
@@ -151,13 +151,13 @@ def test_where_the_ranks_are_ours_to_start(environ: dict[str, str]) -> None:
         ),
         (
             STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"},
-            "phalanx train: each of 4 tasks of srun started a torchrun of 1 host\n  that would be 4 runs at once",
+            "phalanx train: each of 4 srun tasks started its own torchrun for 1 host\n  that would be 4 runs at once",
         ),
         (
             STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"},
-            "srun: rank 0 is on gpu02, and gpu01 is the first of the list of nodes",
+            "srun: rank 0 runs on gpu02, but gpu01 is the first node of the list",
         ),
-        (PALS, "PMI (mpiexec): started 16 ranks (PMI_RANK = 9, PMI_SIZE = 16), and nothing says on which host rank 0"),
+        (PALS, "PMI (mpiexec): started 16 ranks (PMI_RANK = 9, PMI_SIZE = 16), but does not say on which host rank 0"),
     ],
 )
 def test_half_a_set_and_contradictions_are_refused(environ: dict[str, str], told: str) -> None:
@@ -171,9 +171,9 @@ def test_a_verb_that_starts_its_own_ranks_is_started_once() -> None:
     with pytest.raises(UserError) as caught:
         refuse_several(STEP, "phalanx drill")
     assert str(caught.value) == (
-        "phalanx drill: srun started it 4 times, and it starts its own ranks\n"
+        "phalanx drill: srun started it 4 times, but it starts its own ranks\n"
         "  that would be 4 runs at once, in one folder\n"
-        "  start it once: without the launcher, or as a step of one task (srun --ntasks=1)"
+        "  start it once: without the launcher, or as a single task (srun --ntasks=1)"
     )
 
 

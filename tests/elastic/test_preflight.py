@@ -93,7 +93,7 @@ def test_all_problems_at_once(cpu_plan: Plan, tmp_path: Path) -> None:
     found = checks.preflight(plan=plan, run=tmp_path, slots=100_000, address="192.0.2.1", quick=False)
     assert [problem.what.partition(" ")[2][:9] for problem in found[:1]] == ["ranks on "]
     text = "\n".join(problem.render() for problem in found)
-    for words in ("ranks on", "of memory are free", "are free in", "no port can be bound on 192.0.2.1"):
+    for words in ("ranks on", "of memory is free", "is free in", "no port can be bound on 192.0.2.1"):
         assert words in text
 
 
@@ -116,7 +116,7 @@ def test_cores(cpu_plan: Plan) -> None:
     assert list(checks.check_devices(cpu_plan, HOST, 128)) == []
     (problem,) = checks.check_devices(cpu_plan, HOST, 129)
     assert problem.render() == (
-        "gpu-04: 129 ranks on 2 cores; at most 128 get anything done\n  give this host at most 128 slots"
+        "gpu-04: 129 ranks on 2 cores; at most 128 can make progress\n  give this host at most 128 slots"
     )
 
 
@@ -126,9 +126,9 @@ def test_a_lost_gpu(gpu_plan: Plan) -> None:
     lost = replace(whole, gpus=whole.gpus[:7], notes=("the NVIDIA driver stopped answering: GPU is lost",))
     (problem,) = checks.check_devices(gpu_plan, lost, 8)
     assert problem.render() == (
-        "gpu-04: 7 of the 8 × H100-80GB-SXM that its ranks need answer\n"
+        "gpu-04: 7 of the 8 × H100-80GB-SXM needed by its ranks respond\n"
         "  the NVIDIA driver stopped answering: GPU is lost\n"
-        "  look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job"
+        "  check nvidia-smi and dmesg (Xid errors); restart the host, or remove it from the job"
     )
 
 
@@ -137,14 +137,14 @@ def test_ranks_that_share_a_gpu(gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch)
     small = replace(gpu_plan, memory=replace(gpu_plan.memory, total_bytes=20e9))
     host = replace(HOST, gpus=(replace(gpu(0), used_bytes=30 * 10**9),))
     (problem,) = checks.check_devices(small, host, 2)
-    assert problem.what == "1 of the 2 × H100-80GB-SXM that its ranks need answer"
+    assert problem.what == "1 of the 2 × H100-80GB-SXM needed by its ranks respond"
     monkeypatch.setenv("PHALANX_RANKS_PER_GPU", "2")
     assert list(checks.check_devices(small, host, 2, fresh=True)) == []
     monkeypatch.delenv("PHALANX_RANKS_PER_GPU")
     allowed = replace(small, job=replace(small.job, train=replace(small.job.train, ranks_per_gpu=2)))
     assert list(checks.check_devices(allowed, host, 2, fresh=True)) == []
     (problem,) = checks.check_devices(allowed, host, 3)
-    assert problem.what == "1 of the 3 × H100-80GB-SXM that its ranks need answer; 2 ranks may share one"
+    assert problem.what == "1 of the 3 × H100-80GB-SXM needed by its ranks respond; 2 ranks may share a GPU"
     taken = replace(host, gpus=(replace(gpu(0), used_bytes=50 * 10**9),))
     (problem,) = checks.check_devices(allowed, taken, 2, fresh=True)
     assert problem.render().startswith(
@@ -173,7 +173,7 @@ def test_nvlinks(gpu_plan: Plan, nvlinks: int, rate: float, slots: int, fit: boo
     assert [problem.where for problem in found] == ([] if fit else ["gpu-04, GPU 0"])
     if not fit:
         assert f"{nvlinks} NVLinks give" in found[0].what
-        assert "less than 50% of the 450 GB/s the plan counts on" in found[0].what
+        assert "less than 50% of the 450 GB/s the plan assumed" in found[0].what
 
 
 def test_memory_of_cpu_ranks_and_their_copies(cpu_plan: Plan) -> None:
@@ -182,9 +182,9 @@ def test_memory_of_cpu_ranks_and_their_copies(cpu_plan: Plan) -> None:
     assert list(checks.check_memory(plan, 4, 20e9, host="a")) == []
     (problem,) = checks.check_memory(plan, 4, 19.9e9, host="a")
     assert problem.render() == (
-        "a: 19.9 GB of memory are free; the plan needs 8.00 GB for 4 ranks and 12.0 GB for copies of their state\n"
+        "a: 19.9 GB of memory is free; the plan needs 8.00 GB for 4 ranks and 12.0 GB for in-memory checkpoints\n"
         "  the kernel would kill a rank in the middle of a step\n"
-        "  end other programs, start fewer ranks here, or set checkpoint.memory_every = 0"
+        "  stop other programs, start fewer ranks here, or set checkpoint.memory_every = 0"
     )
 
 
@@ -197,7 +197,7 @@ def test_gpu_ranks_need_host_memory_only_for_copies(gpu_plan: Plan) -> None:
     plan = with_state(gpu_plan, checkpoint_bytes=8e9, hosts=2)  # and as guests those of the other host
     assert list(checks.check_memory(plan, 8, 48e9, host="a")) == []
     (problem,) = checks.check_memory(plan, 8, 47e9, host="a")
-    assert problem.what == "47.0 GB of memory are free; the plan needs 48.0 GB for copies of their state"
+    assert problem.what == "47.0 GB of memory is free; the plan needs 48.0 GB for in-memory checkpoints"
     plan = with_state(gpu_plan, checkpoint_bytes=8e9, hosts=2, memory_every=0)
     assert list(checks.check_memory(plan, 8, 0.0, host="a")) == []
 
@@ -228,7 +228,7 @@ def test_disk(cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(checks.check_disk(with_state(plan, checkpoint_bytes=1.02e9), tmp_path, host="a")) == []
     (problem,) = checks.check_disk(with_state(plan, checkpoint_bytes=1.05e9), tmp_path, host="a")
     assert problem.render() == (
-        f"a: 4.10 GB are free in {tmp_path}; 4 checkpoints of this host need 4.20 GB\n"
+        f"a: 4.10 GB is free in {tmp_path}; 4 checkpoints of this host need 4.20 GB\n"
         "  checkpoint.keep = 3, and the next is written before the oldest is deleted\n"
         "  delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk"
     )
@@ -263,11 +263,11 @@ def test_clock(tmp_path: Path) -> None:
     (problem,) = checks.check_clock(tmp_path, written_s - 6.0, host="a")
     assert problem.render() == (
         "a: its clock is 6.00 s behind; 5 s are allowed\n"
-        "  records of different hosts could not be put in order\n"
+        "  events of different hosts could not be ordered\n"
         "  start chrony or systemd-timesyncd on it"
     )
     (problem,) = checks.check_clock(tmp_path, 12.0, host="a")
-    assert problem.what == "the clock stands at 1970-01-01 00:00"
+    assert problem.what == "the clock reads 1970-01-01 00:00"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_link(cpu_plan: Plan, gpu_plan: Plan, monkeypatch: pytest.MonkeyPatch, s
     assert (found == []) is fit
     if not fit:
         assert found[0].what == (
-            "its network moves 27.0 MB/s on 127.0.0.1, less than 1% of the 3.00 GB/s that the plan assumed"
+            "its network transfers 27.0 MB/s on 127.0.0.1, less than 1% of the 3.00 GB/s that the plan assumed"
         )
     monkeypatch.setattr(checks, "_measure_once", lambda address: share * 2e9)
     assert (list(checks.check_link(gpu_plan, "", host="a")) == []) is fit  # not a hundredth of NVLink
@@ -303,9 +303,9 @@ def test_between_hosts(cpu_plan: Plan, gpu_plan: Plan) -> None:
     assert list(checks.check_between(several, 0.1e9, host="b")) == []
     (problem,) = checks.check_between(several, 0.09e9, host="b")
     assert problem.render() == (
-        "b: 90.0 MB/s pass between it and the coordinator, less than 10% of the 1.00 GB/s that are counted on\n"
+        "b: 90.0 MB/s between it and the coordinator, less than 10% of the 1.00 GB/s expected\n"
         "  every other rank would wait for this host\n"
-        "  look at its cable, its MTU and its switch; --address chooses another network"
+        "  check its cable, MTU and switch; --address selects another network"
     )
 
 

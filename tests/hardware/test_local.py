@@ -175,7 +175,7 @@ def test_some_gpus_of_this_machine(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         machine_cluster(gpus(2), environ=environ(tmp_path), ranks=4)
     assert str(caught.value) == (
-        "local:4: asks for 4 GPUs and this machine has 2\n"
+        "local:4: asks for 4 GPUs, but this machine has 2\n"
         "  every rank needs a GPU of its own\n"
         "  write local:2, or local-cpu:4 to run on the processor cores; --ranks-per-gpu 2 lets ranks share a GPU, for "
         "proofs and drills"

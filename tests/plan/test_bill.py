@@ -34,7 +34,7 @@ def test_without_a_price_the_table_gives_a_range():
 def test_no_price_is_no_number():
     made = charge("local")
     assert made.usd is None
-    assert "give cost.usd_per_device_hour" in made.price_source
+    assert "set cost.usd_per_device_hour" in made.price_source
 
 
 def test_h100_servers_draw_what_mlperf_measured():
@@ -55,7 +55,7 @@ def test_unknown_power_is_no_number():
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0))
     made = run_bill(cluster, cost=Cost(), wall_s=HOUR, spares=0, devices=16)
     assert (made.watts_per_device, made.kwh, made.kwh_interval, made.kgco2e) == (None, None, None, None)
-    assert made.power_source == "unknown: give power_w_per_device in a cluster file"
+    assert made.power_source == "unknown: set power_w_per_device in a cluster file"
 
 
 def test_a_cpu_does_not_cite_gpu_servers():

@@ -40,9 +40,9 @@ def test_a_calibrated_plan_is_the_calibrated_step(file, make_job, make_ask):
 
 
 def test_the_search_follows_the_calibration(make_ask):
-    ask = make_ask(cluster="8xH100:4")
-    slow_network = replace(ask, calibration=Calibration(outer_traffic=20.0))
-    assert search_layouts(slow_network).fastest.layout != search_layouts(ask).fastest.layout
+    request = make_ask(cluster="8xH100:4")
+    slow_network = replace(request, calibration=Calibration(outer_traffic=20.0))
+    assert search_layouts(slow_network).fastest.layout != search_layouts(request).fastest.layout
 
 
 def test_the_plan_says_so(file, make_job):

@@ -6,9 +6,9 @@ from phalanx.errors import UserError
 from phalanx.plan.search import search_layouts
 
 
-def message(ask) -> str:
+def message(request) -> str:
     with pytest.raises(UserError) as caught:
-        search_layouts(ask)
+        search_layouts(request)
     return str(caught.value)
 
 
@@ -27,7 +27,7 @@ def test_all_four_sizes_must_give_the_device_count(make_ask):
 
 def test_a_batch_that_cannot_be_shared(make_ask):
     text = message(make_ask(cluster="1xH100:37", batch=512))
-    assert "job.toml:8: the global batch of 512 sequences cannot be shared evenly over 37 devices" in text
+    assert "job.toml:8: the global batch of 512 sequences cannot be divided evenly over 37 devices" in text
     assert "use batch.global_sequences = 481 or 518, or another number of devices" in text
 
 
@@ -35,7 +35,7 @@ def test_experts_that_do_not_fit_the_replicas(make_ask):
     text = message(
         make_ask("mixtral-8x7b", cluster="8xH100:2", parallel__expert=8, parallel__pipeline=4, parallel__tensor=1)
     )
-    assert "--set parallel.expert=8: parallel.expert = 8 leaves no legal layout on 16 devices" in text
+    assert "--set parallel.expert=8: parallel.expert = 8 leaves no valid layout on 16 devices" in text
     assert "use 1 or 2 or 4, or leave parallel.expert out" in text
 
 

@@ -120,9 +120,10 @@ def test_weights_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
     (problem,) = look(tmp_path, "train.weights=w").refused
     assert problem.render() == (
         f"--set train.weights=w: {tmp_path / 'w'} has another tokenizer than the data in {tmp_path / 'data'}: "
-        "2 of 9 tokens differ, as number 1: 'a' in the data, 'b' to the weights\n"
-        "  the weights would read other words than were written, and nothing would fail\n"
-        f"  build the data with theirs: phalanx data build OUT SOURCE… --tokenizer {tmp_path / 'w' / 'tokenizer.json'}"
+        "2 of 9 tokens differ, e.g. id 1: 'a' in the data, 'b' to the weights\n"
+        "  the weights would read other tokens than were written, and no error would occur\n"
+        f"  build the data with the weights' tokenizer: phalanx data build OUT SOURCE… --tokenizer "
+        f"{tmp_path / 'w' / 'tokenizer.json'}"
     )
     assert look(tmp_path, "train.weights=w", fresh=False).refused == (), "a run that goes on has its weights"
 
@@ -134,9 +135,9 @@ def test_weights_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
         (
             tokenizer(normalizer={"type": "Lowercase"}),
             "",
-            "knows the same tokens as the weights' and cuts text by other rules",
+            "has the same tokens as the weights' but splits text by other rules",
         ),
-        (None, "", "has no tokenizer.json: whether data and weights have the same tokenizer is not known"),
+        (None, "", "has no tokenizer.json, so Phalanx cannot tell whether data and weights use the same tokenizer"),
     ],
 )
 def test_what_is_not_sure_is_warned_of(tmp_path: Path, theirs: str | None, ours: str, told: str) -> None:
@@ -165,18 +166,18 @@ def test_a_tokenizer_that_is_none_or_was_exchanged(tmp_path: Path) -> None:
     assert "cannot be read" in heads(look(tmp_path, "train.weights=w").refused)[0]
     (tmp_path / "w" / "tokenizer.json").write_text(tokenizer())
     (tmp_path / "data" / "tokenizer.json").write_text(tokenizer(("<end>", *"hgfedcba")))
-    assert "is not the tokenizer that made the data" in heads(look(tmp_path, "train.weights=w").refused)[0]
+    assert "is not the tokenizer the data was built with" in heads(look(tmp_path, "train.weights=w").refused)[0]
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
     dataset(tmp_path / "data")
     weights(tmp_path / "w", tokenizer(), vocab_size=128, hidden_size=48)
     (problem,) = look(tmp_path, "train.weights=w").refused
-    assert "holds another model: hidden = 48 (the job: 32), vocab = 128 (the job: 64)" in problem.what
+    assert "holds a different model: hidden = 48 (the job: 32), vocab = 128 (the job: 64)" in problem.what
     assert problem.fix == f'take the shape from there: model.hf_config = "{tmp_path / "w" / "config.json"}"'
     weights(tmp_path / "v", tokenizer(), rope_theta=500_000.0)
     (problem,) = look(tmp_path, "train.weights=v").warnings
-    assert "were trained otherwise: rope_theta = 500000.0 (the job: 10000.0)" in problem.what
+    assert "were trained with other settings: rope_theta = 500000.0 (the job: 10000.0)" in problem.what
 
 
 def test_a_vocabulary_that_is_too_small_or_far_too_large(tmp_path: Path) -> None:
@@ -185,8 +186,9 @@ def test_a_vocabulary_that_is_too_small_or_far_too_large(tmp_path: Path) -> None
     assert problem.render() == (
         f"{tmp_path / 'job.toml'}:7: model.vocab: {tmp_path / 'data'} has a vocabulary of 65, larger than the model's "
         "64\n"
-        "  tokens behind the last row of the embedding cannot be looked up\n"
-        "  set model.vocab = 128 or more (matrix products like multiples of 64), or build the data with --vocab 257"
+        "  token ids beyond the last row of the embedding cannot be looked up\n"
+        "  set model.vocab = 128 or more (matrix products are fastest with multiples of 64), or build the data "
+        "with --vocab 257"
     )
     assert look(tmp_path, "model.vocab=577").warnings == (), "512 rows are padding"
     (problem,) = look(tmp_path, "model.vocab=128256").warnings
@@ -209,7 +211,7 @@ def test_datasets_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
     dataset(tmp_path / "a")
     dataset(tmp_path / "b", tokenizer(("<end>", *"bacdefgh")))
     assert heads(look(tmp_path, "data.path=['a', 'b']").refused) == [
-        f"{tmp_path / 'b'}: was made with another tokenizer than {tmp_path / 'a'}"
+        f"{tmp_path / 'b'}: was built with another tokenizer than {tmp_path / 'a'}"
     ]
 
 
@@ -221,11 +223,11 @@ def test_passes_are_counted_by_source_and_weight(tmp_path: Path) -> None:
     (problem,) = found.warnings
     assert problem.render() == (
         "--set data.tokens=3000: 3.00k tokens are 9 passes over the source 'often' of 802 tokens of data\n"
-        "  beyond about 4 passes each pass teaches less (arXiv 2305.16264), and the text is learnt by heart\n"
+        "  beyond about 4 passes each pass adds less (arXiv 2305.16264), and the model memorises the text\n"
         "  build from more text, or train on data.tokens = 1_333 or fewer"
     )
     assert look(tmp_path, "data.tokens=1333").warnings == ()
-    assert "hardly anything new" in look(tmp_path, "data.tokens=30000").warnings[0].why
+    assert "hardly anything left to learn" in look(tmp_path, "data.tokens=30000").warnings[0].why
     assert passes_of([], tokens=10, sequence=10) == {}
 
 

@@ -28,62 +28,62 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(kept, "make_plan", counted)
 
-    def ask(*overrides: str, spec: str = "8xH100:2"):
+    def request(*overrides: str, spec: str = "8xH100:2"):
         return kept.cached_plan(load(job, overrides=overrides), resolve(spec), environ=environ)
 
-    return ask, searches, kept.plan_cache_folder(environ)
+    return request, searches, kept.plan_cache_folder(environ)
 
 
 def test_the_second_time_nothing_is_searched_and_the_plan_is_equal(asked) -> None:
-    ask, searches, _ = asked
-    assert ask() == ask()
+    request, searches, _ = asked
+    assert request() == request()
     assert len(searches) == 1
 
 
 def test_another_job_cluster_or_planner_is_planned_anew(asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, searches, _ = asked
-    ask()
-    assert ask("batch.global_sequences=128").job.batch.global_sequences == 128
-    assert ask(spec="8xH100:4").layout.devices == 32
+    request, searches, _ = asked
+    request()
+    assert request("batch.global_sequences=128").job.batch.global_sequences == 128
+    assert request(spec="8xH100:4").layout.devices == 32
     monkeypatch.setattr(kept, "_code", lambda: [("plan/step.py", 1, 2)])
-    ask()
+    request()
     assert len(searches) == 4
 
 
 def test_a_damaged_file_is_found_again_and_mended(asked) -> None:
-    ask, searches, folder = asked
-    first = ask()
+    request, searches, folder = asked
+    first = request()
     (file,) = folder.glob("*.json")
     file.write_text('{"schema": "phalanx.plan/1"', encoding="utf-8")
-    assert ask().layout == first.layout
+    assert request().layout == first.layout
     assert len(searches) == 2
-    assert ask() == ask()
+    assert request() == request()
     assert len(searches) == 2
 
 
 def test_no_more_are_kept_than_allowed(asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, _, folder = asked
+    request, _, folder = asked
     monkeypatch.setattr(kept, "MOST_KEPT", 2)
     for count in (64, 128, 256):
-        ask(f"batch.global_sequences={count}")
+        request(f"batch.global_sequences={count}")
     assert len(list(folder.glob("*.json"))) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(asked, tmp_path: Path) -> None:
-    ask, searches, _ = asked
+    request, searches, _ = asked
     (tmp_path / "cache").write_text("a file", encoding="utf-8")
-    assert ask().layout == ask().layout
+    assert request().layout == request().layout
     assert len(searches) == 2
 
 
 def test_a_plan_of_another_job_under_our_name_is_not_believed(asked) -> None:
-    ask, searches, folder = asked
-    ask()
+    request, searches, folder = asked
+    request()
     (ours,) = folder.glob("*.json")
-    ask("batch.global_sequences=128")
+    request("batch.global_sequences=128")
     (other,) = set(folder.glob("*.json")) - {ours}
     ours.write_text(other.read_text(encoding="utf-8"), encoding="utf-8")
-    assert ask().job.batch.global_sequences == 64
+    assert request().job.batch.global_sequences == 64
     assert len(searches) == 3
 
 

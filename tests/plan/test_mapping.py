@@ -7,9 +7,9 @@ from phalanx.plan.score import price_layouts
 from phalanx.plan.search import search_layouts
 
 
-def axes(ask):
-    layout = search_layouts(ask).best.layout
-    return layout, {use.axis: use for use in map_axes(ask, layout)}
+def axes(request):
+    layout = search_layouts(request).best.layout
+    return layout, {use.axis: use for use in map_axes(request, layout)}
 
 
 def test_tensor_groups_stay_on_the_fast_links(make_ask):
@@ -32,9 +32,9 @@ def test_axes_of_one_rank_are_left_out(make_ask):
 
 
 def test_gradient_bytes_of_plain_data_parallelism(make_ask):
-    ask = make_ask("gpt2", cluster="8xH100:1", sequence=1024, batch=64, parallel__mode="fixed")
-    layout, found = axes(ask)
-    gradients = 124e6 * float(ask.profile.gradient_bytes)
+    request = make_ask("gpt2", cluster="8xH100:1", sequence=1024, batch=64, parallel__mode="fixed")
+    layout, found = axes(request)
+    gradients = 124e6 * float(request.profile.gradient_bytes)
     assert layout.zero == 0
     assert found["data"].operation == "all-reduce"
     assert found["data"].bytes_per_step == pytest.approx(2 * 7 / 8 * gradients, rel=0.02)
@@ -67,9 +67,9 @@ def test_our_trainer_gathers_the_tables_of_zero_3_once(make_ask):
 
 
 def test_what_shows_is_what_the_step_counts(make_ask):
-    ask = make_ask("mixtral-8x7b", cluster="8xH100:4", parallel__expert=8, parallel__pipeline=2)
-    layout, found = axes(ask)
-    _, times, _ = price_layouts(ask, [layout])
+    request = make_ask("mixtral-8x7b", cluster="8xH100:4", parallel__expert=8, parallel__pipeline=2)
+    layout, found = axes(request)
+    _, times, _ = price_layouts(request, [layout])
     assert found["expert"].shown_s == pytest.approx(float(times.expert_s[0]))
     assert found["pipeline"].shown_s == pytest.approx(float(times.pipeline_send_s[0]))
     for use in found.values():
@@ -82,33 +82,35 @@ def shown(found, *names):
 
 
 def test_hsdp_gathers_on_the_fast_links_and_reduces_between_copies(make_ask):
-    ask = make_ask(cluster="8xH100:4", parallel__zero=3, parallel__shard=8, parallel__mode="fixed", parallel__data=32)
-    layout, found = axes(ask)
+    request = make_ask(
+        cluster="8xH100:4", parallel__zero=3, parallel__shard=8, parallel__mode="fixed", parallel__data=32
+    )
+    layout, found = axes(request)
     assert set(found) == {"shard", "replica"}
     shard, replica = found["shard"], found["replica"]
     assert (shard.size, shard.stride, shard.tier) == (8, 1, "NVLink4")
     assert (replica.size, replica.stride, replica.tier) == (4, 8, "NIC")
     assert (shard.operation, replica.operation) == ("reduce-scatter + all-gather", "all-reduce")
-    _, times, _ = price_layouts(ask, [layout])
+    _, times, _ = price_layouts(request, [layout])
     assert shard.shown_s == pytest.approx(float(times.shard_s[0]))
     assert replica.shown_s == pytest.approx(float(times.gradient_s[0]))
     assert replica.wire_s == pytest.approx(float(times.gradient_total_s[0]))
-    gradients = 8.03e9 * float(ask.profile.gradient_bytes) / 8
+    gradients = 8.03e9 * float(request.profile.gradient_bytes) / 8
     assert replica.bytes_per_step == pytest.approx(2 * 3 / 4 * gradients, rel=0.01)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_gradient_traffic_adds_up_below_zero_3(make_ask, zero):
     """Wire and shown seconds of all rows that carry gradients are those of the step, experts included."""
-    ask = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256)
+    request = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256)
     # Written out, not searched: whether it fits does not matter here.
     layout = Layout(
         data=32, shard=8 if zero else 1, tensor=2, context=1, pipeline=1, virtual_pipeline=1, expert=4, zero=zero,
         sequence_parallel=True, micro_batch=1, accumulation=8, recompute="full", precision="bf16", schedule="1f1b",
         offload="none", compression="none",
     )  # fmt: skip
-    found = {use.axis: use for use in map_axes(ask, layout)}
-    _, times, _ = price_layouts(ask, [layout])
+    found = {use.axis: use for use in map_axes(request, layout)}
+    _, times, _ = price_layouts(request, [layout])
     rows = ("data", "shard", "replica", "expert data")
     assert ("replica" in found) == (zero > 0)
     assert shown(found, *rows) == pytest.approx(float(times.gradient_s[0]))
@@ -117,10 +119,10 @@ def test_gradient_traffic_adds_up_below_zero_3(make_ask, zero):
 
 
 def test_zero_3_of_experts_adds_up(make_ask):
-    ask = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256, parallel__zero=3, parallel__expert=4,
+    request = make_ask("mixtral-8x7b", cluster="8xH100:8", batch=256, parallel__zero=3, parallel__expert=4,
                    parallel__shard=8, parallel__tensor=1, parallel__pipeline=1, parallel__context=1)  # fmt: skip
-    layout, found = axes(ask)
-    _, times, _ = price_layouts(ask, [layout])
+    layout, found = axes(request)
+    _, times, _ = price_layouts(request, [layout])
     assert shown(found, "shard", "expert data") == pytest.approx(float(times.shard_s[0]))
     assert shown(found, "replica") == pytest.approx(float(times.gradient_s[0]))
     assert found["expert data"].size == 16

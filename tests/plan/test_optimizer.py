@@ -21,10 +21,10 @@ OTHERS = ("adamw8bit", "adafactor", "muon")
 
 
 def test_adamw_in_fp32_changes_nothing(make_ask):
-    ask = make_ask()
-    assert ask.profile == profiles()["phalanx"]
-    assert ask.memory.optimizer_bytes == 12.0
-    assert ask.memory.table_optimizer_bytes == 0.0
+    request = make_ask()
+    assert request.profile == profiles()["phalanx"]
+    assert request.memory.optimizer_bytes == 12.0
+    assert request.memory.table_optimizer_bytes == 0.0
 
 
 def test_bytes_per_parameter(make_ask):
@@ -34,11 +34,11 @@ def test_bytes_per_parameter(make_ask):
 
 
 def test_muon_pays_adamw_for_embedding_and_head(make_ask):
-    ask = make_ask(optim__name="muon", parallel__mode="fixed", parallel__data=16)
-    layout = search_layouts(replace(ask, memory=replace(ask.memory, usable=9.0))).best.layout
-    _, _, memory = price_layouts(ask, [layout])
-    tables = 2 * ask.model.vocab * ask.model.hidden
-    matrices = phalanx.plan.parameter_counts.count_parameters(ask.model).total - tables
+    request = make_ask(optim__name="muon", parallel__mode="fixed", parallel__data=16)
+    layout = search_layouts(replace(request, memory=replace(request.memory, usable=9.0))).best.layout
+    _, _, memory = price_layouts(request, [layout])
+    tables = 2 * request.model.vocab * request.model.hidden
+    matrices = phalanx.plan.parameter_counts.count_parameters(request.model).total - tables
     assert float(memory.optimizer[0]) == pytest.approx(matrices * 8.0 + tables * 12.0, rel=1e-3)
 
 
@@ -46,35 +46,35 @@ def test_muon_pays_adamw_for_embedding_and_head(make_ask):
 def test_other_optimizers_take_longer_than_fused_adamw(make_ask, name):
     plain, other = make_ask(), make_ask(optim__name=name)
     layout = search_layouts(plain).best.layout
-    seconds = [float(price_layouts(ask, [layout])[1].optimizer_s[0]) for ask in (plain, other)]
+    seconds = [float(price_layouts(request, [layout])[1].optimizer_s[0]) for request in (plain, other)]
     assert seconds[1] > 2 * seconds[0]
 
 
 def test_newton_schulz_by_hand(make_ask):
     """Llama-3 8B on one device: 6 n² m per matrix, n the shorter side."""
-    ask = make_ask(optim__name="muon")
-    layout = replace(search_layouts(ask).best.layout, data=1, shard=1, zero=0, tensor=1, pipeline=1, context=1)
-    table = build_cases(ask, layout_columns([layout]))
+    request = make_ask(optim__name="muon")
+    layout = replace(search_layouts(request).best.layout, data=1, shard=1, zero=0, tensor=1, pipeline=1, context=1)
+    table = build_cases(request, layout_columns([layout]))
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 3]
     whole = 32 * sum(6.0 * a * b * min(a, b) for a, b in shapes)
     assert float(np.max(newton_schulz_flops(table))) == pytest.approx(whole)
-    shared = build_cases(ask, layout_columns([replace(layout, data=8, shard=8, zero=1, tensor=2)]))
+    shared = build_cases(request, layout_columns([replace(layout, data=8, shard=8, zero=1, tensor=2)]))
     assert float(np.max(newton_schulz_flops(shared))) == pytest.approx(whole / 16)
 
 
 def test_a_checkpoint_of_eight_bit_moments_is_as_large_as_of_wide_ones(make_ask):
     plain, eight, bf16 = make_ask(), make_ask(optim__name="adamw8bit"), make_ask(precision__optimizer_state="bf16")
     layout = search_layouts(plain).best.layout
-    sizes = [checkpoint_bytes(ask, layout) for ask in (plain, eight, bf16)]
+    sizes = [checkpoint_bytes(request, layout) for request in (plain, eight, bf16)]
     assert sizes[1] == pytest.approx(sizes[0])
     assert sizes[2] == pytest.approx(sizes[0] * 10 / 14)
 
 
 def test_parameters_in_host_memory_leave_only_what_is_gathered(make_ask):
-    ask = make_ask("llama-3-70b", cluster="8xH100:1", parallel__offload="parameters", batch=64)
-    found = search_layouts(ask).best.layout
+    request = make_ask("llama-3-70b", cluster="8xH100:1", parallel__offload="parameters", batch=64)
+    found = search_layouts(request).best.layout
     assert (found.offload, found.zero) == ("parameters", 3)
-    _, times, memory = price_layouts(ask, [found, replace(found, offload="none")])
+    _, times, memory = price_layouts(request, [found, replace(found, offload="none")])
     for part in ("gradients", "optimizer"):  # FSDP2 keeps shards in the master format, which counts as optimizer state
         assert getattr(memory, part)[0] == 0 < getattr(memory, part)[1]
     assert memory.gathered[0] == memory.gathered[1] > 0
@@ -83,10 +83,12 @@ def test_parameters_in_host_memory_leave_only_what_is_gathered(make_ask):
 
 def test_parameters_cross_the_host_link_for_every_micro_batch(make_ask):
     """12 bytes per owned parameter and micro-batch over 25 GB/s, partly behind the compute."""
-    ask = make_ask("llama-3-70b", cluster="8xH100:1", parallel__offload="parameters", sequence=512, batch=8)
-    layout = replace(search_layouts(ask).best.layout, tensor=1, pipeline=1, context=1, data=8, shard=8, micro_batch=1)
-    _, times, _ = price_layouts(ask, [layout, replace(layout, offload="none")])
-    owned = phalanx.plan.parameter_counts.count_parameters(ask.model).total / 8
+    request = make_ask("llama-3-70b", cluster="8xH100:1", parallel__offload="parameters", sequence=512, batch=8)
+    layout = replace(
+        search_layouts(request).best.layout, tensor=1, pipeline=1, context=1, data=8, shard=8, micro_batch=1
+    )
+    _, times, _ = price_layouts(request, [layout, replace(layout, offload="none")])
+    owned = phalanx.plan.parameter_counts.count_parameters(request.model).total / 8
     link_s = owned * 12.0 / 25e9
     assert link_s <= float(times.micro_s[0]) <= link_s + float(times.micro_s[1])
 
@@ -111,27 +113,27 @@ def test_host_parameters_are_never_chosen_unasked(make_ask):
 
 
 def test_powersgd_pays_on_a_slow_network_only(make_ask):
-    ask = make_ask(parallel__compression="powersgd", cluster="8xH100:4", parallel__tensor=8)
-    found = search_layouts(ask).best.layout
+    request = make_ask(parallel__compression="powersgd", cluster="8xH100:4", parallel__tensor=8)
+    found = search_layouts(request).best.layout
     assert (found.compression, found.zero) == ("powersgd", 0)
     layouts = [replace(found, compression=kind) for kind in ("none", "bf16", "powersgd")]
-    _, fast, memory = price_layouts(ask, layouts)
-    _, slow, _ = price_layouts(ask, layouts, machine={"nic_bytes_per_s": np.asarray(1e9)})
+    _, fast, memory = price_layouts(request, layouts)
+    _, slow, _ = price_layouts(request, layouts, machine={"nic_bytes_per_s": np.asarray(1e9)})
     assert slow.gradient_total_s[2] < 0.5 * slow.gradient_total_s[1] < slow.gradient_total_s[0]
     # Making the factors takes 40 bytes of memory traffic per gradient, whatever the network.
     assert fast.gradient_total_s[2] > 0.5 * slow.gradient_total_s[2]
     assert memory.buffers[1] == memory.buffers[2] > memory.buffers[0]  # what was rounded away is kept, in fp32
     alone = replace(found, data=1, tensor=1, pipeline=1)
-    assert float(price_layouts(ask, [alone])[1].gradient_total_s[0]) == 0.0
+    assert float(price_layouts(request, [alone])[1].gradient_total_s[0]) == 0.0
 
 
 def test_powersgd_bytes_are_those_of_its_factors(make_ask):
-    ask = make_ask(parallel__compression="powersgd", cluster="H100:16", parallel__tensor=4, parallel__pipeline=2)
+    request = make_ask(parallel__compression="powersgd", cluster="H100:16", parallel__tensor=4, parallel__pipeline=2)
     plan_data = next(
-        use for use in phalanx.plan.mapping.map_axes(ask, search_layouts(ask).best.layout) if use.axis == "data"
+        use for use in phalanx.plan.mapping.map_axes(request, search_layouts(request).best.layout) if use.axis == "data"
     )
-    weights = phalanx.plan.parameter_counts.count_parameters(ask.model).total / 8
-    thin = weights * 32.0 / ask.model.hidden
+    weights = phalanx.plan.parameter_counts.count_parameters(request.model).total / 8
+    thin = weights * 32.0 / request.model.hidden
     assert plan_data.bytes_per_step == pytest.approx(2 * thin * (1 - 1 / 2), rel=0.2)
 
 

@@ -148,10 +148,13 @@ def test_an_endless_interval_is_blamed_not_the_failures(make_job):
 @pytest.mark.parametrize("rate", [0, 0.004])
 def test_a_tiny_interval_is_named_as_the_cause(make_job, rate):
     plan = phalanx.plan(make_job(checkpoint__interval_s=0.1, fault__failures_per_host_day=rate))
-    (warning,) = (text for text in plan.warnings if "of the time trains" in text)
+    (warning,) = (text for text in plan.warnings if "of the time is spent training" in text)
     assert warning.startswith("--set checkpoint.interval_s=0.1: only ")
     assert "checkpoint.interval_s = 0.1, training waits " in warning
-    assert "or leave it out: then 100% of the time trains" in warning or "leave checkpoint.interval_s out" in warning
+    assert (
+        "or leave it out: then 100% of the time is spent training" in warning
+        or "leave checkpoint.interval_s out" in warning
+    )
     assert "detect" not in warning
 
 
@@ -163,7 +166,7 @@ def test_a_path_is_loaded(make_job):
 def test_what_is_no_job_and_no_cluster_is_refused(make_job):
     with pytest.raises(UserError) as caught:
         phalanx.plan(5)
-    assert str(caught.value) == ("phalanx.plan: job = '5' is of type int\n  give what phalanx.load returns, or a path")
+    assert str(caught.value) == ("phalanx.plan: job = '5' is of type int\n  pass the result of phalanx.load, or a path")
     for call in (lambda: phalanx.cluster(5), lambda: phalanx.plan(make_job(), 5)):
         with pytest.raises(UserError) as caught:
             call()

@@ -19,7 +19,7 @@ from phalanx.plan.text import plan_text
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def ask(name, *sets):
+def request(name, *sets):
     job = load(EXAMPLES / name, overrides=sets).job
     return request_from_job(job, resolve(job.cluster.target))[0]
 
@@ -39,7 +39,7 @@ def best_by_sizes(question):
 
 def test_bloom():
     """BigScience ran TP4 PP12 DP8 on 48 nodes of 8 A100 (arXiv 2211.05100): in our top 3."""
-    assert (4, 12, 8) in list(best_by_sizes(ask("bloom-176b-48x8xA100.toml")))[:3]
+    assert (4, 12, 8) in list(best_by_sizes(request("bloom-176b-48x8xA100.toml")))[:3]
 
 
 def test_llama_3():
@@ -51,14 +51,14 @@ def test_llama_3():
     name = "llama-3.1-405b-16384xH100.toml"
     sizes = ("parallel.tensor=8", "parallel.context=1", "parallel.pipeline=16", "parallel.data=128")
     kept = memory_profiles()["pytorch"]
-    theirs = search_layouts(replace(ask(name, *sizes), memory=kept)).fastest.step_s
-    assert theirs <= 1.10 * search_layouts(replace(ask(name), memory=kept)).fastest.step_s
+    theirs = search_layouts(replace(request(name, *sizes), memory=kept)).fastest.step_s
+    assert theirs <= 1.10 * search_layouts(replace(request(name), memory=kept)).fastest.step_s
 
 
 @pytest.mark.slow
 def test_deepseek_v3():
     """DeepSeek ran PP16 EP64 without tensor parallelism on 2,048 H800 (arXiv 2412.19437); ours is of that kind."""
-    layout = search_layouts(ask("deepseek-v3-2048xH800.toml")).best.layout
+    layout = search_layouts(request("deepseek-v3-2048xH800.toml")).best.layout
     assert layout.expert >= 8
     assert layout.tensor <= 2
     assert layout.pipeline > 1

@@ -15,8 +15,8 @@ from phalanx.plan.space import build_space
 
 
 def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
-    ask = make_ask()
-    found, scores = search_layouts(ask), score_layouts(build_space(ask))
+    request = make_ask()
+    found, scores = search_layouts(request), score_layouts(build_space(request))
     fastest = scores.step_s[scores.fits].min()
     assert found.best.fits
     assert fastest <= found.best.step_s <= SAME * fastest
@@ -38,10 +38,10 @@ def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
     ],
 )
 def test_scores_of_a_grid_equal_prices_one_by_one(make_ask, preset, settings):
-    ask = make_ask(preset, cluster="8xH100:2", batch=16, **settings)
-    scores = score_layouts(build_space(ask), hopeless=np.inf)
+    request = make_ask(preset, cluster="8xH100:2", batch=16, **settings)
+    scores = score_layouts(build_space(request), hopeless=np.inf)
     rows = np.linspace(0, scores.base.size - 1, 200, dtype=int)
-    _, times, memory = price_layouts(ask, [scores.layout(int(row)) for row in rows])
+    _, times, memory = price_layouts(request, [scores.layout(int(row)) for row in rows])
     assert np.allclose(times.step_s, scores.step_s[rows], rtol=1e-12, atol=0)
     assert np.allclose(memory.total, scores.memory_bytes[rows], rtol=1e-12, atol=0)
     assert memory.runs.all()
@@ -76,8 +76,8 @@ def all_equal(space, **options):
 
 def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
     monkeypatch.setattr("phalanx.plan.search.score_layouts", all_equal)
-    ask = make_ask()
-    found, scores = search_layouts(ask), all_equal(build_space(ask))
+    request = make_ask()
+    found, scores = search_layouts(request), all_equal(build_space(request))
     assert found.fastest.step_s == scores.step_s.min() < found.best.step_s <= SAME * found.fastest.step_s
     rows = np.arange(scores.base.size)
     keys = dict(zip(map(scores.layout, rows), zip(*complexity(scores, rows), strict=True), strict=True))
@@ -128,9 +128,9 @@ def test_stages_come_before_axes_before_schedules(make_ask):
 def test_a_simpler_layout_may_not_risk_the_memory():
     """BLOOM on 48 nodes: TP8 PP6 is simpler and 1.4 % slower, but would fill 94 % of the usable memory."""
     job = load(Path(__file__).parents[2] / "examples" / "bloom-176b-48x8xA100.toml").job
-    ask, _ = request_from_job(job, resolve(job.cluster.target))
-    best = search_layouts(ask).best
-    assert best.memory_bytes <= 0.9 * score_layouts(build_space(ask)).usable_bytes
+    request, _ = request_from_job(job, resolve(job.cluster.target))
+    best = search_layouts(request).best
+    assert best.memory_bytes <= 0.9 * score_layouts(build_space(request)).usable_bytes
 
 
 def filled(share_of_fastest, lead, share_of_rest, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_full_layout_fixed_by_hand_names_what_the_free_search_finds(make_ask, 
         scores = all_equal(space, **options)
         return replace(
             scores,
-            memory_bytes=(0.99 if "tensor" in space.ask.fixed else 0.8) * scores.usable_bytes + 0 * scores.step_s,
+            memory_bytes=(0.99 if "tensor" in space.request.fixed else 0.8) * scores.usable_bytes + 0 * scores.step_s,
         )
 
     monkeypatch.setattr("phalanx.plan.search.score_layouts", made)
@@ -200,14 +200,14 @@ def test_a_full_layout_fixed_by_hand_names_what_the_free_search_finds(make_ask, 
 
 
 def test_llama_70b_on_64_h100_leaves_room(make_ask):
-    ask = make_ask("llama-3-70b", cluster="8xH100:8", sequence=8192, batch=512)
-    found = search_layouts(ask)
-    assert found.best.memory_bytes <= FULL_MEMORY * score_layouts(build_space(ask)).usable_bytes or found.warnings
+    request = make_ask("llama-3-70b", cluster="8xH100:8", sequence=8192, batch=512)
+    found = search_layouts(request)
+    assert found.best.memory_bytes <= FULL_MEMORY * score_layouts(build_space(request)).usable_bytes or found.warnings
 
 
 def test_the_choice_does_not_depend_on_chance(make_ask):
-    ask = make_ask(cluster="8xH100:8", sequence=8192, batch=512)
-    assert search_layouts(ask) == search_layouts(ask)
+    request = make_ask(cluster="8xH100:8", sequence=8192, batch=512)
+    assert search_layouts(request) == search_layouts(request)
 
 
 def test_runners_up_are_distinct_and_each_is_another_idea(make_ask):
@@ -258,19 +258,19 @@ def test_offload_is_the_last_resort_and_is_said(make_ask):
 
 
 def test_more_memory_never_makes_the_best_slower(make_ask):
-    ask = make_ask("llama-3-70b", cluster="8xH100:4")
-    device = ask.cluster.accelerator
+    request = make_ask("llama-3-70b", cluster="8xH100:4")
+    device = request.cluster.accelerator
     roomy = replace(
-        ask, cluster=replace(ask.cluster, accelerator=replace(device, memory_bytes=2 * device.memory_bytes))
+        request, cluster=replace(request.cluster, accelerator=replace(device, memory_bytes=2 * device.memory_bytes))
     )
-    assert search_layouts(roomy).best.step_s <= search_layouts(ask).best.step_s * SAME
+    assert search_layouts(roomy).best.step_s <= search_layouts(request).best.step_s * SAME
 
 
 def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
     with pytest.raises(UserError) as caught:
         search_layouts(make_ask("llama-3.1-405b", cluster="8xH100:1", batch=64))
     text = str(caught.value)
-    assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: the least any legal layout needs is ")
+    assert text.startswith("8xH100-80GB-SXM:1: llama-3.1-405b does not fit: every valid layout needs at least ")
     assert "or devices with more memory" in text
     named = re.search(r"use (\d+) such devices with the optimizer in host memory \((\d+) without\)", text)
     assert named is not None

@@ -24,18 +24,18 @@ def test_divisors_are_exactly_those(number):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(domains=st.sampled_from([1, 2, 3, 5, 6, 8]), batch=st.sampled_from([12, 60, 96, 128]))
 def test_every_layout_is_legal(make_ask, domains, batch):
-    ask = make_ask(cluster=f"8xH100:{domains}", batch=batch)
-    space = build_space(ask)
+    request = make_ask(cluster=f"8xH100:{domains}", batch=batch)
+    space = build_space(request)
     for one in layouts(space, every=29):
         assert one.devices == 8 * domains
         assert one.data * one.micro_batch * one.accumulation == batch
-        assert ask.model.heads % one.tensor == 0
-        assert one.pipeline * one.virtual_pipeline <= ask.model.layers
-        assert one.context == 1 or ask.sequence % (2 * one.context) == 0
+        assert request.model.heads % one.tensor == 0
+        assert one.pipeline * one.virtual_pipeline <= request.model.layers
+        assert one.context == 1 or request.sequence % (2 * one.context) == 0
         assert one.tensor <= 8
         assert (one.data * one.context) % one.shard == 0
         assert one.zero != 2 or one.accumulation == 1, "between micro-batches it is ZeRO-1 or reduces every time"
-        assert one.zero in (ask.limits.zero_with_pipeline if one.pipeline > 1 else ask.limits.zero)
+        assert one.zero in (request.limits.zero_with_pipeline if one.pipeline > 1 else request.limits.zero)
         assert (one.virtual_pipeline > 1) == (one.schedule == "interleaved")
         assert not one.sequence_parallel or one.tensor > 1
     found = layouts(space)
@@ -86,16 +86,16 @@ def test_device_counts_that_are_no_power_of_two_are_split(make_ask):
 
 
 def test_tensor_size_keeps_whole_key_value_heads(make_ask):
-    ask = make_ask("llama-3-8b", parallel__framework="megatron")  # 32 heads, 8 key-value heads
-    assert tensor_sizes(ask, 64) == [1, 2, 4, 8, 16, 32]
-    assert 6 not in tensor_sizes(ask, 48)
+    request = make_ask("llama-3-8b", parallel__framework="megatron")  # 32 heads, 8 key-value heads
+    assert tensor_sizes(request, 64) == [1, 2, 4, 8, 16, 32]
+    assert 6 not in tensor_sizes(request, 48)
     assert tensor_sizes(make_ask("llama-3-8b"), 64) == [1, 2, 4, 8]  # our trainer copies no heads
 
 
 def test_experts_divide_and_fit_inside_the_replicas(make_ask):
-    ask = make_ask("mixtral-8x7b")  # 8 experts
-    assert expert_sizes(ask, 4) == [1, 2, 4]
-    assert expert_sizes(ask, 6) == [1, 2]
+    request = make_ask("mixtral-8x7b")  # 8 experts
+    assert expert_sizes(request, 4) == [1, 2, 4]
+    assert expert_sizes(request, 6) == [1, 2]
     assert expert_sizes(make_ask("llama-3-8b"), 64) == [1]
 
 
@@ -106,15 +106,15 @@ def test_micro_batches_divide_the_share(make_ask):
 
 
 def test_interleaving_needs_chunks_and_full_rounds(make_ask):
-    ask = make_ask()  # 32 layers
-    assert (2, 4) in schedules(ask, 4, 8)  # 8 micro-batches over 4 stages, 4 chunks of 2 layers
-    assert not [one for one in schedules(ask, 4, 6) if one[0] == 2]
-    assert schedules(ask, 1, 8) == [(1, 1)]
+    request = make_ask()  # 32 layers
+    assert (2, 4) in schedules(request, 4, 8)  # 8 micro-batches over 4 stages, 4 chunks of 2 layers
+    assert not [one for one in schedules(request, 4, 6) if one[0] == 2]
+    assert schedules(request, 1, 8) == [(1, 1)]
 
 
 def test_frameworks_are_offered_only_what_they_run(make_ask):
-    ask = make_ask(parallel__framework="megatron-deepspeed")
-    found = layouts(build_space(ask))
+    request = make_ask(parallel__framework="megatron-deepspeed")
+    found = layouts(build_space(request))
     assert {one.schedule for one in found} == {"1f1b"}
     assert {one.context for one in found} == {1}
     assert not [one for one in found if one.pipeline > 1 and one.zero > 1]
@@ -125,8 +125,8 @@ def test_frameworks_are_offered_only_what_they_run(make_ask):
 
 
 def test_what_is_fixed_stays(make_ask):
-    ask = make_ask(parallel__tensor=2, parallel__zero=1, parallel__recompute="full", batch__micro=2)
-    found = layouts(build_space(ask))
+    request = make_ask(parallel__tensor=2, parallel__zero=1, parallel__recompute="full", batch__micro=2)
+    found = layouts(build_space(request))
     assert found
     assert {(one.tensor, one.zero, one.recompute, one.micro_batch) for one in found} == {(2, 1, "full", 2)}
 
@@ -139,9 +139,9 @@ def test_hsdp_shards_inside_the_domain(make_ask):
 
 
 def test_wider_tensor_groups_only_on_request(make_ask):
-    ask = make_ask(cluster="8xH100:4", parallel__framework="megatron")
-    assert int(build_space(ask).base["tp"].max()) == 8
-    assert int(build_space(ask, widest_tensor=32).base["tp"].max()) == 32
+    request = make_ask(cluster="8xH100:4", parallel__framework="megatron")
+    assert int(build_space(request).base["tp"].max()) == 8
+    assert int(build_space(request, widest_tensor=32).base["tp"].max()) == 32
     assert set(np.unique(build_space(make_ask(cluster="8xH100:4", parallel__tensor=16)).base["tp"])) == {16}
 
 

@@ -125,7 +125,7 @@ def test_unknown_power_is_said_not_counted_as_none(make_job):
     cluster = resolve("8xH100:2")
     plan = phalanx.plan(make_job(), replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0)))
     page = plan_text(plan)
-    assert "energy and carbon: unknown: give power_w_per_device in a cluster file" in page
+    assert "energy and carbon: unknown: set power_w_per_device in a cluster file" in page
     assert "kWh" not in page
     assert plan.to_dict()["bill"]["kwh"] is None
     assert text.compare_plans([plan, plan])[-1].name == "effective training time"

@@ -581,7 +581,7 @@ def test_page(llama):
     made = months_policy(llama, network=NetworkCauses(edge=True))
     page = forecast_text(llama, made, foreseen(made, llama, days=10.0, count=3))
     assert page.startswith("llama-3.1-405b: 10 days on 8xH100-80GB-SXM:2048 (16,384 devices), 3 runs, seed 0\n")
-    assert "link and switch faults were outlived: no interruption" in page
+    assert "link and switch failures caused no interruption" in page
     assert max(len(line) for line in page.splitlines()) <= 120
 
 
@@ -592,8 +592,8 @@ def test_levers_meet_the_same_failures(llama):
     assert list(found) == sorted(found, key=lambda name: -found[name].mean)
     restarts = sum(sum(one.interruptions.values()) for one in outcomes) / 4
     assert found["restart in 65 s"].mean == pytest.approx(235 * restarts / (20 * DAY_S), rel=0.05)
-    assert found["notice in 10 s"].low > 0.001
+    assert found["detect in 10 s"].low > 0.001
     assert found["no planned restarts"].mean == pytest.approx(300 * 0.87 / DAY_S, rel=0.2)
     assert 0.001 < found["edge recovery, 8 planes"].mean < 0.006
     disk = changed(made, saving=dataclasses.replace(made.saving, copy_every_s=math.inf))
-    assert any("copy in memory" in one.name for one in try_levers(llama, disk, outcomes[:1], days=20.0, seed=0))
+    assert any("in-memory checkpoint" in one.name for one in try_levers(llama, disk, outcomes[:1], days=20.0, seed=0))

@@ -1,4 +1,4 @@
-"""Getting out of a formation that is over: aborts that wait for each other, and groups that leave nothing behind."""
+"""Getting out of a membership that is over: aborts that wait for each other, and groups that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def test_groups_without_nccl_need_no_abort_and_leave_nothing(group: None) -> Non
     assert not dist.is_initialized()
     world = dist.distributed_c10d._world
     assert (world.pg_map, world.pg_names, world.group_count) == ({}, {}, 0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as the next formation does
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as the next membership does
     dist.barrier()

@@ -56,11 +56,11 @@ def asked(layout):
 @pytest.mark.parametrize("name", GRID)
 def test_the_plan_agrees_with_the_trace(name):
     layout = replace(ONE, **GRID[name])
-    job, ask = asked(layout)
+    job, request = asked(layout)
     inside = layout.devices // layout.pipeline
     step = TracedStep.of(job, layout, on_gpu=True)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]
-    lines = against_plan(ask, layout, traces)
+    lines = against_plan(request, layout, traces)
     assert all(line.agrees for line in lines), render_against(lines)
     assert {line.kind for line in lines} == {"communication", "FLOPs", "memory"}
 
@@ -81,8 +81,8 @@ def test_wide_layers_of_few_tokens_are_fullest_while_they_are_reduced(name):
     wishes = ["data.sequence=1024", f"batch.global_sequences={layout.data * layout.accumulation}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=[*wishes, f"model.preset={preset}"]).job
     job = replace(job, model=replace(job.model, layers=4, vocab=32_064))
-    ask, _ = request_from_job(job, resolve(f"{layout.devices}xH100:1"))
-    lines = against_plan(ask, layout, trace_ranks(TracedStep.of(job, layout, on_gpu=True), [0]))
+    request, _ = request_from_job(job, resolve(f"{layout.devices}xH100:1"))
+    lines = against_plan(request, layout, trace_ranks(TracedStep.of(job, layout, on_gpu=True), [0]))
     assert all(line.agrees for line in lines if line.kind == "memory"), render_against(lines)
 
 

@@ -32,7 +32,7 @@ PAGES = {
     "mesh": ("#/runs/alpha/mesh?rank=5", ".ramp"),
     "step": ("#/runs/alpha/step", ".span-plot canvas >> nth=1"),
     "ledger": ("#/runs/alpha/ledger", ".accounts .meter"),
-    "plan": ("#/runs/alpha/plan", "text=Why not another one"),
+    "plan": ("#/runs/alpha/plan", "text=Why not another layout"),
     "findings": ("#/runs/alpha/findings", ".finding >> nth=3"),
     "cost": ("#/runs/alpha/cost", ".cost-figures"),
     "compare": ("#/compare?runs=alpha,beta&x=tokens", ".chart .u-over"),

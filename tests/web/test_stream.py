@@ -111,7 +111,7 @@ def test_many_listeners_share_one_look(run: Run, monkeypatch: pytest.MonkeyPatch
     from phalanx.web import stream as module
 
     read = module.read_news
-    monkeypatch.setattr(module, "read_news", lambda shelf, name: looks.append(name) or read(shelf, name))
+    monkeypatch.setattr(module, "read_news", lambda store, name: looks.append(name) or read(store, name))
     with dashboard(run.path.parent) as page:
         with listening(page, "live") as one, listening(page, "live") as two, listening(page, "live") as three:
             for listener in (one, two, three):

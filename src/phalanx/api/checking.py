@@ -61,7 +61,7 @@ def check(
     >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
     {'BAT'}
     """
-    request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    request = _check_request(overrides, cluster, profile, plan, drills, parity, source, waivers)
     if isinstance(target, Run):
         target = target.path
     if not isinstance(target, str | Path):
@@ -111,7 +111,7 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
     return check_evidence(evidence, **options)
 
 
-def _request(
+def _check_request(
     overrides: Overrides,
     cluster: str | None,
     profile: str | None,
@@ -408,11 +408,11 @@ class RulePage(PublicResult):
         from phalanx.rules.formats.text import finding_dict
         from phalanx.rules.rule_page import rule_sections
 
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         if self.answer is not None:
             found = [finding_dict(one) for one in self.answer.findings]
-            told = {"limits": dict(self.answer.limits.values), "findings": found}
-        return {"rule": self.rule.id, "slug": self.rule.slug, **told, "sections": rule_sections(self.rule)}
+            reported = {"limits": dict(self.answer.limits.values), "findings": found}
+        return {"rule": self.rule.id, "slug": self.rule.slug, **reported, "sections": rule_sections(self.rule)}
 
 
 def explain(
@@ -436,8 +436,8 @@ def explain(
 
     if target is None:
         return RulePage(rule=explain_rule(rule, rules=rules).rule, answer=None)
-    request = _request(overrides, cluster, profile, plan, drills, parity, source, waivers)
-    told = explain_rule(
+    request = _check_request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    reported = explain_rule(
         rule,
         target,
         rules=rules,
@@ -445,4 +445,4 @@ def explain(
         request=request,
         progress=ReadProgress(str(target), tell),
     )
-    return RulePage(rule=told.rule, answer=told)
+    return RulePage(rule=reported.rule, answer=reported)

@@ -128,12 +128,12 @@ def machine_rows(machine: Machine) -> list[tuple[str, str]]:
     ]
     for nic in machine.nics:
         speed = f"{format_bytes(nic.bytes_per_s)}/s" if nic.bytes_per_s else "speed unknown"
-        rows.append((f"nic {nic.name}", f"{nic.kind}, {speed}{_numa(nic.numa_node)}"))
+        rows.append((f"nic {nic.name}", f"{nic.kind}, {speed}{_numa_text(nic.numa_node)}"))
     for gpu in machine.gpus:
         links = f", {gpu.nvlinks} NVLinks {format_bytes(gpu.nvlink_bytes_per_s)}/s" if gpu.nvlinks > 0 else ""
         pcie = f", PCIe {format_bytes(gpu.pcie_bytes_per_s)}/s" if gpu.pcie_bytes_per_s else ""
         rows.append(
-            (f"gpu {gpu.index}", f"{gpu.name}, {gibibytes(gpu.memory_bytes)}{links}{pcie}{_numa(gpu.numa_node)}")
+            (f"gpu {gpu.index}", f"{gpu.name}, {gibibytes(gpu.memory_bytes)}{links}{pcie}{_numa_text(gpu.numa_node)}")
         )
     rows += [(f"path {path.first}-{path.second}", path.kind) for path in machine.gpu_paths]
     return rows if machine.gpus else [*rows, ("gpu", "none")]
@@ -154,7 +154,7 @@ def _accelerator_row(device: Accelerator) -> tuple[str, ...]:
     )
 
 
-def _numa(node: int) -> str:
+def _numa_text(node: int) -> str:
     return f", NUMA node {node}" if node >= 0 else ""
 
 
@@ -221,7 +221,7 @@ def probe(
     if path != usual and not path.parent.is_dir():  # said before half a minute is spent
         what = f"cannot be written: there is no folder {path.parent}"
         raise SystemFailure(Problem(where=str(path), what=what, fix="make the folder, or name another --out"))
-    profile = _measure(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)
+    profile = _measure_machine(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)
     save_profile(profile, path, folders=path == usual)
     note = "plans of the cluster local on this machine use it now"
     if path.absolute() != read_later.absolute():
@@ -231,7 +231,7 @@ def probe(
     return ProbeResult(profile=profile, path=path, note=note)
 
 
-def _measure(machine: Machine, *, engine: str, seconds: float, disk: Path, tell: Tell) -> MachineProfile:
+def _measure_machine(machine: Machine, *, engine: str, seconds: float, disk: Path, tell: Tell) -> MachineProfile:
     installed = importlib.util.find_spec("torch") is not None
 
     def measured(*, torch: bool) -> MachineProfile:

@@ -113,7 +113,7 @@ def build(
     if tokenizer and vocab:
         why = "a given tokenizer has its own size"
         raise mistake("--vocab", "has no effect with --tokenizer", why=why, fix="leave one of the two out")
-    origins = fetch_corpus(corpus, cache_folder(os.environ), tell) if corpus else _origins(sources)
+    origins = fetch_corpus(corpus, cache_folder(os.environ), tell) if corpus else _data_origins(sources)
     recipe = Recipe(
         origins=origins,
         tokenizer=Path(tokenizer) if tokenizer else None,
@@ -130,15 +130,15 @@ def build(
     return Dataset(path=Path(out), manifest=manifest)
 
 
-def _origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[Origin, ...]:
+def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[Origin, ...]:
     from phalanx.train.data.build import Origin
 
     if isinstance(sources, Mapping):
         return tuple(Origin(path=Path(path), weight=weight) for path, weight in sources.items())
-    return tuple(_origin(str(text)) for text in sources)
+    return tuple(_data_origin(str(text)) for text in sources)
 
 
-def _origin(text: str) -> Origin:
+def _data_origin(text: str) -> Origin:
     """SOURCE or SOURCE=WEIGHT; a file whose own name ends like that is taken as it is."""
     from phalanx.train.data.build import Origin
 

@@ -148,7 +148,7 @@ def drill(
     need_torch()
     plan = make_plan(call)
     if call.chaos:
-        parsed = _draw(call, plan)
+        parsed = _draw_faults(call, plan)
     elif not parsed:
         parsed = parse_faults([USUAL_FAULT])
     needy = [fault.text for fault in parsed if fault.of.host]
@@ -221,7 +221,7 @@ def make_plan(call: DrillCall) -> Plan:
     return plan
 
 
-def _draw(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
+def _draw_faults(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
     from phalanx.train.drill.schedule import DrillTarget, draw_faults
 
     stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
@@ -392,11 +392,11 @@ def drill_suite(
             why="a drill asks what the others do when one is lost",
             fix="--cluster local-cpu:4 drills it on four ranks of this machine",
         )
-    played = tuple(_play(call, part) for part in suite_parts(plan.prediction.step_s))
+    played = tuple(_play_drill(call, part) for part in suite_parts(plan.prediction.step_s))
     return DrillSuite(drills=played, seconds=time.monotonic() - began_s)
 
 
-def _play(call: DrillCall, part: SuitePart) -> SuiteDrill:
+def _play_drill(call: DrillCall, part: SuitePart) -> SuiteDrill:
     """One drill of the suite; what the person set counts before what the part sets."""
     from phalanx.train.drill.perform import perform_drill
     from phalanx.train.drill.schedule import judge_slow_rank, suite_faults

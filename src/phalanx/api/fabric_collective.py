@@ -36,7 +36,7 @@ class CollectiveTimes(PublicResult):
     def __str__(self) -> str:
         from phalanx.network import collective_answer as text
 
-        parts = [f"{self.kind}, {_named(self.cluster)}\n"]
+        parts = [f"{self.kind}, {_cluster_name(self.cluster)}\n"]
         if len(self.sizes) == 1:
             pairs = text.show_pairs(self.sizes[0]) + "\n\n" if self.has_model else ""
             parts.append(pairs + text.show_expected(self.sizes[0]))
@@ -45,7 +45,7 @@ class CollectiveTimes(PublicResult):
         if self.ruled and len(self.sizes) > 1:
             parts.append("\n" + text.show_pick_ranges(self.ruled))
         if self.fit is not None and self.measured is not None:
-            parts.append(_footing(self.fit, self.measured, self.kind))
+            parts.append(_basis_text(self.fit, self.measured, self.kind))
         else:
             parts.append(text.MODEL_NOTE)
         return "\n".join(parts)
@@ -80,13 +80,13 @@ def collective(
     from phalanx.network.collective_answer import collective_answers, pick_ranges
     from phalanx.network.sizes import parse_sizes
 
-    wanted, sizes = _kind(kind), parse_sizes(str(nbytes), "--bytes")
+    wanted, sizes = _operation_of(kind), parse_sizes(str(nbytes), "--bytes")
     found = _with_nic(cluster if isinstance(cluster, Cluster) else resolve(cluster), nic_gbps)
     if found.devices < 2:
         raise mistake(f"cluster {found.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
-    measured = _measured(str(fit), wanted, found) if fit else None
-    comm = _model(found, wanted, nvls=nvls, cpu=cpu, sharp=sharp, has_fit=bool(fit))
-    line = _fit(measured.points, found, wanted) if measured else None
+    measured = _read_measurements(str(fit), wanted, found) if fit else None
+    comm = _nccl_model(found, wanted, nvls=nvls, cpu=cpu, sharp=sharp, has_fit=bool(fit))
+    line = _fit_points(measured.points, found, wanted) if measured else None
     return CollectiveTimes(
         kind=wanted,
         cluster=found,
@@ -98,7 +98,7 @@ def collective(
     )
 
 
-def _named(cluster: Cluster) -> str:
+def _cluster_name(cluster: Cluster) -> str:
     device = cluster.accelerator.name
     if cluster.domains == 1:
         return f"{plural(cluster.devices, 'rank')}: one node of {device}"
@@ -107,7 +107,7 @@ def _named(cluster: Cluster) -> str:
     return f"{plural(cluster.devices, 'rank')}: {nodes}, {nic_gbps:g} Gb/s per GPU"
 
 
-def _kind(text: str) -> Operation:
+def _operation_of(text: str) -> Operation:
     word = text.strip().lower().replace("_", "").replace("-", "")
     found = next((one for one in KINDS if one.replace("-", "") == word), None)
     if found is None:
@@ -126,7 +126,7 @@ def _with_nic(cluster: Cluster, nic_gbps: float | None) -> Cluster:
     return replace(cluster, nic_bytes_per_s=nic_gbps * 1e9 / 8)
 
 
-def _model(
+def _nccl_model(
     cluster: Cluster,
     kind: Operation,
     *,
@@ -155,7 +155,7 @@ def _model(
         raise
 
 
-def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
+def _read_measurements(name: str, kind: Operation, cluster: Cluster) -> Measured:
     from phalanx.network.collective_fit import read_points
 
     path = Path(name)
@@ -167,7 +167,7 @@ def _measured(name: str, kind: Operation, cluster: Cluster) -> Measured:
     return read_points(text, where=f"--fit {name}", operation=kind, ranks=cluster.devices)
 
 
-def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
+def _fit_points(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
     from phalanx.network.collective_fit import LEAST_BYTES, fit_points
 
     usable = [one for one in points if one.nbytes >= LEAST_BYTES]
@@ -181,7 +181,7 @@ def _fit(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaB
     return fit_points(usable, ranks=cluster.devices, nodes=cluster.domains, operation=kind)
 
 
-def _footing(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
+def _basis_text(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
     from phalanx.network.collective_answer import show_fit
     from phalanx.network.collective_fit import LEAST_BYTES, worst_error
 

@@ -65,7 +65,7 @@ class FabricDesigns(PublicResult):
             "verdict": plain(self.verdict),
             "verdict_text": show_verdict(self.verdict) if self.verdict is not None else None,
             "job": None if steps is None else {"job": steps.job, "layout": steps.layout, "steps": plain(steps.rows)},
-            "designs": [{**_plain(one), "fabric": fabric_values(one.fabric)} for one in self.designs],
+            "designs": [{**_plain_dict(one), "fabric": fabric_values(one.fabric)} for one in self.designs],
         }
 
     @property
@@ -145,7 +145,7 @@ def design(
     )
     weights = {"gpu_hour_usd": gpu_hour_usd, "kwh_usd": kwh_usd, "years": years, "recovery_s": recovery_s}
     if plan is None:
-        prices = _prices(weights)
+        prices = _unit_prices(weights)
         found = design_fabrics(wish)
         return FabricDesigns(designs=found, verdict=choose_design(found, prices), job=None, top=top)
     if wish.gpus < plan.layout.devices:
@@ -155,13 +155,13 @@ def design(
 
     if gpu_hour_usd is None and plan.bill.usd_per_device_hour:
         weights["gpu_hour_usd"] = plan.bill.usd_per_device_hour[1]
-    prices = _prices({**weights, "waits": network_share(plan)})
+    prices = _unit_prices({**weights, "waits": network_share(plan)})
     found = design_fabrics(wish)
     steps = job_steps(plan, found, prices, tell)
     return FabricDesigns(designs=found, verdict=choose_design(found, prices, steps_s=steps.steps_s), job=steps, top=top)
 
 
-def _prices(weights: dict[str, float | None]) -> Prices:
+def _unit_prices(weights: dict[str, float | None]) -> Prices:
     from phalanx.network.fabric.verdict import Prices, check_prices
 
     prices = Prices(**{name: value for name, value in weights.items() if value is not None})
@@ -189,10 +189,10 @@ def fabric_values(fabric: Fabric) -> dict[str, Any]:
         "paths": fabric.paths,
         "hosts_one_switch_away": fabric.hosts_per_t0,
     }
-    return {**_plain(fabric), **_plain(derived)}
+    return {**_plain_dict(fabric), **_plain_dict(derived)}
 
 
-def _plain(value: object) -> dict[str, Any]:
+def _plain_dict(value: object) -> dict[str, Any]:
     made = plain(value)
     assert isinstance(made, dict)
     return made
@@ -260,7 +260,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
     refused: UserError | None = None
     interrupted = False
     started = time.perf_counter()
-    for fabric in _candidates(found, prices):
+    for fabric in _step_candidates(found, prices):
         if steps and time.perf_counter() - started > BUDGET_S:
             tell(f"stopped after {BUDGET_S:.0f} s: the other designs are not compared")
             break
@@ -288,7 +288,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
     )
 
 
-def _candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
+def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     """One of each kind, by what it costs over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
     from phalanx.network.fabric.verdict import choose_design
@@ -340,7 +340,7 @@ class FabricDecisions(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers."""
-        return {**_plain(self.decisions), "fabric": fabric_values(self.decisions.fabric)}
+        return {**_plain_dict(self.decisions), "fabric": fabric_values(self.decisions.fabric)}
 
     def picture(self) -> str:
         """The three decisions as an SVG."""
@@ -415,7 +415,7 @@ class FabricPage(PublicResult):
 
         one = self.fabric
         values = {"bill": fabric_bill(one), "loss": failure_loss(one), "budget": failure_budget(one)}
-        return {"fabric": fabric_values(one), **_plain(values)}
+        return {"fabric": fabric_values(one), **_plain_dict(values)}
 
 
 def show(fabric: str | Path, *, tell: Tell = silent) -> FabricPage:

@@ -40,30 +40,30 @@ def columns_text(found: list[dict[str, Any]]) -> str:
         ("", [one["transport"] for one in found]),
         ("paths per flow", [f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1" for one in found]),
         *_broken_rows(found),
-        ("throughput", [_gbps(_healthy_gbps(one)) for one in found] if not first["failed"] else []),
+        ("throughput", [_gbps_text(_healthy_gbps(one)) for one in found] if not first["failed"] else []),
         ("over time", [one["bars"] for one in found]),
-        ("done, mean", [_time(one["mean_s"]) for one in found]),
-        ("done, 99 %", [_time(one["p99_s"]) for one in found]),
-        ("done, last", [_last(one) for one in found]),
-        ("without failure", [_time(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
-        ("later, at most", [_later(one) for one in found] if first["failed"] else []),
+        ("done, mean", [_time_text(one["mean_s"]) for one in found]),
+        ("done, 99 %", [_time_text(one["p99_s"]) for one in found]),
+        ("done, last", [_last_time(one) for one in found]),
+        ("without failure", [_time_text(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
+        ("later, at most", [_later_text(one) for one in found] if first["failed"] else []),
         ("packets lost", [f"{one['lost']:,}" for one in found]),
-        ("flows touched", [_of(one["touched_flows"], one["flows"]) for one in found]),
-        ("victim gets", [_victim(one) for one in found] if "victim_share" in first else []),
+        ("flows touched", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
+        ("victim gets", [_victim_text(one) for one in found] if "victim_share" in first else []),
     ]
     if any(one["finished_flows"] < one["flows"] for one in found):
         rows.append(("flows unfinished", [f"{one['flows'] - one['finished_flows']:,}" for one in found]))
-    return "\n".join([_head(first), *_table([row for row in rows if row[1]])])
+    return "\n".join([_head_line(first), *_table([row for row in rows if row[1]])])
 
 
 def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     if not found[0]["failed"]:
         return []
     return [
-        ("time to recover", [_time(one["recovered_after_s"], none="no effect") for one in found]),
-        ("Gb/s before", [_gbps(one["before_gbps"]) for one in found]),
-        ("  until then", [_gbps(one["during_gbps"]) for one in found]),
-        ("  afterwards", [_gbps(one["after_gbps"]) for one in found]),
+        ("time to recover", [_time_text(one["recovered_after_s"], none="no effect") for one in found]),
+        ("Gb/s before", [_gbps_text(one["before_gbps"]) for one in found]),
+        ("  until then", [_gbps_text(one["during_gbps"]) for one in found]),
+        ("  afterwards", [_gbps_text(one["after_gbps"]) for one in found]),
     ]
 
 
@@ -72,24 +72,24 @@ def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
     first = next(iter(done.values()))
     names = [str(one["transport"]).rpartition(", ")[2] for one in first]
     groups = ("done, last", "packets lost", "flows touched")
-    whole_cells = [_time(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
-    rows = [("no failure", whole_cells + [_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
+    whole_cells = [_time_text(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
+    rows = [("no failure", whole_cells + [_part_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
     for name, found in done.items():
-        cells = [_last(one) for one in found] + [f"{one['lost']:,}" for one in found]
-        rows.append((name, cells + [_of(one["touched_flows"], one["flows"]) for one in found]))
+        cells = [_last_time(one) for one in found] + [f"{one['lost']:,}" for one in found]
+        rows.append((name, cells + [_part_of(one["touched_flows"], one["flows"]) for one in found]))
     whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
     table = _table([("", names * len(groups)), *whole])
-    places = [table[0].find(names[0], at) for at in _starts(table[0], names[0])]
+    places = [table[0].find(names[0], at) for at in _word_starts(table[0], names[0])]
     head = " " * len(table[0])
     for group, place in zip(groups, places, strict=True):
         head = head[:place] + group + head[place + len(group) :]
     if "incast" in done and len(whole) == len(rows):
-        victims = ", ".join(f"{name} {_victim(one)}" for name, one in zip(names, done["incast"], strict=True))
+        victims = ", ".join(f"{name} {_victim_text(one)}" for name, one in zip(names, done["incast"], strict=True))
         table.append(f"  victim of the incast: {victims}")
-    return "\n".join([_head(first[0], broken=False), head.rstrip(), *table])
+    return "\n".join([_head_line(first[0], broken=False), head.rstrip(), *table])
 
 
-def _starts(text: str, word: str) -> list[int]:
+def _word_starts(text: str, word: str) -> list[int]:
     return [at for at in range(len(text)) if text.startswith(word, at)]
 
 
@@ -101,7 +101,7 @@ def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
     ]
 
 
-def _head(one: dict[str, Any], *, broken: bool = True) -> str:
+def _head_line(one: dict[str, Any], *, broken: bool = True) -> str:
     size, total = format_bytes(one["bytes_per_flow"]), format_bytes(one["bytes_total"])
     flows = f"{plural(one['flows'], 'flow')} of {size}, {total} in all"
     head = f"{one['fabric']}: {one['traffic']}, {flows}, {one['engine']} engine"
@@ -121,30 +121,30 @@ def job_hint(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
     return f"  step time of a job: phalanx sim JOB --fabric {fabric}{breaks}"
 
 
-def _time(value: float | None, none: str = "-") -> str:
+def _time_text(value: float | None, none: str = "-") -> str:
     if value is None:
         return none
     return "never" if math.isinf(value) else "-" if math.isnan(value) else format_seconds(value)
 
 
-def _last(one: dict[str, Any]) -> str:
+def _last_time(one: dict[str, Any]) -> str:
     """When all was done; packets stop being simulated some time after the last failure is over."""
     if math.isinf(one["tail_s"]) and one["stopped"]:
         return "-"
     if math.isinf(one["tail_s"]) and "simulated_s" in one:
         return f">{format_seconds(one['simulated_s'])}"
-    return _time(one["tail_s"])
+    return _time_text(one["tail_s"])
 
 
-def _later(one: dict[str, Any]) -> str:
+def _later_text(one: dict[str, Any]) -> str:
     if math.isinf(one["later_s"]) and one["stopped"]:
         return "-"
     if math.isinf(one["later_s"]) and "simulated_s" in one:
         return f">{format_seconds(one['simulated_s'] - one['healthy_tail_s'])}"
-    return _time(one["later_s"])
+    return _time_text(one["later_s"])
 
 
-def _gbps(value: float | None) -> str:
+def _gbps_text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
@@ -153,11 +153,11 @@ def _healthy_gbps(one: dict[str, Any]) -> float | None:
     return 8e-9 * one["bytes_total"] / series[-1]["until_s"] if series and math.isfinite(one["tail_s"]) else None
 
 
-def _of(part: int, whole: int) -> str:
+def _part_of(part: int, whole: int) -> str:
     return f"{part:,} ({part / whole:.1%})" if part else "0"
 
 
-def _victim(one: dict[str, Any]) -> str:
+def _victim_text(one: dict[str, Any]) -> str:
     return f"{one['victim_gbps']:,.0f} Gb/s ({one['victim_share']:.0%})"
 
 
@@ -169,7 +169,7 @@ def _flow_head(found: dict[str, Any]) -> str:
     return f"{found['fabric']}: {found['traffic']}, {plural(found['flows'], 'flow')} of {size}, {total} in all"
 
 
-def _broken(found: dict[str, Any]) -> str:
+def _broken_text(found: dict[str, Any]) -> str:
     denied = f"; denied: {', '.join(found['denied'])}" if found["denied"] else ""
     if not found["failed"]:
         return f"nothing{denied}"
@@ -183,7 +183,7 @@ def settled_text(found: dict[str, Any]) -> str:
     never = "not yet" if found["stopped"] else "never"
     lines = [
         _flow_head(found),
-        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; broken: {_broken(found)}",
+        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; broken: {_broken_text(found)}",
         f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
         f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
         f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
@@ -205,11 +205,11 @@ def packet_text(one: dict[str, Any]) -> str:
     rows = [
         ("", one["transport"]),
         ("paths per flow", f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1"),
-        ("recovery", _recovery(one)),
-        ("done, mean", _some(one, "mean_s")),
-        ("done, 99 %", _some(one, "p99_s")),
+        ("recovery", _recovery_text(one)),
+        ("done, mean", _finished_share(one, "mean_s")),
+        ("done, 99 %", _finished_share(one, "p99_s")),
         ("done, last", _last_packet(one)),
-        ("planes simulated", _planes(one)),
+        ("planes simulated", _planes_text(one)),
         ("packets sent", f"{one['sent']:,}"),
         ("packets lost", f"{one['lost']:,}" + (f", {one['dropped']:,} dropped" if one["dropped"] else "")),
         ("packets trimmed", f"{one['trimmed']:,}"),
@@ -220,21 +220,21 @@ def packet_text(one: dict[str, Any]) -> str:
         rows.append(("flows unfinished", f"{one['flows'] - one['finished_flows']:,}"))
     wide = max(len(cell) for _, cell in rows)
     table = [f"  {name:<17}  {cell:>{wide}}" for name, cell in rows if cell]
-    return "\n".join([_flow_head(one), f"  broken: {_broken(one)}", *table])
+    return "\n".join([_flow_head(one), f"  broken: {_broken_text(one)}", *table])
 
 
-def _planes(one: dict[str, Any]) -> str:
+def _planes_text(one: dict[str, Any]) -> str:
     if one["planes"] == 1:
         return ""
     return f"{one['planes_simulated']} of {one['planes']}" + (", alike" if one["planes_simulated"] == 1 else "")
 
 
-def _recovery(one: dict[str, Any]) -> str:
+def _recovery_text(one: dict[str, Any]) -> str:
     after = one["converge_s"]
     return f"{one['recovery']}, {format_seconds(after)}" if after is not None else str(one["recovery"])
 
 
-def _some(one: dict[str, Any], key: str) -> str:
+def _finished_share(one: dict[str, Any], key: str) -> str:
     """Of the flows that finished."""
     return format_seconds(one[key]) if one["finished_flows"] else "-"
 

@@ -353,7 +353,7 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
     found: dict[str, Any]
     if in_time:
         found = one_fluid_run(
-            _question(call, fabric, traffic),
+            _recovery_question(call, fabric, traffic),
             spread=call.routing or "adaptive",
             recovery=call.recovery or "",
             converges=call.converge is not None,
@@ -424,10 +424,10 @@ def _one_simulation(
 ) -> TrafficSimulation:
     lines = [page, *text.incast_text(traffic), *text.notes_text(notes), *text.not_mapped_text(said)]
     values = {**found, "notes": notes, "not_mapped": said}
-    return TrafficSimulation(page="\n".join(lines), values=_plain(values), interrupted=interrupted)
+    return TrafficSimulation(page="\n".join(lines), values=_plain_dict(values), interrupted=interrupted)
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def _plain_dict(values: dict[str, Any]) -> dict[str, Any]:
     found = plain(values)
     assert isinstance(found, dict)
     return found
@@ -440,9 +440,9 @@ def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraff
     """One failure, a column for each way of sending."""
     from phalanx.sim.compare_recovery import unsaid
 
-    question = _question(call, fabric, traffic)
-    _announce([question], call)
-    found, interrupted = _columns(question, call, [])
+    question = _recovery_question(call, fabric, traffic)
+    _announce_time([question], call)
+    found, interrupted = _compared_columns(question, call, [])
     notes = unsaid(question.broken, found)
     lines = [
         text.columns_text(found),
@@ -452,7 +452,7 @@ def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraff
         text.job_hint(call.fabric, question.broken.failed, loss=question.broken.loss > 0),
     ]
     values = {"compare": found, "notes": notes, "not_mapped": traffic.not_mapped}
-    return TrafficSimulation(page="\n".join(lines), values=_plain(values), interrupted=interrupted)
+    return TrafficSimulation(page="\n".join(lines), values=_plain_dict(values), interrupted=interrupted)
 
 
 def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
@@ -464,12 +464,12 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     done: dict[str, list[dict[str, Any]]] = {}
     kept: list[RecoveryRun] = []  # without failure, of the traffic that all but the incast have
     interrupted = False
-    questions = [_scenario(call, fabric, one) for one in picked]
-    _announce(questions, call)
+    questions = [_scenario_question(call, fabric, one) for one in picked]
+    _announce_time(questions, call)
     for one, question in zip(picked, questions, strict=True):
         if len(picked) > 1:
             call.tell(f"{one.name}: {one.what}")
-        done[one.name], interrupted = _columns(question, call, [] if one.incast else kept)
+        done[one.name], interrupted = _compared_columns(question, call, [] if one.incast else kept)
         if interrupted:
             break
     notes = tuple(dict.fromkeys(line for one in picked for line in unsaid(one.broken, done.get(one.name, ()))))
@@ -483,10 +483,10 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
         hint = f"  step time of a job: phalanx sim JOB --fabric {call.fabric} --break t1"
         head = [text.lines_text(done)]
     page = "\n".join([*head, *text.notes_text(notes), hint])
-    return TrafficSimulation(page=page, values=_plain(values), interrupted=interrupted)
+    return TrafficSimulation(page=page, values=_plain_dict(values), interrupted=interrupted)
 
 
-def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> RecoveryQuestion:
+def _recovery_question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> RecoveryQuestion:
     """What the call asks to compare."""
     from phalanx.network.fabric.failure_budget import CONVERGE_S
     from phalanx.sim import compare_recovery as compare
@@ -507,16 +507,16 @@ def _question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> Reco
     )
 
 
-def _scenario(call: TrafficCall, fabric: Fabric, one: Scenario) -> RecoveryQuestion:
+def _scenario_question(call: TrafficCall, fabric: Fabric, one: Scenario) -> RecoveryQuestion:
     from phalanx.sim.traffic_matrix import INCAST
 
     call = replace(call, traffic=INCAST if one.incast else None)
     sent = load_traffic(call.traffic, call.nbytes, call.seed, fabric, call.tell)
-    made = _question(call, fabric, sent)
+    made = _recovery_question(call, fabric, sent)
     return replace(made, broken=replace(one.broken, denied=made.broken.denied))
 
 
-def _columns(
+def _compared_columns(
     question: RecoveryQuestion, call: TrafficCall, kept: list[RecoveryRun]
 ) -> tuple[list[dict[str, Any]], bool]:
     """What each way of sending gives, up to Ctrl-C, and whether that came."""
@@ -537,7 +537,7 @@ def _columns(
     return found, found[-1]["stopped"] == "interrupted"
 
 
-def _announce(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> None:
+def _announce_time(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> None:
     """Say how long all will take, where that is long; raises UserError where it is too long."""
     from phalanx.sim.compare_recovery import fluid_cpu_s, packet_cpu_s, whole_of
 

@@ -61,7 +61,7 @@ def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") 
         raise mistake(
             where,
             f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
-            fix="give what phalanx.load returns, or a path",
+            fix="pass the result of phalanx.load, or a path",
         )
     if overrides:
         raise mistake(where, "overrides need a job file", fix="give them to phalanx.load")
@@ -198,7 +198,7 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     from phalanx.job.template import render, vocab_of
     from phalanx.plan.parameter_counts import count_parameters
 
-    file, preset = Path(path), _preset(model)
+    file, preset = Path(path), _known_preset(model)
     devices = 0
     if cluster != LOCAL:  # an unknown cluster is refused before a file names it
         from phalanx.hardware.cluster import resolve  # reads the accelerator tables
@@ -227,7 +227,7 @@ def job_name(path: Path) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).lstrip("._-")[:63] or "job"
 
 
-def _preset(name: str) -> Preset:
+def _known_preset(name: str) -> Preset:
     from phalanx.job.model import known_presets
 
     known = known_presets()
@@ -246,13 +246,13 @@ def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
     build = f"phalanx data build {data}"
     steps = [
         (f"phalanx plan {job}", "the layout, its time, memory and cost; needs no data"),
-        (f"{build} --corpus offline-english", "text to try with, fetched once; or name your own files and folders"),
+        (f"{build} --corpus offline-english", "sample text, downloaded once; or name your own files and folders"),
         (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN continues")
         if not devices
         else (f"srun --ntasks={devices} phalanx train {job}", "on the cluster; or torchrun, mpirun: docs/training.md"),
     ]
     if model != TINY:
-        steps[1] = (f"{build} --corpus offline-english", "text to try with, fetched once")
+        steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")
         steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
     width = max(len(command) for command, _ in steps)
     return [f"{command:<{width}}  # {why}" for command, why in steps]
@@ -335,7 +335,7 @@ def import_job(
         )
     found = convert_config(
         file,
-        find_trainer(trainer or _recognised(file)).name,
+        find_trainer(trainer or _recognised_trainer(file)).name,
         cluster=cluster,
         overrides=override_texts(overrides),
         folder=target.parent if target is not None else None,
@@ -349,7 +349,7 @@ def import_job(
     return ImportedJob(converted=found, path=target)
 
 
-def _recognised(path: Path) -> str:
+def _recognised_trainer(path: Path) -> str:
     from phalanx.io.files import read_text
     from phalanx.rules.foreign.convert import TRAINERS
     from phalanx.rules.foreign.detect import trainer_of_file

@@ -44,7 +44,7 @@ class ProgressLine:
         self._shown = ""
         self._at_s = 0.0
         self._tell = tell
-        self._display = _terminal() if terminal and tell is tell_stderr and sys.stderr.isatty() else None
+        self._display = _terminal_line() if terminal and tell is tell_stderr and sys.stderr.isatty() else None
 
     def __enter__(self) -> ProgressLine:
         if self._display is not None:
@@ -93,7 +93,7 @@ class ProgressLine:
         return self._waiting if progress is None else progress.line()
 
 
-def _terminal() -> Live:
+def _terminal_line() -> Live:
     from rich.console import Console
     from rich.live import Live  # imported only on a terminal: 60 ms
 

@@ -109,7 +109,7 @@ def verify(
     refuse_untrainable(made.job.model)
     check_code(_proven_code(made.job), allowed=allow_code)
     refuse_plugins(made.job.plugins, made.layout, loss_parallel=made.job.parallel.loss_parallel)
-    terms, gpus = _terms(
+    terms, gpus = _proof_terms(
         made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
     )
     warm_up()  # both processes import torch, side by side
@@ -162,7 +162,7 @@ def _verify_plan(
     return make(resolved) if isinstance(job, str | Path) else make_plan(resolved, cluster)
 
 
-def _terms(
+def _proof_terms(
     plan: Plan, *, device: str, precision: str, compile: bool, full_size: bool, share: int | None, tell: Tell
 ) -> tuple[Terms, int]:
     """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
@@ -352,5 +352,5 @@ def _compare_with_plan(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[Pl
     from phalanx.plan.request import request_from_job
     from phalanx.train.tracing.trace_report import against_plan, traced_fit
 
-    ask, _ = request_from_job(plan.job, plan.cluster)
-    return against_plan(ask, plan.layout, traces), traced_fit(plan.memory, traces)
+    request, _ = request_from_job(plan.job, plan.cluster)
+    return against_plan(request, plan.layout, traces), traced_fit(plan.memory, traces)

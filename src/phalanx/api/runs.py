@@ -46,7 +46,7 @@ class RunList(Sequence[Run]):
 
     def rows(self) -> list[dict[str, Any]]:
         """Name, state, steps and the last loss of every run."""
-        return [_row(one) for one in self._runs]
+        return [_run_row(one) for one in self._runs]
 
     def frame(self) -> Any:
         """One row per run: a pandas DataFrame, or a dict of numpy columns where pandas is not installed."""
@@ -63,7 +63,7 @@ class RunList(Sequence[Run]):
 
         if not self._runs:
             return "no runs"
-        cells = [tuple(_cell(value) for value in row.values()) for row in self.rows()]
+        cells = [tuple(_cell_text(value) for value in row.values()) for row in self.rows()]
         return "\n".join(line.rstrip() for line in text_table([COLUMNS, *cells], right=(3, 4, 5, 6)))
 
     def _repr_html_(self) -> str:
@@ -72,14 +72,14 @@ class RunList(Sequence[Run]):
         def line(tag: str, cells: Sequence[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        body = "".join(line("td", [_cell(value) for value in row.values()]) for row in self.rows())
+        body = "".join(line("td", [_cell_text(value) for value in row.values()]) for row in self.rows())
         return f"<table><thead>{line('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
 
 
 COLUMNS = ("name", "state", "model", "ranks", "step", "loss", "tokens_per_s")
 
 
-def _row(found: Run) -> dict[str, Any]:
+def _run_row(found: Run) -> dict[str, Any]:
     """A run in a line, from its index alone; of one that is damaged, what can still be read."""
     from phalanx.record.account.summary import summarize_briefly
     from phalanx.record.archive.history import RunHistory
@@ -100,7 +100,7 @@ def _row(found: Run) -> dict[str, Any]:
     }
 
 
-def _cell(value: object) -> str:
+def _cell_text(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -124,12 +124,12 @@ class ReportPage(PublicResult):
     """What a run came to, with its curves, checkpoints and incidents; `str()` is the Markdown page."""
 
     run: Run
-    story: RunReport
+    report: RunReport
 
     @property
     def summary(self) -> Summary:
         """The numbers: measured beside predicted."""
-        return self.story.summary
+        return self.report.summary
 
     def __str__(self) -> str:
         return self.to_markdown().removesuffix("\n")
@@ -142,14 +142,14 @@ class ReportPage(PublicResult):
         """One page of Markdown."""
         from phalanx.record.report.render import render_markdown
 
-        return render_markdown(self.story)
+        return render_markdown(self.report)
 
     def to_html(self) -> str:
         """One HTML file with figures, without scripts, that needs nothing else."""
         from phalanx.record.report.html import render_html
 
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return render_html(self.story, made=f"phalanx {own_version()}, report of {now}")
+        return render_html(self.report, made=f"phalanx {own_version()}, report of {now}")
 
     def _repr_html_(self) -> str:
         from phalanx.io.notebook import document_as_html
@@ -162,9 +162,9 @@ class ReportPage(PublicResult):
         return {
             "summary": plain(s),
             "ledger": plain(s.ledger.to_json()) if s.ledger is not None else None,
-            "effective": plain(self.story.effective),
-            "scores": {str(rank): plain(score) for rank, score in self.story.scores.score.items()},
-            "curves": plain(self.story.curves),
+            "effective": plain(self.report.effective),
+            "scores": {str(rank): plain(score) for rank, score in self.report.scores.score.items()},
+            "curves": plain(self.report.curves),
         }
 
     def write(self, *, html: str | Path | None = None, markdown: str | Path | None = None) -> list[Path]:
@@ -185,7 +185,7 @@ def report(path: AnyRun) -> ReportPage:
     from phalanx.record.report.run_report import read_run_report
 
     found = run(path)
-    return ReportPage(run=found, story=read_run_report(found))
+    return ReportPage(run=found, report=read_run_report(found))
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------
@@ -235,11 +235,11 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> R
     if all(Path(name).is_dir() for name in names):
         left, right = of_runs(open_run(names[0]), open_run(names[1]))
     else:
-        left, right = (_side(name, tell) for name in names)
+        left, right = (_diff_side(name, tell) for name in names)
     return RunComparison(a=left, b=right, differences=tuple(compare_sides(left, right, within=within)))
 
 
-def _side(name: str, tell: Tell) -> Side:
+def _diff_side(name: str, tell: Tell) -> Side:
     from phalanx.record.report.diff import of_job, of_plan, of_run
 
     path = Path(name)
@@ -490,18 +490,18 @@ def web(
     from phalanx.io.listen import bound_address, open_socket, parse_address
     from phalanx.web.app import AccessPolicy
     from phalanx.web.guard import AccessKey
-    from phalanx.web.run_store import open_shelf
+    from phalanx.web.run_store import open_run_store
     from phalanx.web.serve import allowed_hosts, is_any, serve
 
-    shelf, address, secret = open_shelf(str(folder)), parse_address(listen), web_token(token, tell)
+    store, address, secret = open_run_store(str(folder)), parse_address(listen), web_token(token, tell)
     with open_socket(address, guarded=secret is not None) as listener:
         bound = bound_address(listener)
         url = f"http://{bound if not is_any(bound) else f'{_own_name()}:{bound.port}'}/"
         visit = f"{url}?token={quote(secret, safe='')}" if secret else url
-        serving(WebAddress(url=url, token=secret, open=visit, runs=len(shelf.runs())))
+        serving(WebAddress(url=url, token=secret, open=visit, runs=len(store.runs())))
         key = AccessKey(secret, port=bound.port) if secret else None
         door = AccessPolicy(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
-        serve(listener, shelf, door=door, complain=tell)
+        serve(listener, store, door=door, complain=tell)
 
 
 def _require_web() -> None:

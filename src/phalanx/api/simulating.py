@@ -122,10 +122,10 @@ def simulate(
     found = named_fabric(str(fabric), tell) if isinstance(fabric, str | Path) else fabric
     if days is None:
         return _simulate_step(made, found, step, tell)
-    network = _network(made, found, months, tell)
+    network = _network_causes(made, found, months, tell)
     if compare:
-        return _compare(made, network, days, months, tell)
-    return _forecast(made, network, days, months, tell)
+        return _compare_recoveries(made, network, days, months, tell)
+    return _make_forecast(made, network, days, months, tell)
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
@@ -227,12 +227,12 @@ def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell
 def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fabric: bool) -> list[Problem]:
     """All wrong options at once."""
     found = [
-        _outside("--days", days, LEAST_DAYS, MOST_DAYS),
-        _outside("--runs", months.runs, 1, MOST_RUNS),
-        _outside("--seed", months.seed, 0, 1e9),
-        _outside("--weibull", months.weibull, 0.3, 5),
-        _outside("--planned-per-day", months.planned_per_day or 0.0, 0, 100),
-        _outside("--repair-hours", months.repair_hours, 0, 8760),
+        _outside_range("--days", days, LEAST_DAYS, MOST_DAYS),
+        _outside_range("--runs", months.runs, 1, MOST_RUNS),
+        _outside_range("--seed", months.seed, 0, 1e9),
+        _outside_range("--weibull", months.weibull, 0.3, 5),
+        _outside_range("--planned-per-day", months.planned_per_day or 0.0, 0, 100),
+        _outside_range("--repair-hours", months.repair_hours, 0, 8760),
     ]
     given = {"--break": step.broken, "--outage": step.outage, "--routing": step.routing}
     fix = {"--routing": "use --edge-recovery for spraying with recovery at the edge, or leave --routing out"}
@@ -240,7 +240,7 @@ def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fab
         what = f"{option} belongs to one step, --days to months"
         found.append(Problem(where=WHERE, what=what, fix=fix.get(option, "leave one of them out")))
     if months.planes is not None and not 1 <= months.planes <= 1024:
-        found.append(_outside("--planes", months.planes, 1, 1024))
+        found.append(_outside_range("--planes", months.planes, 1, 1024))
     elif months.planes == 1 and (months.edge_recovery or months.compare) and not has_fabric:
         found.append(
             Problem(
@@ -259,7 +259,7 @@ def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fab
     return [one for one in found if one]
 
 
-def _outside(option: str, value: float, least: float, most: float) -> Problem | None:
+def _outside_range(option: str, value: float, least: float, most: float) -> Problem | None:
     if least <= value <= most:
         return None
     return Problem(where=WHERE, what=f"{option} {value:g} is out of range", fix=f"use {least:g} to {most:g}")
@@ -321,7 +321,7 @@ class MonthsComparison(PublicResult):
         return INTERRUPTED if self.interrupted else 0
 
 
-def _network(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) -> NetworkCauses:
+def _network_causes(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) -> NetworkCauses:
     from phalanx.sim.months.causes import DEFAULT_PLANES, NetworkCauses
 
     if fabric is None:
@@ -342,7 +342,7 @@ def _network(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: Tell) ->
     return NetworkCauses(edge=call.edge_recovery, planes=fabric.planes, fabric=fabric)
 
 
-def _policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> MonthsPolicy:
+def _months_policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> MonthsPolicy:
     from phalanx.sim.months.policy import months_policy
 
     return months_policy(
@@ -354,11 +354,11 @@ def _policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> MonthsPolic
     )
 
 
-def _forecast(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
+def _make_forecast(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
     """All runs, or those that Ctrl-C left finished; then the plan at other sites, and the levers."""
     from phalanx.sim.months.forecast import forecast_months, site_range, try_levers
 
-    policy = _policy(plan, network, call)
+    policy = _months_policy(plan, network, call)
     _check_size(policy, days, call.runs, times=1 + MOST_LEVERS * call.levers, tell=tell)
     outcomes, interrupted = _run_all(policy, days, call, tell)
     sites: SiteRange | None = None
@@ -379,12 +379,12 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
     from phalanx.sim.months.simulate_run import simulate_runs
 
     outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
-    started = told = time.perf_counter()
+    started = reported = time.perf_counter()
     try:
         for one in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
             outcomes.append(one)
-            if time.perf_counter() - told > PROGRESS_S:
-                told = time.perf_counter()
+            if time.perf_counter() - reported > PROGRESS_S:
+                reported = time.perf_counter()
                 tell(f"{len(outcomes):,} of {call.runs:,} runs")
     except KeyboardInterrupt:
         if not outcomes:
@@ -397,13 +397,15 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
     return outcomes, False
 
 
-def _compare(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsComparison:
+def _compare_recoveries(
+    plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell
+) -> MonthsComparison:
     """Row by row; those before Ctrl-C are kept."""
     from phalanx.sim.months.forecast import site_range
     from phalanx.sim.months.recovery_table import recovery_cases, recovery_row
     from phalanx.sim.months.simulate_run import simulate_runs
 
-    both = [_policy(plan, replace(network, edge=edge), call) for edge in (False, True)]
+    both = [_months_policy(plan, replace(network, edge=edge), call) for edge in (False, True)]
     _check_size(both[0], days, call.runs, times=MOST_CASES, tell=tell)
     rows: list[RecoveryTableRow] = []
     interrupted, asked = False, list(recovery_cases(*both))

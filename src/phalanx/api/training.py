@@ -135,7 +135,7 @@ def train(
     started = time.time()
     made, old, data_s = _prepared_here(call)
     run = _run_folder(made, call, old, started=started, data_s=data_s)
-    return _launch(run, made, call, started=started)
+    return _launch_run(run, made, call, started=started)
 
 
 def dry_run(
@@ -300,11 +300,11 @@ def _check_files(job: Job, resolved: ResolvedJob, call: TrainCall, old: Run | No
     from phalanx.train import prepare
 
     prepare.check_code(job, allowed=call.allow_code)
-    prepare.check_inputs(job, resolved, _base(call, resolved), fresh=old is None)
+    prepare.check_inputs(job, resolved, _base_folder(call, resolved), fresh=old is None)
     prepare.check_writable(call.runs, job.checkpoint.path, run=old.path if old is not None else None)
 
 
-def _base(call: TrainCall, resolved: ResolvedJob) -> Path:
+def _base_folder(call: TrainCall, resolved: ResolvedJob) -> Path:
     """Where relative paths of the job start; a run that is continued has absolute ones."""
     return Path() if call.resume is not None else resolved.path.parent
 
@@ -313,12 +313,12 @@ def _ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall) -> tuple
     """The plan with its data, once the specification has nothing against it, and the seconds the data took."""
     from phalanx.train import prepare
 
-    _describe(plan, call.tell)
+    _describe_plan(plan, call.tell)
     check_before_training(resolved, plan, refuse=call.check, tell=call.tell)
     began = time.time()
-    plan = prepare.with_data(plan, _base(call, resolved))
+    plan = prepare.with_data(plan, _base_folder(call, resolved))
     data_s = time.time() - began
-    found = prepare.check_inputs(plan.job, resolved, _base(call, resolved), fresh=call.resume is None)
+    found = prepare.check_inputs(plan.job, resolved, _base_folder(call, resolved), fresh=call.resume is None)
     if call.resume is None:
         prepare.check_weight_files(plan.job)
     for line in found.remarks:
@@ -327,7 +327,7 @@ def _ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall) -> tuple
     return plan, data_s
 
 
-def _describe(plan: Plan, tell: Tell) -> None:
+def _describe_plan(plan: Plan, tell: Tell) -> None:
     """Three lines before the first step: what runs, what it should take, what to watch."""
     from phalanx.train.prepare import tell_sharing
 
@@ -375,7 +375,7 @@ def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float,
     return run
 
 
-def _launch(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:
+def _launch_run(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:
     from phalanx.elastic.local_launch import agent_command, launch, local_hosts, rank_environ
     from phalanx.metrics.prometheus import serve_metrics
 

@@ -9,10 +9,14 @@ import phalanx
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx agent`."""
-    parser.add_argument("run", metavar="RUN", help="the run folder, on a disk that all hosts share")
-    parser.add_argument("--slots", metavar="N", type=int, help="ranks that this host can hold (its share of the plan)")
-    parser.add_argument("--address", metavar="IP", help="address at which the others reach this host (fault.interface)")
-    parser.add_argument("--host", metavar="NAME", help="name of this host in the run (its host name)")
+    parser.add_argument("run", metavar="RUN", help="the run folder, on a file system that all hosts share")
+    parser.add_argument(
+        "--slots", metavar="N", type=int, help="number of ranks this host can run (default: its share of the plan)"
+    )
+    parser.add_argument(
+        "--address", metavar="IP", help="address at which other hosts reach this one (default: fault.interface)"
+    )
+    parser.add_argument("--host", metavar="NAME", help="name of this host in the run (default: its host name)")
     parser.add_argument("--allow-code", action="store_true", help="run the code that the run's job names")
 
 

@@ -21,18 +21,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--predictions", metavar="OUT.csv", help="write id,step_s,step_s_lo,step_s_hi,mem_gb,fits")
     parser.add_argument(
-        "--calibrate", metavar="KNOWN.csv", help="first fit at most five factors per source from these measured rows"
+        "--calibrate", metavar="KNOWN.csv", help="first fit up to five factors per source to these measurements"
     )
     parser.add_argument(
         "--draw",
         metavar="N",
         type=int,
         default=0,
-        help="calibrate on N rows of each source drawn from TABLE itself, and predict the others",
+        help="calibrate on N random rows of each source in TABLE, and predict the others",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of --draw (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --draw (default: 0)")
     parser.add_argument(
-        "--simulate", action="store_true", help="of network claims: also those that take more than a minute of CPU"
+        "--simulate",
+        action="store_true",
+        help="network claims: also simulate those that take more than a minute of CPU time",
     )
     add_json(parser)
 

@@ -16,7 +16,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RUN_OR_CSV",
         help="a run folder, or a table with the columns of throughput_public.csv and step_s filled in",
     )
-    parser.add_argument("--out", metavar="FILE", default="calibration.json", help="default: calibration.json")
+    parser.add_argument(
+        "--out", metavar="FILE", default="calibration.json", help="file to write (default: calibration.json)"
+    )
     add_json(parser)
 
 

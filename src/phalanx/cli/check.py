@@ -33,47 +33,53 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_set(parser)
     add_evidence(parser)
-    parser.add_argument("--select", metavar="RULES", default="", help="only these rules or groups, as CKP,FLT001")
-    parser.add_argument("--ignore", metavar="RULES", default="", help="all but these rules or groups")
+    parser.add_argument("--select", metavar="RULES", default="", help="only these rules or groups, e.g. CKP,FLT001")
+    parser.add_argument("--ignore", metavar="RULES", default="", help="all except these rules or groups")
     mending = parser.add_mutually_exclusive_group()
     mending.add_argument("--fix", action="store_true", help="write safe edits into the job file")
     mending.add_argument("--unsafe-fixes", action="store_true", help="also write edits that change the training")
     parser.add_argument("--diff", action="store_true", help="show the edits as a unified diff and write nothing")
     parser.add_argument("--format", choices=FORMATS, help="text (the default), json, sarif, github, junit or html")
-    parser.add_argument("--out", metavar="FILE", help="write the report to this file, whole or not at all")
+    parser.add_argument("--out", metavar="FILE", help="write the report to this file")
     parser.add_argument("--require-evidence", action="store_true", help="missing evidence counts as a finding")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also show the rules that are met, with values")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also show the rules that passed, with their values"
+    )
     add_json(parser)
 
 
 def add_evidence(parser: argparse.ArgumentParser) -> None:
     """What is looked at beside the target; `phalanx explain` has the same options."""
-    parser.add_argument("--profile", metavar="NAME", help="hardware profile instead of the cluster's, as nvidia-h100")
-    parser.add_argument("--cluster", metavar="SPEC", help="check for this cluster instead of the job's, as 8xH100:16")
-    parser.add_argument("--plan", metavar="FILE", help="the job's plan, as phalanx plan --out wrote it")
+    parser.add_argument("--profile", metavar="NAME", help="hardware profile instead of the cluster's, e.g. nvidia-h100")
+    parser.add_argument("--cluster", metavar="SPEC", help="check for this cluster instead of the job's, e.g. 8xH100:16")
+    parser.add_argument("--plan", metavar="FILE", help="the job's plan, written by phalanx plan --out")
     parser.add_argument(
-        "--drills", metavar="DIR", action="append", default=[], help="folder with records of drills; may be repeated"
+        "--drills", metavar="DIR", action="append", default=[], help="folder with drill records; may be repeated"
     )
     parser.add_argument(
         "--parity",
         metavar="RUN",
         nargs=2,
-        help="two runs of one training, in fp8 or fp4 and in a wider format, whose losses are compared",
+        help="compare the losses of two runs of the same job, one in fp8 or fp4 and one in a wider format",
     )
     parser.add_argument(
-        "--from", dest="source", metavar="TRAINER", default="", help="whose configuration the target is, as megatron"
+        "--from",
+        dest="source",
+        metavar="TRAINER",
+        default="",
+        help="the trainer whose configuration the target is, e.g. megatron",
     )
     parser.add_argument(
-        "--waivers", metavar="FILE", help="TOML with [[waiver]] tables, beside those of the job: for any target"
+        "--waivers", metavar="FILE", help="TOML file with [[waiver]] tables, in addition to those of the job"
     )
     parser.add_argument(
         "--rules",
         metavar="FILE.py:NAME",
         action="append",
         default=[],
-        help="also ask a rule of your own; may be repeated (docs/own-rules.md)",
+        help="add a rule of your own; may be repeated (docs/own-rules.md)",
     )
-    parser.add_argument("--allow-code", action="store_true", help="run the rules that the job file names")
+    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: its own rules")
 
 
 def evidence_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,15 +13,26 @@ from phalanx.cli.parser import add_json
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx cluster`."""
     parser.add_argument(
-        "spec", nargs="?", default="local", metavar="SPEC", help="8xH100:16, H100:64, a .toml file, or local (default)"
+        "spec",
+        nargs="?",
+        default="local",
+        metavar="SPEC",
+        help="8xH100:16, H100:64, a .toml file, or local (default: local)",
     )
     add_json(parser)
     parser.add_argument("--toml", action="store_true", help="print a cluster file to edit")
     parser.add_argument("--list", action="store_true", help="list the accelerators Phalanx knows")
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="local: processes that share the cores")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="local: use this profile of phalanx probe")
+    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="local: number of ranks that share the cores")
     parser.add_argument(
-        "--hardware", type=Path, action="append", default=[], metavar="FILE", help="more accelerators, .toml or .csv"
+        "--profile", type=Path, metavar="FILE", help="local: use this profile, written by phalanx probe"
+    )
+    parser.add_argument(
+        "--hardware",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file with more accelerators, .toml or .csv; may be repeated",
     )
 
 

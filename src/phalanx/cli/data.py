@@ -13,7 +13,7 @@ from phalanx.cli.parser import add_json
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx data`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _configure_build(verbs.add_parser("build", help="make a dataset folder from text, .jsonl or .parquet"))
+    _configure_build(verbs.add_parser("build", help="build a dataset folder from text, .jsonl or .parquet files"))
     for verb, text in (
         ("show", "what a dataset holds"),
         ("checksum", "compare every file of a dataset with its manifest"),
@@ -23,32 +23,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help="a folder that phalanx data build made")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a folder made by phalanx data build")
     add_json(parser)
 
 
 def _configure_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
-        "sources", nargs="*", metavar="SOURCE[=WEIGHT]", help="file or folder; weight 2: seen twice as often"
+        "sources",
+        nargs="*",
+        metavar="SOURCE[=WEIGHT]",
+        help="a file or folder; with weight 2 it is sampled twice as often",
     )
     parser.add_argument("--corpus", metavar="NAME", help="fetch English text instead: offline-english[-large]")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; else one is trained")
-    parser.add_argument("--vocab", metavar="N", help="tokens of the trained tokenizer (default 8192)")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: train a tokenizer)")
+    parser.add_argument("--vocab", metavar="N", help="vocabulary size of the trained tokenizer (default: 8192)")
     parser.add_argument(
-        "--heldout", type=float, default=0.01, metavar="SHARE", help="kept from training (default 0.01)"
+        "--heldout",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="share of the text held out for evaluation (default: 0.01)",
     )
-    parser.add_argument("--field", default="text", metavar="NAME", help="where .jsonl and .parquet hold the text")
+    parser.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl and .parquet files with the text (default: text)",
+    )
     parser.add_argument(
         "--split-on",
         default="file",
         metavar="WHAT",
-        help="what ends a document of a text file: file (default), blank, line, formfeed",
+        help="what ends a document in a text file: file, blank, line or formfeed (default: file)",
     )
     parser.add_argument(
-        "--end-of-text", default="", metavar="TOKEN", help="of the given tokenizer, if its name is rare"
+        "--end-of-text",
+        default="",
+        metavar="TOKEN",
+        help="end-of-text token of the given tokenizer, if its name is unusual",
     )
-    parser.add_argument("--shard-tokens", metavar="N", help="tokens per shard (default 134M)")
+    parser.add_argument("--shard-tokens", metavar="N", help="tokens per shard (default: 134M)")
     add_json(parser)
 
 

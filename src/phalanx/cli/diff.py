@@ -15,7 +15,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=what)
     parser.add_argument("b", metavar="B", help=what)
     parser.add_argument(
-        "--within", metavar="SHARE", type=float, default=0.0, help="measured numbers this close count as equal, as 0.05"
+        "--within",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="relative difference up to which measurements count as equal, e.g. 0.05",
     )
     add_json(parser)
 

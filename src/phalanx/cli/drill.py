@@ -23,28 +23,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KIND:KEY=VALUE,…",
         action="append",
         default=[],
-        help=f"inject this, as {USUAL_FAULT}; may be repeated; docs/drills.md lists the kinds",
+        help=f"inject this fault, e.g. {USUAL_FAULT}; may be repeated; docs/drills.md lists the kinds",
     )
     parser.add_argument(
-        "--suite", action="store_true", help="run the standard drills, which answer rules of phalanx check"
+        "--suite", action="store_true", help="run the standard drills, whose records phalanx check uses as evidence"
     )
-    parser.add_argument("--chaos", action="store_true", help="draw faults at random moments instead")
-    parser.add_argument("--rate", metavar="R", type=float, help="faults per minute of --chaos (6)")
-    parser.add_argument("--seed", metavar="N", type=int, help="of --chaos; the same seed, the same faults (0)")
+    parser.add_argument("--chaos", action="store_true", help="inject random faults at random times instead")
+    parser.add_argument("--rate", metavar="R", type=float, help="with --chaos: faults per minute (default: 6)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, help="with --chaos: seed; the same seed gives the same faults (default: 0)"
+    )
     parser.add_argument("--minutes", metavar="M", type=float, default=0.0, help="stop the run after M minutes")
     add_hosts(parser)
     parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
-    parser.add_argument("--cluster", metavar="SPEC", help="run on this instead of the job's cluster, as local:4")
-    parser.add_argument("--runs", metavar="DIR", default="runs", help="where run folders are made (runs)")
+    parser.add_argument("--cluster", metavar="SPEC", help="run on this cluster instead of the job's, e.g. local:4")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="where to create run folders (default: runs)")
     parser.add_argument("--no-replay", action="store_true", help="do not repeat the run without faults to compare bits")
-    parser.add_argument("--no-shrink", action="store_true", help="do not look for the smallest schedule that fails")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="do not search for the smallest fault schedule that still fails"
+    )
     add_ranks_per_gpu(parser)
-    parser.add_argument("--allow-code", action="store_true", help="let the job import code of your own")
-    parser.add_argument("--out", metavar="FILE", help="write a copy of the record to this file")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write a copy of the drill record to this file")
     parser.add_argument(
         "--read-record",
         metavar="RECORD",
-        help="check the signature and the evidence of a record, print its verdicts, and run nothing",
+        help="check the signature and evidence of a drill record and print its verdicts; runs nothing",
     )
     parser.add_argument("--check", dest="read_record", action=FormerName, metavar="RECORD", help=argparse.SUPPRESS)
     add_json(parser)

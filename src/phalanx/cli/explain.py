@@ -12,8 +12,8 @@ from phalanx.cli.parser import add_json, add_set
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx explain`."""
-    parser.add_argument("rule", metavar="RULE", help="id or name of a rule, as CKP001 or interval-daly")
-    parser.add_argument("target", metavar="TARGET", nargs="?", help="a job file, a plan or a run, for its numbers")
+    parser.add_argument("rule", metavar="RULE", help="id or name of a rule, e.g. CKP001 or interval-daly")
+    parser.add_argument("target", metavar="TARGET", nargs="?", help="a job file, a plan or a run whose numbers to show")
     add_set(parser)
     add_evidence(parser)
     add_json(parser)

@@ -11,11 +11,11 @@ from phalanx.cli.parser import add_json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx export`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder, as phalanx train made it")
+    parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
     parser.add_argument("out", metavar="OUT", help="the folder to write: safetensors, config.json, tokenizer.json")
-    parser.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step instead of the newest")
+    parser.add_argument("--step", metavar="N", type=int, help="use the checkpoint of this step instead of the newest")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="format of the weights (bf16)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="format of the weights (default: bf16)"
     )
     add_json(parser)
 

@@ -25,24 +25,28 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 def configure(parser: argparse.ArgumentParser) -> None:
     """Sub-commands of `phalanx fabric`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _configure_design(verbs.add_parser("design", help="every fabric that joins N GPUs, and which to take"))
+    _configure_design(verbs.add_parser("design", help="list the fabrics that connect N GPUs, and recommend one"))
     _configure_decisions(
-        verbs.add_parser("decisions", help="planes, paths and recovery: the three decisions in numbers")
+        verbs.add_parser("decisions", help="quantify three design decisions: planes, paths and recovery")
     )
-    one = verbs.add_parser("show", help="one fabric: parts, weak points, failures per day")
+    one = verbs.add_parser("show", help="describe one fabric: parts, weak points, failures per day")
     one.add_argument("fabric", metavar="FABRIC", nargs="?", help=FABRIC_HELP)
     add_json(one)
     _configure_simulate(
-        verbs.add_parser("simulate", help="traffic on a fabric, whole or broken, and ways of recovery compared")
+        verbs.add_parser(
+            "simulate", help="simulate traffic on a healthy or damaged fabric, and compare ways to recover"
+        )
     )
-    export = verbs.add_parser("export", help="write a fabric and its traffic as .topo and .cm files of htsim")
+    export = verbs.add_parser("export", help="write a fabric and its traffic as .topo and .cm files for htsim")
     export.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
     export.add_argument("--topo", metavar="FILE.topo", help="write the fabric")
     export.add_argument("--cm", metavar="FILE.cm", help="write the traffic")
     _add_traffic(export)
     add_json(export)
     _configure_collective(
-        verbs.add_parser("collective", help="which algorithm and protocol NCCL picks, and how long it takes")
+        verbs.add_parser(
+            "collective", help="show which algorithm and protocol NCCL picks for a collective, and its time"
+        )
     )
 
 
@@ -65,27 +69,54 @@ def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCat
 
 
 def _configure_design(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", metavar="N", help="GPUs to join, one NIC each, as 131072 or 64k")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, help="speed of a NIC, as 400 (the job's, or 800)")
-    parser.add_argument("--switch", metavar="NAME", help='a box, a configuration or ports, as "Tomahawk 5", 512x100G')
-    parser.add_argument("--tiers", metavar="L", type=int, help="exactly this many tiers (the fewest that reach)")
-    parser.add_argument("--planes", metavar="P", type=int, help="exactly this many planes (all the switch can do)")
-    parser.add_argument("--oversubscription", metavar="R", type=float, help="ports down per port up at T0 (1, 2 and 4)")
-    parser.add_argument("--rails", metavar="K", type=int, help="NICs of a server on different T0s (none and 8)")
-    parser.add_argument("--catalogue", metavar="FILE.csv", help="choose among these switches instead of the shipped")
-    parser.add_argument("--top", metavar="N", type=int, default=6, help="shown of each oversubscription (6)")
+    parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each, e.g. 131072 or 64k")
+    parser.add_argument(
+        "--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s, e.g. 400 (default: the job's, or 800)"
+    )
+    parser.add_argument("--switch", metavar="NAME", help='switch model, or ports as in 512x100G, e.g. "Tomahawk 5"')
+    parser.add_argument(
+        "--tiers", metavar="L", type=int, help="exactly this many tiers (default: the fewest that suffice)"
+    )
+    parser.add_argument(
+        "--planes", metavar="P", type=int, help="exactly this many planes (default: every number the switch allows)"
+    )
+    parser.add_argument(
+        "--oversubscription", metavar="R", type=float, help="downlinks per uplink at T0 (default: 1, 2 and 4)"
+    )
+    parser.add_argument(
+        "--rails",
+        metavar="K",
+        type=int,
+        help="connect the NICs of a server to K different T0s (default: compare none and 8)",
+    )
+    parser.add_argument(
+        "--catalogue", metavar="FILE.csv", help="choose among these switches instead of the built-in catalogue"
+    )
+    parser.add_argument(
+        "--top", metavar="N", type=int, default=6, help="designs shown per oversubscription (default: 6)"
+    )
     job = parser.add_argument_group("for a job")
-    job.add_argument("--job", metavar="JOB", help="GPUs and NIC of its cluster; its step on the best designs")
-    job.add_argument("--cluster", metavar="SPEC", help="on this cluster instead of the job's, as 8xH100:16")
+    job.add_argument(
+        "--job",
+        metavar="JOB",
+        help="take GPUs and NICs from this job's cluster, and simulate its step on the best designs",
+    )
+    job.add_argument("--cluster", metavar="SPEC", help="use this cluster instead of the job's, e.g. 8xH100:16")
     add_set(parser)
-    money = parser.add_argument_group("the choice")
-    money.add_argument("--gpu-hour-usd", metavar="X", type=float, help="an hour of a GPU (the job's price, or 3.25)")
-    money.add_argument("--kwh-usd", metavar="X", type=float, help="electricity (0.08)")
-    money.add_argument("--years", metavar="X", type=float, help="life of the fabric (4)")
-    money.add_argument("--recovery-s", metavar="S", type=float, help="from failure to bypass (30e-6)")
+    money = parser.add_argument_group("costs")
+    money.add_argument(
+        "--gpu-hour-usd", metavar="X", type=float, help="price of a GPU-hour (default: the job's, or 3.25)"
+    )
+    money.add_argument("--kwh-usd", metavar="X", type=float, help="price of a kWh (default: 0.08)")
+    money.add_argument("--years", metavar="X", type=float, help="lifetime of the fabric (default: 4)")
+    money.add_argument(
+        "--recovery-s", metavar="S", type=float, help="seconds from a failure until traffic avoids it (default: 30e-6)"
+    )
     files = parser.add_argument_group("files")
-    files.add_argument("--save", metavar="FILE.toml", help="write the pick; fabric show, simulate and sim read it")
-    files.add_argument("--csv", metavar="FILE.csv", help="write every design as a line")
+    files.add_argument(
+        "--save", metavar="FILE.toml", help="write the recommended fabric, for fabric show, fabric simulate and sim"
+    )
+    files.add_argument("--csv", metavar="FILE.csv", help="write all designs, one per line")
     add_json(parser)
 
 
@@ -106,16 +137,25 @@ def _design(args: argparse.Namespace) -> int:
 
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", metavar="N", help="GPUs to join, one NIC each")
+    parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each")
     parser.add_argument(
-        "--fabric", metavar="F", help="of this fabric instead: a short form, a .toml or .topo file, or a name"
+        "--fabric", metavar="F", help="use this fabric instead: a short form, a .toml or .topo file, or a name"
     )
-    parser.add_argument("--nic-gbps", metavar="G", type=float, help="speed of a NIC (800)")
-    parser.add_argument("--switch", metavar="NAME", help="the box whose ports are split (Spectrum-5)")
-    parser.add_argument("--planes", metavar="P", type=int, help="planes (the most the box can do)")
-    parser.add_argument("--paths", metavar="K", type=int, default=256, help="paths per connection (256)")
-    parser.add_argument("--recovery-s", metavar="S", type=float, help="from failure to bypass (30e-6)")
-    parser.add_argument("--restart-s", metavar="S", type=float, help="from failure to the next step of a restart (600)")
+    parser.add_argument("--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s (default: 800)")
+    parser.add_argument("--switch", metavar="NAME", help="the switch whose ports are split (default: Spectrum-5)")
+    parser.add_argument(
+        "--planes", metavar="P", type=int, help="number of planes (default: the most the switch allows)"
+    )
+    parser.add_argument("--paths", metavar="K", type=int, default=256, help="paths per connection (default: 256)")
+    parser.add_argument(
+        "--recovery-s", metavar="S", type=float, help="seconds from a failure until traffic avoids it (default: 30e-6)"
+    )
+    parser.add_argument(
+        "--restart-s",
+        metavar="S",
+        type=float,
+        help="seconds a restart takes, from the failure to the next step (default: 600)",
+    )
     parser.add_argument("--picture", metavar="FILE.svg", help="write the three decisions as a picture")
     add_json(parser)
 
@@ -123,7 +163,7 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
 def _decisions(args: argparse.Namespace) -> int:
     if args.picture is not None and Path(args.picture).suffix.lower() != ".svg":
         what = f"--picture {args.picture[:80]} does not end in .svg"
-        fix = "name it as decisions.svg"
+        fix = "use a name such as decisions.svg"
         raise mistake("phalanx fabric decisions", what, why="the picture is an SVG", fix=fix)
     names = ("gpus", "fabric", "nic_gbps", "switch", "planes", "paths", "recovery_s", "restart_s")
     found = phalanx.fabric.decisions(**{name: getattr(args, name) for name in names}, tell=note)
@@ -147,42 +187,62 @@ def _show(args: argparse.Namespace) -> int:
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
     """Options that name the traffic."""
     parser.add_argument(
-        "--traffic", metavar="NAME", help="permutation, incast, ring, …, FILE.csv, or JOB.toml[:AXIS] (permutation)"
+        "--traffic",
+        metavar="NAME",
+        help="permutation, incast, ring, …, FILE.csv, or JOB.toml[:AXIS] (default: permutation)",
     )
-    parser.add_argument("--bytes", dest="nbytes", metavar="B", help="sent by each host (2M)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic and the hashes (0)")
+    parser.add_argument("--bytes", dest="nbytes", metavar="B", help="bytes sent by each host (default: 2M)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed for traffic and hashing (default: 0)")
 
 
 def _configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="fair rates, or packet by packet (fluid)")
-    parser.add_argument("--cm", metavar="FILE.cm", help="traffic from a connection matrix of htsim")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="fluid: fair rates; packets: packet by packet (default: fluid)",
+    )
+    parser.add_argument("--cm", metavar="FILE.cm", help="read traffic from an htsim connection matrix")
     _add_traffic(parser)
-    parser.add_argument("--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (paths; fluid: all)")
-    parser.add_argument("--paths", metavar="K", type=int, help="per flow: QPs or sprayed paths")
+    parser.add_argument(
+        "--routing", metavar="HOW", help="flow, qp, oblivious, adaptive or all (default with fluid: all)"
+    )
+    parser.add_argument("--paths", metavar="K", type=int, help="QPs or sprayed paths per flow")
     parser.add_argument(
         "--fail",
         metavar="PART",
         action="append",
         default=[],
         help="nic:PLANE/HOST, link:PLANE/T0/PORT, t0:PLANE/N, t1:PLANE/N, t1link:PLANE/T1/PORT, transceiver:HOST or "
-        "all; PART@50us fails then, PART@50us..2ms returns; may be repeated",
+        "all; PART@50us fails at that time, PART@50us..2ms also returns; may be repeated",
     )
-    parser.add_argument("--left", metavar="SHARE", type=float, default=0.0, help="capacity a failed part keeps (0)")
-    parser.add_argument("--loss", metavar="SHARE", type=float, help="packets lost on the failed parts, which stay up")
+    parser.add_argument(
+        "--left",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="share of capacity that a failed part keeps (default: 0)",
+    )
+    parser.add_argument(
+        "--loss", metavar="SHARE", type=float, help="share of packets lost on the failed parts, which stay up"
+    )
     parser.add_argument(
         "--deny",
         metavar="PART",
         action="append",
         default=[],
-        help="never used, as if the controller had told so before; names as for --fail, without a time",
+        help="never use this part, as if the controller had excluded it; named as for --fail, without a time",
     )
     parser.add_argument("--recovery", metavar="WHO", help="none, conventional or edge")
-    parser.add_argument("--converge", metavar="S", type=float, help="seconds until routing knows (10; packets 0.01)")
+    parser.add_argument(
+        "--converge", metavar="S", type=float, help="seconds until routing converges (default: 10; packets: 0.01)"
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="a conventional fabric, PFC off and on, beside recovery at the edge (--bytes: what 200 µs carry)",
+        help="compare a conventional fabric, with PFC off and on, with recovery at the edge (--bytes defaults to "
+        "200 µs of traffic)",
     )
     parser.add_argument(
         "--scenario",
@@ -190,14 +250,16 @@ def _configure_simulate(parser: argparse.ArgumentParser) -> None:
         help="compare a named failure: link-flap, t1-reboot, t0-loss, nic-port, transceiver, grey-path, grey-all, "
         "incast, or all of them",
     )
-    parser.add_argument("--wire", metavar="NAME", help="fluid: overheads mrc, htsim or ideal (mrc)")
-    parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (mrc)")
-    parser.add_argument("--pfc", action=OnOff, help="pauses instead of drops: RoCE, or fluid by flow or QP")
-    parser.add_argument("--dcqcn", action=OnOff, help="packets: RoCE's congestion control")
+    parser.add_argument("--wire", metavar="NAME", help="fluid: protocol overheads, mrc, htsim or ideal (default: mrc)")
+    parser.add_argument("--transport", metavar="NAME", help=f"packets: {', '.join(TRANSPORTS)} (default: mrc)")
     parser.add_argument(
-        "--each-plane", action="store_true", help="packets: simulate all planes, also where one stands for all"
+        "--pfc", action=OnOff, help="pause instead of dropping packets (RoCE, or fluid with routing flow or qp)"
     )
-    parser.add_argument("--cpu", metavar="S", type=float, help="CPU seconds it may take (600)")
+    parser.add_argument("--dcqcn", action=OnOff, help="packets: congestion control of RoCE")
+    parser.add_argument(
+        "--each-plane", action="store_true", help="packets: simulate every plane, even if one could represent all"
+    )
+    parser.add_argument("--cpu", metavar="S", type=float, help="limit of CPU seconds (default: 600)")
     add_json(parser)
 
 
@@ -222,12 +284,20 @@ def _export(args: argparse.Namespace) -> int:
 
 def _configure_collective(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
-    parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} ({KINDS[0]})")
-    parser.add_argument("--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range as 1MiB..16GiB ({SIZES})")
-    parser.add_argument("--nic-gbps", metavar="G", type=float, help="per GPU (the cluster's)")
-    parser.add_argument("--cpu", choices=("intel", "amd", "arm"), help="of the hosts (intel; arm with GB200)")
-    parser.add_argument("--no-nvls", action="store_true", help="NCCL_NVLS_ENABLE=0: no sums in the NVSwitch")
-    parser.add_argument("--sharp", action="store_true", help="the network's switches add too (CollNet)")
+    parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} (default: {KINDS[0]})")
+    parser.add_argument(
+        "--bytes", metavar="SIZE", default=SIZES, help=f"64MiB, or a range such as 1MiB..16GiB (default: {SIZES})"
+    )
+    parser.add_argument(
+        "--nic-gbps", metavar="G", type=float, help="NIC speed per GPU in Gbit/s (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--cpu", choices=("intel", "amd", "arm"), help="processor of the hosts (default: intel; arm with GB200)"
+    )
+    parser.add_argument(
+        "--no-nvls", action="store_true", help="no reductions in the NVSwitch, as with NCCL_NVLS_ENABLE=0"
+    )
+    parser.add_argument("--sharp", action="store_true", help="reductions in the network's switches too (CollNet)")
     parser.add_argument("--fit", metavar="FILE", help="your measurements: nccl-tests' output, or CSV with bytes and us")
     add_json(parser)
 

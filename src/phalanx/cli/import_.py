@@ -21,12 +21,16 @@ MOST_LISTED = 12
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx import`."""
-    parser.add_argument("file", metavar="FILE", help="a configuration of torchtitan, Megatron-LM, DeepSpeed, …")
+    parser.add_argument("file", metavar="FILE", help="a configuration file of torchtitan, Megatron-LM, DeepSpeed, …")
     parser.add_argument(
-        "--from", dest="trainer", metavar="TRAINER", default="", help=f"whose it is: {', '.join(TRAINERS)} (recognised)"
+        "--from",
+        dest="trainer",
+        metavar="TRAINER",
+        default="",
+        help=f"the trainer: {', '.join(TRAINERS)} (default: detected from the file)",
     )
-    parser.add_argument("--cluster", metavar="SPEC", help="what it runs on, as 8xH100:16")
-    parser.add_argument("--out", metavar="FILE", help="the job file to write (standard output)")
+    parser.add_argument("--cluster", metavar="SPEC", help="the cluster it runs on, e.g. 8xH100:16")
+    parser.add_argument("--out", metavar="FILE", help="the job file to write (default: standard output)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     add_set(parser)
     add_json(parser)

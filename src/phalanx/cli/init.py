@@ -14,9 +14,11 @@ LOCAL = "local"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx init`."""
-    parser.add_argument("path", metavar="PATH", nargs="?", default="job.toml", help="file to write (job.toml)")
-    parser.add_argument("--model", metavar="PRESET", default=TINY, help=f"a known model ({TINY})")
-    parser.add_argument("--cluster", metavar="SPEC", default=LOCAL, help='such as "8xH100:16" (local: this machine)')
+    parser.add_argument("path", metavar="PATH", nargs="?", default="job.toml", help="file to write (default: job.toml)")
+    parser.add_argument("--model", metavar="PRESET", default=TINY, help=f"a model preset (default: {TINY})")
+    parser.add_argument(
+        "--cluster", metavar="SPEC", default=LOCAL, help='the cluster, e.g. "8xH100:16" (default: local, this machine)'
+    )
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     add_json(parser)
 

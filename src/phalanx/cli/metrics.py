@@ -15,16 +15,20 @@ INTERVAL_S = 15.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx metrics`."""
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run folder")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="serve /metrics for Prometheus, as 127.0.0.1:9400")
-    parser.add_argument("--token", metavar="FILE", help="ask for the token in this file; auto makes and prints one")
-    parser.add_argument("--otlp", metavar="URL", help="push to an OpenTelemetry collector, as http://127.0.0.1:4318")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="serve /metrics for Prometheus, e.g. on 127.0.0.1:9400")
+    parser.add_argument("--token", metavar="FILE", help="require the token in this file; auto creates and prints one")
+    parser.add_argument("--otlp", metavar="URL", help="push to an OpenTelemetry collector, e.g. http://127.0.0.1:4318")
     parser.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard event files")
     parser.add_argument("--mlflow", metavar="DIR", help="write an MLflow file store")
-    parser.add_argument("--wandb", metavar="DIR", help="write a W&B offline run; wandb sync uploads it")
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    parser.add_argument("--every", metavar="N", type=int, default=1, help="export every Nth step (1)")
-    parser.add_argument("--interval", metavar="S", type=float, default=INTERVAL_S, help="seconds between looks (15)")
-    parser.add_argument("--ranks", metavar="N", type=int, default=64, help="series per rank up to N ranks (64)")
+    parser.add_argument("--wandb", metavar="DIR", help="write an offline W&B run; wandb sync uploads it")
+    parser.add_argument("--follow", action="store_true", help="continue until the run ends")
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="export every Nth step (default: 1)")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=INTERVAL_S, help="seconds between updates (default: 15)"
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, default=64, help="separate series per rank, up to N ranks (default: 64)"
+    )
     parser.add_argument("--grafana", action="store_true", help="print the Grafana dashboard for these series")
     add_json(parser)
 

@@ -130,7 +130,7 @@ def add_set(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="override one setting, as --set parallel.tensor=8; may be repeated",
+        help="override one setting, e.g. --set parallel.tensor=8; may be repeated",
     )
 
 
@@ -152,7 +152,8 @@ def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-gpu",
         metavar="N",
         type=int,
-        help="let N ranks share a GPU, for proofs and drills (train.ranks_per_gpu, 1); above 1 needs NCCL 2.30",
+        help="let N ranks share a GPU, for verification and drills (default: train.ranks_per_gpu, else 1); needs "
+        "NCCL 2.30",
     )
 
 
@@ -163,10 +164,12 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=1,
-        help="run as if this machine were N hosts, for tests and drills (1)",
+        help="run as if this machine were N hosts, for tests and drills (default: 1)",
     )
     parser.add_argument("--agents", dest="hosts", action=FormerName, metavar="N", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--spares", metavar="N", type=int, default=0, help="spare slots kept ready for lost ranks (0)")
+    parser.add_argument(
+        "--spares", metavar="N", type=int, default=0, help="spare slots, kept warm to replace failed ranks (default: 0)"
+    )
 
 
 class FormerName(StoreOnce):

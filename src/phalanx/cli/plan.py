@@ -19,12 +19,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx plan`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
-    parser.add_argument("--cluster", metavar="SPEC", help="plan for this cluster instead of the job's, as 8xH100:16")
+    parser.add_argument("--cluster", metavar="SPEC", help="plan for this cluster instead of the job's, e.g. 8xH100:16")
     parser.add_argument(
-        "--calibration", metavar="FILE", help="factors measured on your system, as phalanx calibrate writes them"
+        "--calibration", metavar="FILE", help="factors measured on your system, written by phalanx calibrate"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the plan as JSON, whole or not at all")
-    parser.add_argument("--top", metavar="N", type=int, default=6, help="runners-up and Pareto points shown (6)")
+    parser.add_argument("--out", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument(
+        "--top", metavar="N", type=int, default=6, help="number of runners-up and Pareto points to show (default: 6)"
+    )
     parser.add_argument("--compare", metavar="JOB", nargs="+", default=[], help="plan several jobs, side by side")
     add_no_probe(parser)
     add_json(parser)
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
     if args.compare and not 2 <= len(jobs) <= MOST_COMPARED:  # before anything is planned
         what = f"{plural(len(jobs), 'job file')} named"
-        raise mistake("phalanx plan --compare", what, fix=f"name 2 to {MOST_COMPARED}, as --compare a.toml b.toml")
+        raise mistake("phalanx plan --compare", what, fix=f"name 2 to {MOST_COMPARED}, e.g. --compare a.toml b.toml")
     plans = [
         phalanx.plan(
             job,

@@ -13,10 +13,15 @@ from phalanx.cli.parser import add_json
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx probe`."""
     add_json(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to store the profile")
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time it may take (default 30)")
-    parser.add_argument("--disk", type=Path, default=Path(), metavar="DIR", help="folder whose disk is measured")
-    parser.add_argument("--engine", choices=("auto", "torch", "numpy"), default="auto", help="auto: torch if installed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the profile")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time limit (default: 30)")
+    parser.add_argument("--disk", type=Path, default=Path(), metavar="DIR", help="measure the disk of this folder")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "torch", "numpy"),
+        default="auto",
+        help="auto uses torch if installed (default: auto)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

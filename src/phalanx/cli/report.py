@@ -13,9 +13,13 @@ from phalanx.errors import mistake
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx report`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder, as phalanx train made it")
-    parser.add_argument("--html", metavar="FILE", help="write the HTML here; - for stdout (RUN/report.html)")
-    parser.add_argument("--markdown", metavar="FILE", help="write the Markdown here; - for stdout (RUN/report.md)")
+    parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
+    parser.add_argument(
+        "--html", metavar="FILE", help="where to write the HTML; - for stdout (default: RUN/report.html)"
+    )
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="where to write the Markdown; - for stdout (default: RUN/report.md)"
+    )
     add_json(parser)
 
 

@@ -14,10 +14,10 @@ from phalanx.units import plural
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx rules`."""
-    parser.add_argument("--select", metavar="RULES", default="", help="only these rules or groups, as CKP,FLT001")
-    parser.add_argument("--profile", metavar="NAME", help="only rules for a hardware profile, with its limits")
+    parser.add_argument("--select", metavar="RULES", default="", help="only these rules or groups, e.g. CKP,FLT001")
+    parser.add_argument("--profile", metavar="NAME", help="only the rules of a hardware profile, with its limits")
     parser.add_argument("--format", choices=("text", "json", "md"), help="text (the default), json or md")
-    parser.add_argument("--write", metavar="DIR", help="write an index and a page per rule into a folder")
+    parser.add_argument("--write", metavar="DIR", help="write an index and a page per rule to this folder")
     parser.add_argument(
         "--rules", metavar="FILE.py:NAME", action="append", default=[], help="also list a rule of your own"
     )

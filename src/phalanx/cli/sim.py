@@ -16,32 +16,59 @@ ROUTINGS = ("spray", "ecmp")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx sim`."""
     add_job(parser)
-    parser.add_argument("--cluster", metavar="SPEC", help="on this cluster instead of the job's, as 8xH100:16")
-    parser.add_argument("--fabric", metavar="F", help="as clos2:131072x800G/8p/512, a .toml or .topo file, or a name")
+    parser.add_argument("--cluster", metavar="SPEC", help="use this cluster instead of the job's, e.g. 8xH100:16")
+    parser.add_argument(
+        "--fabric",
+        metavar="F",
+        help="the network: a short form such as clos2:131072x800G/8p/512, a .toml or .topo file, or a name",
+    )
     step = parser.add_argument_group("one step on a fabric (without --days)")
-    step.add_argument("--routing", choices=ROUTINGS, help="packets over 256 paths, or 16 hashed QPs (spray)")
-    step.add_argument("--break", dest="broken", choices=BREAKS, help="also simulate the step when such a part fails")
-    step.add_argument("--outage", metavar="S", type=float, help="seconds until it is back (docs/simulation/step.md)")
+    step.add_argument(
+        "--routing", choices=ROUTINGS, help="spray: packets over 256 paths; ecmp: 16 hashed QPs (default: spray)"
+    )
+    step.add_argument(
+        "--break", dest="broken", choices=BREAKS, help="also simulate the step when a part of this kind fails"
+    )
+    step.add_argument(
+        "--outage", metavar="S", type=float, help="seconds until the part is back (defaults: docs/simulation/step.md)"
+    )
     step.add_argument("--trace", metavar="FILE.json", help="write the timeline; ui.perfetto.dev opens it")
     months = parser.add_argument_group("months of running (with --days)")
-    months.add_argument("--days", metavar="N", type=float, help="simulate so many days with failures")
-    months.add_argument("--runs", metavar="N", type=int, default=20, help="simulated runs, each with its own luck (20)")
-    months.add_argument("--seed", metavar="N", type=int, default=0, help="of the random numbers (0)")
+    months.add_argument("--days", metavar="N", type=float, help="simulate N days with failures")
+    months.add_argument(
+        "--runs",
+        metavar="N",
+        type=int,
+        default=20,
+        help="simulated runs, each with its own random failures (default: 20)",
+    )
+    months.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the random numbers (default: 0)")
     months.add_argument(
         "--edge-recovery", action="store_true", help="a lost link or switch costs bandwidth, not a restart"
     )
-    months.add_argument("--planes", metavar="N", type=int, help="ports of a NIC, where no --fabric says (8)")
+    months.add_argument("--planes", metavar="N", type=int, help="ports per NIC, without --fabric (default: 8)")
     months.add_argument(
-        "--compare", action="store_true", help="one table: both networks, with recovery in 600 s, 90 s and the job's"
+        "--compare",
+        action="store_true",
+        help="compare both networks, with recovery in 600 s, in 90 s and in the job's own time",
     )
     months.add_argument(
-        "--weibull", metavar="SHAPE", type=float, default=1.0, help="below 1, failures come in bursts, as 0.7 (1)"
+        "--weibull",
+        metavar="SHAPE",
+        type=float,
+        default=1.0,
+        help="shape of the gaps between failures; below 1, e.g. 0.7, they come in bursts (default: 1)",
     )
     months.add_argument(
-        "--planned-per-day", metavar="X", type=float, help="planned interruptions (as Llama 3: 47 in 54 days)"
+        "--planned-per-day",
+        metavar="X",
+        type=float,
+        help="planned interruptions per day (default: as for Llama 3, 47 in 54 days)",
     )
-    months.add_argument("--repair-hours", metavar="H", type=float, default=24.0, help="until a host is back (24)")
-    months.add_argument("--levers", action="store_true", help="also what would help most: one change at a time")
+    months.add_argument(
+        "--repair-hours", metavar="H", type=float, default=24.0, help="hours until a failed host is back (default: 24)"
+    )
+    months.add_argument("--levers", action="store_true", help="also show which single change would help most")
     add_json(parser)
 
 

@@ -16,21 +16,27 @@ MOST_RANKS = 64  # of --all-ranks (phalanx.api.proofs)
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx trace`."""
     add_job(parser)
-    parser.add_argument("--cluster", metavar="SPEC", help="trace on this cluster instead of the job's, as 8xH100:16")
+    parser.add_argument("--cluster", metavar="SPEC", help="trace on this cluster instead of the job's, e.g. 8xH100:16")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", metavar="R", type=int, default=None, help="the rank to trace (0)")
+    which.add_argument("--rank", metavar="R", type=int, default=None, help="the rank to trace (default: 0)")
     which.add_argument(
-        "--all-stages", action="store_true", help="one rank of every pipeline stage, and whether they would hang"
+        "--all-stages",
+        action="store_true",
+        help="trace one rank per pipeline stage, and report whether they would hang",
     )
-    which.add_argument("--all-ranks", action="store_true", help=f"every rank of a job of up to {MOST_RANKS}")
+    which.add_argument("--all-ranks", action="store_true", help=f"trace every rank of a job with up to {MOST_RANKS}")
     parser.add_argument(
         "--against-plan",
         action="store_true",
-        help="compare all stages with the plan, and say whether they fit; exit 1 if not",
+        help="compare all stages with the plan; exit code 1 if they differ or do not fit",
     )
-    parser.add_argument("--workers", metavar="N", type=int, default=0, help="ranks traced at a time (one per core)")
-    parser.add_argument("--allow-code", action="store_true", help="let the job import code of your own")
-    parser.add_argument("--log", metavar="FILE", help="write every operation of every traced rank, one JSON per line")
+    parser.add_argument(
+        "--workers", metavar="N", type=int, default=0, help="ranks traced in parallel (default: one per core)"
+    )
+    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: your own model")
+    parser.add_argument(
+        "--log", metavar="FILE", help="write every operation of every traced rank, one JSON object per line"
+    )
     add_json(parser)
 
 

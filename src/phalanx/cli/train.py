@@ -19,27 +19,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx train`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
-    parser.add_argument("--cluster", metavar="SPEC", help="run on this instead of the job's cluster, as local:4")
+    parser.add_argument("--cluster", metavar="SPEC", help="run on this cluster instead of the job's, e.g. local:4")
     parser.add_argument("--steps", metavar="N", type=int, help="train N steps instead of data.tokens")
-    parser.add_argument("--runs", metavar="DIR", default="runs", help="where run folders are made (runs)")
-    parser.add_argument("--name", metavar="NAME", help="first part of the run folder's name (the job's name)")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="where to create run folders (default: runs)")
+    parser.add_argument("--name", metavar="NAME", help="first part of the run folder's name (default: the job's name)")
     parser.add_argument("--resume", metavar="RUN", help="continue a run from its newest checkpoint")
-    parser.add_argument("--report", metavar="RUN", help="print the report of a run and do nothing else")
-    parser.add_argument("--plan", metavar="FILE", help="use this plan, as phalanx plan --out wrote it")
+    parser.add_argument("--report", metavar="RUN", help="print the report of a run; trains nothing")
+    parser.add_argument("--plan", metavar="FILE", help="use this plan, written by phalanx plan --out")
     add_no_probe(parser)
-    parser.add_argument("--dry-run", action="store_true", help="plan and check, start nothing")
-    parser.add_argument("--no-check", action="store_true", help="start in spite of errors against the specification")
+    parser.add_argument("--dry-run", action="store_true", help="plan and check only; start nothing")
+    parser.add_argument(
+        "--no-check", action="store_true", help="start in spite of errors against the training specification"
+    )
     add_hosts(parser)
     parser.add_argument(
         "--join",
         metavar="N",
         type=int,
         default=0,
-        help="this is the first of N hosts; the others run phalanx agent RUN",
+        help="start as the first of N hosts; the others run phalanx agent RUN",
     )
-    parser.add_argument("--address", metavar="IP", help="with --join: address of this host (fault.interface)")
+    parser.add_argument("--address", metavar="IP", help="with --join: address of this host (default: fault.interface)")
     add_ranks_per_gpu(parser)
-    parser.add_argument("--allow-code", action="store_true", help="let the job import code of your own")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
     add_json(parser)
 
 

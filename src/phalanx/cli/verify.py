@@ -14,27 +14,30 @@ PRECISIONS = ("float64", "fp32", "bf16", "fp8")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx verify`."""
     add_job(parser)
-    parser.add_argument("--cluster", metavar="SPEC", help="the layout for this cluster instead of the job's")
-    parser.add_argument("--plan", metavar="FILE", help="the layout of this plan, as phalanx plan --out wrote it")
+    parser.add_argument("--cluster", metavar="SPEC", help="verify the layout for this cluster instead of the job's")
+    parser.add_argument("--plan", metavar="FILE", help="verify the layout of this plan, written by phalanx plan --out")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run: cuda is over NCCL (cpu)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run; cuda uses NCCL (default: cpu)"
     )
     add_ranks_per_gpu(parser)
     parser.add_argument(
-        "--compile", action="store_true", help="compile the blocks, and start again from the compile cache"
+        "--compile", action="store_true", help="compile the blocks, without and then with a filled compile cache"
     )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
         default="float64",
-        help="arithmetic of both sides; float64 proves to 1e-12, the others to their rounding (float64)",
+        help="arithmetic of both sides; float64 agrees to 1e-12, the others to their rounding (default: float64)",
     )
     parser.add_argument(
-        "--full-size", action="store_true", help="the model, its sequences and its layout as they are, not made smaller"
+        "--full-size", action="store_true", help="do not scale down the model, its sequences or its layout"
     )
-    parser.add_argument("--steps", metavar="N", type=int, default=5, help="optimizer steps compared (5)")
+    parser.add_argument("--steps", metavar="N", type=int, default=5, help="optimizer steps to compare (default: 5)")
     parser.add_argument(
-        "--timeout", metavar="S", type=float, help="longest wait for a rank, in seconds (120; compiled or whole 600)"
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="longest wait for a rank, in seconds (default: 120; with --compile or --full-size 600)",
     )
     parser.add_argument("--allow-code", action="store_true", help="let the job import code of your own")
     add_json(parser)

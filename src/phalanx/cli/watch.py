@@ -28,9 +28,9 @@ FIRST = 20  # remarks of before that plain lines begin with
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx watch`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder, of a run that goes on or is over")
-    parser.add_argument("--plain", action="store_true", help="lines for a log instead of a screen")
-    parser.add_argument("--json", action="store_true", help="a JSON object per line whenever something changed")
+    parser.add_argument("run", metavar="RUN", help="a run folder; the run may be finished")
+    parser.add_argument("--plain", action="store_true", help="print lines for a log instead of a full screen")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per line whenever something changes")
 
 
 def run(args: argparse.Namespace) -> int:

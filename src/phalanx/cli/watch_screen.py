@@ -92,7 +92,7 @@ def _check(known: KnownVerdicts | None) -> list[Text]:
     """The verdicts of the training specification, and the worst of what it found."""
     if known is None:
         return []
-    lines = [_told("check", known.line() or "reading the record …")]
+    lines = [_labelled("check", known.line() or "reading the record …")]
     problems = known.problems()
     for one in problems[:MOST_TOLD]:
         what = f"{one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}"
@@ -147,7 +147,7 @@ def _rest(view: View) -> list[Text]:
     if view.saved_step is not None:
         age = f", {format_seconds(view.saved_age_s)} ago" if view.saved_age_s is not None else ""
         size = f", {format_bytes(s.checkpoint_bytes)}" if s.checkpoint_bytes else ""
-        lines.append(_told("checkpoint", f"step {view.saved_step:,}{age}{size}"))
+        lines.append(_labelled("checkpoint", f"step {view.saved_step:,}{age}{size}"))
     lines += [_brief(one) for one in cost_section(s).brief]
     for one in view.scores.named[:3]:
         lines.append(Text.assemble((f"{'straggler':<{LABEL}}", "dim"), (one.text, "red")))
@@ -155,10 +155,10 @@ def _rest(view: View) -> list[Text]:
 
 
 def _brief(line: BriefLine) -> Text:
-    return Text(f"{line.label:<{LABEL}}{line.text}", "yellow") if line.is_alarm else _told(line.label, line.text)
+    return Text(f"{line.label:<{LABEL}}{line.text}", "yellow") if line.is_alarm else _labelled(line.label, line.text)
 
 
-def _told(name: str, text: str) -> Text:
+def _labelled(name: str, text: str) -> Text:
     return Text.assemble((f"{name:<{LABEL}}", "dim"), text)
 
 

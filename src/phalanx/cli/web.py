@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx web`."""
-    parser.add_argument("runs", metavar="RUNS", help="a folder of runs, such as runs/, or one run")
-    parser.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:8337", help="default: %(default)s")
-    parser.add_argument("--token", metavar="FILE|auto", help="ask for the token in FILE, or for a new one")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument("runs", metavar="RUNS", help="a folder of runs such as runs/, or one run")
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:8337", help="address to serve on (default: %(default)s)"
+    )
+    parser.add_argument("--token", metavar="FILE|auto", help="require the token in FILE; auto creates and prints one")
+    parser.add_argument("--open", action="store_true", help="open the dashboard in a browser")
     add_json(parser)
 
 

@@ -160,10 +160,11 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
         return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step}
     saved = failing.last_checkpoint(run, at_most=end.at_most)
     resume = f"go on with: phalanx train --resume {run.path}"
-    # 130 says that nothing is lost: whoever asked a run to stop must not learn from the loss curve that steps are gone.
-    lost = failing.unsaved_steps(run, saved) if end.how in ("killed", "stopped") else ""
-    code = {"exit_code": FAILED} if lost else {}
-    if end.how == "killed":
+    # 130 says that all went as asked: a run that was to save before it stopped, and could not, has failed in that. The
+    # second Ctrl-C asks to stop without saving.
+    lost = failing.unsaved_steps(run, saved) if end.how in ("killed", "killed at once", "stopped") else ""
+    code = {"exit_code": FAILED} if lost and end.how != "killed at once" else {}
+    if end.how in ("killed", "killed at once"):
         kept = f"the last checkpoint is step {saved:,}" if saved is not None else "no checkpoint was written"
         return "; ".join(filter(None, (end.message, f"{kept}{more}", lost))), {"step": saved, **code}
     if end.how == "unfit":

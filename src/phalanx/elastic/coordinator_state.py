@@ -442,7 +442,7 @@ class EndRun:
     exit_code: int
     message: str
     generation: int
-    how: Literal["plain", "finished", "stopped", "killed", "unfit", "given up"] = "plain"
+    how: Literal["plain", "finished", "stopped", "killed", "killed at once", "unfit", "given up"] = "plain"
     at_most: int | None = None  # checkpoints of more steps are not to be trusted: they are set aside
     given_up: GivenUp | None = None
 

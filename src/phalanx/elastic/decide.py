@@ -139,7 +139,7 @@ def _act_on_stop(decision: Decision) -> None:
     if state.is_over or state.stop_asked_s is None:
         return
     if state.stop_requests >= 2:
-        kill_all(decision, "killed at once, as asked")
+        kill_all(decision, "killed at once, as asked", at_once=True)
     elif state.saved.membership is None:
         message = "stopped before the first rank was started"
         decision.end_run(EndRun(state="stopped", exit_code=STOPPED, message=message, generation=state.saved.generation))

@@ -385,8 +385,8 @@ def end_unfit(decision: Decision) -> None:
     )
 
 
-def kill_all(decision: Decision, why: str) -> None:
-    """End it now, whatever the ranks are doing."""
+def kill_all(decision: Decision, why: str, *, at_once: bool = False) -> None:
+    """End it now, whatever the ranks are doing; `at_once` where that is what was asked."""
     saved = decision.state.saved
     decision.end_run(
         EndRun(
@@ -394,7 +394,7 @@ def kill_all(decision: Decision, why: str) -> None:
             exit_code=STOPPED,
             message=why,
             generation=saved.generation,
-            how="killed",
+            how="killed at once" if at_once else "killed",
             at_most=saved.at_most,
         )
     )

@@ -110,9 +110,9 @@ def refuse_several(environ: Mapping[str, str], verb: str) -> None:
     if place is not None and place.world > 1:
         raise mistake(
             verb,
-            f"{place.launcher} started it {place.world:,} times, and it starts its own ranks",
+            f"{place.launcher} started it {place.world:,} times, but it starts its own ranks",
             why=f"that would be {place.world:,} runs at once, in one folder",
-            fix="start it once: without the launcher, or as a step of one task (srun --ntasks=1)",
+            fix="start it once: without the launcher, or as a single task (srun --ntasks=1)",
         )
 
 
@@ -123,7 +123,7 @@ def whole_number(environ: Mapping[str, str], name: str, default: int | None = No
         raise mistake(
             name,
             f"{text[:40]!r} is not a whole number",
-            why="it says which of how many ranks this process is",
+            why="it tells the process its rank or the number of ranks",
             fix="leave it to the launcher (torchrun, srun, mpirun)",
         )
     return int(text)
@@ -316,11 +316,11 @@ def _explicit(environ: Mapping[str, str], claim: _Claim | None) -> RankPlace:
         if groups < claim.world:
             raise mistake(
                 "phalanx train",
-                f"each of {claim.world:,} tasks of {claim.launcher} started a torchrun of {groups:,} "
+                f"each of {claim.world:,} {claim.launcher} tasks started its own torchrun for {groups:,} "
                 f"host{'s' if groups != 1 else ''}",
                 why=f"that would be {claim.world // max(groups, 1):,} runs at once, in one folder",
-                fix=f"join them: torchrun --nnodes {claim.world} --rdzv-backend c10d --rdzv-endpoint HOST:29500 …; "
-                "or leave torchrun out and start a task per rank",
+                fix=f"connect them: torchrun --nnodes {claim.world} --rdzv-backend c10d --rdzv-endpoint HOST:29500 …; "
+                "or start one task per rank without torchrun",
             )
     elif claim is not None and world <= claim.world and (rank, world) != (claim.rank, claim.world):
         raise _contradiction(environ, claim, "RANK" if world == claim.world else "WORLD_SIZE")
@@ -346,16 +346,16 @@ def _meeting_place(environ: Mapping[str, str], claim: _Claim) -> tuple[str, int]
     if not claim.first_host:
         raise mistake(
             claim.launcher,
-            f"started {claim.world:,} ranks ({claim.here}), and nothing says on which host rank 0 is",
-            why="ranks find each other at MASTER_ADDR",
+            f"started {claim.world:,} ranks ({claim.here}), but does not say on which host rank 0 runs",
+            why="ranks meet at MASTER_ADDR",
             fix="set MASTER_ADDR to that host in every rank (Open MPI: mpirun -x MASTER_ADDR=HOST; "
             "MPICH: mpiexec -genv MASTER_ADDR HOST; Slurm: export it before srun)",
         )
     if claim.rank == 0 and claim.own_host and claim.own_host != claim.first_host:
         raise mistake(
             claim.launcher,
-            f"rank 0 is on {claim.own_host}, and {claim.first_host} is the first of the list of nodes",
-            why="the others would look for it there",
+            f"rank 0 runs on {claim.own_host}, but {claim.first_host} is the first node of the list",
+            why="the other ranks would look for it there",
             fix=f"export MASTER_ADDR={claim.own_host} before the start, or keep rank 0 on the first node",
         )
     return claim.first_host, port
@@ -370,7 +370,7 @@ def _refuse_half(environ: Mapping[str, str], own: list[str]) -> None:
     raise mistake(
         ", ".join(f"{name} = {environ[name][:40]}" for name in own),
         f"set in the environment, without {' and '.join(missing)}",
-        why="half of what names a rank: every such process would start a run of its own",
+        why="a rank needs all of these variables; without them, every process would start its own run",
         fix=f"set {', '.join(every)} in every rank (torchrun does, srun and mpirun need none of them), "
         f"or unset {' and '.join(own)}",
     )
@@ -380,9 +380,9 @@ def _half_of(given: str, names: tuple[str, str]) -> UserError:
     other = names[1] if given == names[0] else names[0]
     return mistake(
         given,
-        f"is set in the environment, and {other} is not",
-        why="half of what names a rank: every such process would start a run of its own",
-        fix=f"pass both on to the command (containers drop what they are not told to keep), or unset {given}",
+        f"is set in the environment, but {other} is not",
+        why="a rank needs all of these variables; without them, every process would start its own run",
+        fix=f"pass both to the command (containers drop variables unless told to keep them), or unset {given}",
     )
 
 
@@ -390,14 +390,15 @@ def _contradiction(environ: Mapping[str, str], claim: _Claim, name: str) -> User
     theirs = claim.names[0 if name == "RANK" else 1]
     value = claim.rank if name == "RANK" else claim.world
     why = (
-        "a batch script is always task 0: what it exports is the same in every task"
+        "a batch script is always task 0, and every task inherits what it exports"
         if name == "RANK"
-        else f"each of the {claim.world:,} tasks would start a run of its own, or wait for ranks that never come"
+        else f"each of the {claim.world:,} tasks would start its own run, or wait for ranks that never arrive"
     )
     return mistake(
         name,
         f"{environ[name][:40]} contradicts {theirs} = {value} of {claim.launcher}",
         why=why,
-        fix=f"unset RANK and WORLD_SIZE: {claim.launcher} says both. For runs of their own, start each by itself "
+        fix=f"unset RANK and WORLD_SIZE: {claim.launcher} provides both. To start independent runs, start each "
+        f"one separately "
         "(Slurm: srun --ntasks=1 --exact … & for each)",
     )

@@ -295,7 +295,7 @@ def _outcome(run: Run, code: int, *, wishes: int, is_first: bool) -> Outcome:
     if wishes:  # it came before an agent could listen, or ended the one that would have told
         state, code, message = "stopped", INTERRUPTED, _stopped(run)
         if lost := failure.unsaved_steps(run, last_checkpoint(run)):
-            code, message = 3, f"{message}; {lost}"
+            code, message = code if wishes > 1 else 3, f"{message}; {lost}"
     if is_first:
         run.set_status(state, exit_code=code, message=message)
     return Outcome(state=state, exit_code=code, message=message)

@@ -81,7 +81,7 @@ def _missing(run: Path, host: str) -> Problem:
     return Problem(
         where=host,
         what=f"there is no folder {run}",
-        why="all hosts of a run write down what happens, and find each other, in one folder",
+        why="all hosts of a run record events and find each other in one shared folder",
         fix="put runs on a file system that every host mounts: phalanx train --runs FOLDER",
     )
 
@@ -96,19 +96,19 @@ def check_devices(plan: Plan, machine: Machine, slots: int, *, fresh: bool = Fal
         if slots > most:
             yield Problem(
                 where=machine.hostname,
-                what=f"{slots:,} ranks on {plural(machine.usable_cores, 'core')}; at most {most:,} get anything done",
+                what=f"{slots:,} ranks on {plural(machine.usable_cores, 'core')}; at most {most:,} can make progress",
                 fix=f"give this host at most {most:,} slots",
             )
         return
     count, allowed = len(machine.gpus), allowed_ranks(plan.job.train.ranks_per_gpu, os.environ)
     share = 1
     if count * allowed < slots:
-        sharing = f"; {allowed} ranks may share one" if allowed > 1 else ""
+        sharing = f"; {allowed} ranks may share a GPU" if allowed > 1 else ""
         yield Problem(
             where=machine.hostname,
-            what=f"{count} of the {slots} × {plan.cluster.accelerator.name} that its ranks need answer{sharing}",
-            why="; ".join(machine.notes) or "every rank needs a device of its own",
-            fix="look at nvidia-smi and dmesg (Xid); restart the host, or take it out of the job",
+            what=f"{count} of the {slots} × {plan.cluster.accelerator.name} needed by its ranks respond{sharing}",
+            why="; ".join(machine.notes) or "every rank needs its own device",
+            fix="check nvidia-smi and dmesg (Xid errors); restart the host, or remove it from the job",
         )
     elif count:  # spares hold nothing until they replace somebody
         share = -(-min(slots, plan.layout.devices) // count)
@@ -136,9 +136,9 @@ def _check_gpu(plan: Plan, gpu: Gpu, *, need: float, alone: bool, where: str) ->
         yield Problem(
             where=where,
             what=f"{gpu.nvlinks} NVLinks give {format_bytes(rate)}/s, less than {LEAST_NVLINK_SHARE:.0%} of the "
-            f"{format_bytes(expected)}/s the plan counts on",
+            f"{format_bytes(expected)}/s the plan assumed",
             why="every tensor-parallel rank would wait for this one",
-            fix="look at nvidia-smi nvlink --status; restart the host, or take it out of the job",
+            fix="check nvidia-smi nvlink --status; restart the host, or remove it from the job",
         )
 
 
@@ -157,10 +157,10 @@ def check_room(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: 
         need = f"{format_bytes(ranks_bytes)} for {plural(ranks, 'rank')} and " if on_cpu else ""
         yield Problem(
             where=host,
-            what=f"{format_bytes(free_bytes)} of memory are free; the plan needs {need}{format_bytes(copies_bytes)} "
-            "for copies of their state",
+            what=f"{format_bytes(free_bytes)} of memory is free; the plan needs {need}{format_bytes(copies_bytes)} "
+            "for in-memory checkpoints",
             why="the kernel would kill a rank in the middle of a step",
-            fix="end other programs, start fewer ranks here, or set checkpoint.memory_every = 0",
+            fix="stop other programs, start fewer ranks here, or set checkpoint.memory_every = 0",
         )
 
 
@@ -212,16 +212,16 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
         yield Problem(
             where=host,
             what=f"{folder} cannot be written",
-            why="the run could not save, nor write down what happened",
+            why="the run could save neither checkpoints nor events",
             fix="mount it for writing, or set checkpoint.path",
         )
     elif free < needed:
         yield Problem(
             where=host,
-            what=f"{format_bytes(free)} are free in {folder}; "
+            what=f"{format_bytes(free)} is free in {folder}; "
             f"{'another checkpoint of this host needs' if copies == 1 else f'{copies} checkpoints of this host need'} "
             f"{format_bytes(needed)}",
-            why="a save would end with a full disk"
+            why="the disk would fill up while saving"
             if copies == 1
             else f"checkpoint.keep = {plan.job.checkpoint.keep}, and the next is written before the oldest is deleted",
             fix="delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk",
@@ -247,8 +247,8 @@ def check_clock(run: Path, now_s: float, *, host: str) -> Iterator[Problem]:
     if time.monotonic() < before or now_s < OLDEST_CLOCK_S:
         yield Problem(
             where=host,
-            what=f"the clock stands at {time.strftime('%Y-%m-%d %H:%M', time.gmtime(max(0.0, now_s)))}",
-            why="records of different hosts could not be put in order",
+            what=f"the clock reads {time.strftime('%Y-%m-%d %H:%M', time.gmtime(max(0.0, now_s)))}",
+            why="events of different hosts could not be ordered",
             fix="start chrony or systemd-timesyncd",
         )
         return
@@ -277,7 +277,7 @@ def check_skew(skew_s: float, *, host: str) -> Iterator[Problem]:
             where=host,
             what=f"its clock is {format_seconds(abs(skew_s))} {'ahead' if skew_s > 0 else 'behind'}; "
             f"{MOST_SKEW_S:g} s are allowed",
-            why="records of different hosts could not be put in order",
+            why="events of different hosts could not be ordered",
             fix="start chrony or systemd-timesyncd on it",
         )
 
@@ -290,10 +290,10 @@ def check_link(plan: Plan, address: str, *, host: str) -> Iterator[Problem]:
     if rate < least:
         yield Problem(
             where=host,
-            what=f"its network moves {format_bytes(rate)}/s on {address or LOOPBACK}, less than "
+            what=f"its network transfers {format_bytes(rate)}/s on {address or LOOPBACK}, less than "
             f"{share:.0%} of the {format_bytes(expected_link(plan))}/s that the plan assumed",
             why="every other rank would wait for this host",
-            fix="end other programs on it, or measure it again with phalanx probe",
+            fix="stop other programs on it, or measure it again with phalanx probe",
         )
 
 
@@ -303,10 +303,10 @@ def check_between(plan: Plan, rate: float, *, host: str) -> Iterator[Problem]:
     if rate < LEAST_LINK_SHARE * expected:
         yield Problem(
             where=host,
-            what=f"{format_bytes(rate)}/s pass between it and the coordinator, less than {LEAST_LINK_SHARE:.0%} of the "
-            f"{format_bytes(expected)}/s that are counted on",
+            what=f"{format_bytes(rate)}/s between it and the coordinator, less than {LEAST_LINK_SHARE:.0%} of the "
+            f"{format_bytes(expected)}/s expected",
             why="every other rank would wait for this host",
-            fix="look at its cable, its MTU and its switch; --address chooses another network",
+            fix="check its cable, MTU and switch; --address selects another network",
         )
 
 

@@ -59,7 +59,7 @@ def find_accelerator(
     entry = known.get(short) or known.get(squeeze_name(ALIASES.get(short, "")))
     if entry is not None:
         return entry
-    raise _unknown(name, [entry.name for entry in known.values()], where)
+    raise _unknown_accelerator(name, [entry.name for entry in known.values()], where)
 
 
 def accelerators(*, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None) -> tuple[Accelerator, ...]:
@@ -151,7 +151,7 @@ def matmul_fraction(accelerator: Accelerator, precision: str = "bf16") -> float:
     return MATMUL_FRACTION.get(accelerator.family, by_vendor)
 
 
-def _unknown(name: str, names: Sequence[str], where: str) -> UserError:
+def _unknown_accelerator(name: str, names: Sequence[str], where: str) -> UserError:
     near = nearest(name, [*names, *ALIASES])
     meant = ALIASES.get(near, near)
     family = [entry for entry in names if meant and entry.split("-")[0] == meant.split("-")[0]]
@@ -322,10 +322,10 @@ def read_numbers(
         raw = record.get(field.key)
         if raw is None or raw == "":
             if field.required:
-                problems.append(Problem(where=where(""), what=f"{field.key} is missing", fix=_range(field)))
+                problems.append(Problem(where=where(""), what=f"{field.key} is missing", fix=_range_text(field)))
             continue
-        number = _number(raw)
-        problem = _complaint(field, raw, number, where)
+        number = _cell_number(raw)
+        problem = _cell_problem(field, raw, number, where)
         if problem is not None:
             problems.append(problem)
         else:
@@ -348,7 +348,7 @@ def unknown_keys(keys: Iterable[str], known: Iterable[str], where: Callable[[str
     return problems
 
 
-def _number(raw: object) -> float:
+def _cell_number(raw: object) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         return math.nan
     try:
@@ -357,18 +357,18 @@ def _number(raw: object) -> float:
         return math.nan
 
 
-def _complaint(field: NumberField, raw: object, number: float, where: Callable[[str], str]) -> Problem | None:
+def _cell_problem(field: NumberField, raw: object, number: float, where: Callable[[str], str]) -> Problem | None:
     shown = f"{field.key} = {str(raw)[:40]!r}" if isinstance(raw, str) else f"{field.key} = {str(raw)[:40]}"
     if not math.isfinite(number):
-        return Problem(where=where(field.key), what=f"{shown} is not a number", fix=_range(field))
+        return Problem(where=where(field.key), what=f"{shown} is not a number", fix=_range_text(field))
     if field.whole and number != int(number):
-        return Problem(where=where(field.key), what=f"{shown} is not a whole number", fix=_range(field))
+        return Problem(where=where(field.key), what=f"{shown} is not a whole number", fix=_range_text(field))
     if not field.least <= number <= field.most:
-        return Problem(where=where(field.key), what=f"{shown} is out of range", fix=_range(field))
+        return Problem(where=where(field.key), what=f"{shown} is out of range", fix=_range_text(field))
     return None
 
 
-def _range(field: NumberField) -> str:
+def _range_text(field: NumberField) -> str:
     kind = "a whole number" if field.whole else "a number"
     return f"give {kind} from {field.least:,g} to {field.most:,.0f}"
 

@@ -76,10 +76,10 @@ def resolve(
         )
     if text.endswith(".toml") or "/" in text:
         return load_cluster((base or Path()) / text, files=files, environ=environ)
-    return _parse(text, files, environ)
+    return _parse_spec(text, files, environ)
 
 
-def _parse(text: str, files: Sequence[Path], environ: Mapping[str, str] | None) -> Cluster:
+def _parse_spec(text: str, files: Sequence[Path], environ: Mapping[str, str] | None) -> Cluster:
     where = f"cluster {text[:60]!r}"
     written = _DOMAINS.match(text)
     if written:
@@ -87,7 +87,7 @@ def _parse(text: str, files: Sequence[Path], environ: Mapping[str, str] | None) 
         _check_counts(where, {"devices per domain": per_domain, "domains": domains}, per_domain * domains)
         accelerator = find_accelerator(name, files=files, environ=environ, where=where)
         _check_domain(where, accelerator, per_domain, domains)
-        return _build(accelerator, per_domain, domains, text)
+        return _build_cluster(accelerator, per_domain, domains, text)
     counted = _DEVICES.match(text)
     if not counted or not re.search(r"[A-Za-z]", counted.group(1)):
         raise mistake(where, "is not a cluster", why="it must name a device and count in whole numbers", fix=FORMS)
@@ -96,11 +96,11 @@ def _parse(text: str, files: Sequence[Path], environ: Mapping[str, str] | None) 
     accelerator = find_accelerator(counted.group(1), files=files, environ=environ, where=where)
     per_domain = min(devices, accelerator.domain_devices)
     if devices % per_domain:
-        raise _uneven(where, accelerator, devices)
-    return _build(accelerator, per_domain, devices // per_domain, text)
+        raise _uneven_hosts(where, accelerator, devices)
+    return _build_cluster(accelerator, per_domain, devices // per_domain, text)
 
 
-def _build(accelerator: Accelerator, per_domain: int, domains: int, text: str) -> Cluster:
+def _build_cluster(accelerator: Accelerator, per_domain: int, domains: int, text: str) -> Cluster:
     name = f"{per_domain}x{accelerator.name}:{domains}"
     source = f"{text}, with catalogue figures"
     return assemble_cluster(
@@ -131,7 +131,7 @@ def _check_domain(where: str, accelerator: Accelerator, per_domain: int, domains
     )
 
 
-def _uneven(where: str, accelerator: Accelerator, devices: int) -> UserError:
+def _uneven_hosts(where: str, accelerator: Accelerator, devices: int) -> UserError:
     fits = accelerator.domain_devices
     below = devices - devices % fits
     half = max(size for size in range(1, fits + 1) if devices % size == 0)
@@ -178,8 +178,8 @@ def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str
     problems = unknown_keys(data, known, lambda key: file.where(key))
     numbers, complaints = read_numbers(data, CLUSTER_FIELDS, lambda key: file.where(key))
     problems += complaints + _head_problems(file)
-    price = _price(file, problems)
-    accelerator = _accelerator(file, problems, files, environ)
+    price = _price_range(file, problems)
+    accelerator = _file_accelerator(file, problems, files, environ)
     if accelerator is None or problems:
         raise UserError(problems)
     name = str(data.get("name") or path.stem)
@@ -194,35 +194,35 @@ def render_cluster(cluster: Cluster) -> str:
     lines = [
         "# A Phalanx cluster. Speeds are per device and one direction; keys left out take their documented default.",
         f"version = {VERSION}",
-        f"name = {_quoted(cluster.name)}",
+        f"name = {_toml_string(cluster.name)}",
     ]
     for field in CLUSTER_FIELDS:
         value = getattr(cluster, field.attribute)
         if value or field.key == "failures_per_host_day":  # a true 0 differs from "not said" only there
-            lines.append(f"{field.key} = {_written(value / field.scale if not field.whole else value)}")
+            lines.append(f"{field.key} = {_toml_value(value / field.scale if not field.whole else value)}")
     if cluster.price_usd_per_device_hour is not None:
         lines.append(f"usd_per_device_hour = [{', '.join(f'{usd:g}' for usd in cluster.price_usd_per_device_hour)}]")
     lines += ["", "[accelerator]"]
     for key in ("name", "vendor", "family", "link", "price_item", "source", "notes"):
         text = getattr(cluster.accelerator, key)
         if text:
-            lines.append(f"{key} = {_quoted(text)}")
+            lines.append(f"{key} = {_toml_string(text)}")
     for field in ACCELERATOR_FIELDS:
         value = getattr(cluster.accelerator, field.attribute)
-        lines.append(f"{field.key} = {_written(value / field.scale if not field.whole else value)}")
+        lines.append(f"{field.key} = {_toml_value(value / field.scale if not field.whole else value)}")
     return "\n".join(lines) + "\n"
 
 
-def _written(value: float) -> str:
+def _toml_value(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def _quoted(text: str) -> str:
+def _toml_string(text: str) -> str:
     """As TOML; what is not printable by its number, for the file may go to a terminal."""
-    return '"' + "".join(f"\\{char}" if char in '"\\' else _spelt(char) for char in text) + '"'
+    return '"' + "".join(f"\\{char}" if char in '"\\' else _toml_escape(char) for char in text) + '"'
 
 
-def _spelt(char: str) -> str:
+def _toml_escape(char: str) -> str:
     if char.isprintable():
         return char
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
@@ -239,7 +239,7 @@ def _head_problems(file: TomlFile) -> list[Problem]:
     return problems
 
 
-def _price(file: TomlFile, problems: list[Problem]) -> tuple[float, float, float] | None:
+def _price_range(file: TomlFile, problems: list[Problem]) -> tuple[float, float, float] | None:
     raw = file.table.get("usd_per_device_hour")
     if raw is None:
         return None
@@ -253,7 +253,7 @@ def _price(file: TomlFile, problems: list[Problem]) -> tuple[float, float, float
     return None
 
 
-def _accelerator(
+def _file_accelerator(
     file: TomlFile, problems: list[Problem], files: Sequence[Path], environ: Mapping[str, str] | None
 ) -> Accelerator | None:
     raw = file.table.get("accelerator")

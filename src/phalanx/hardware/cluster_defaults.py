@@ -122,7 +122,7 @@ def usd_per_device_hour(price_item: str) -> tuple[float, float, float] | None:
     >>> usd_per_device_hour("tpu-v6e-8")
     (2.7, 2.7, 2.7)
     """
-    offers = [offer for item in price_item.split("|") for offer in _offers().get(item, ())]
+    offers = [offer for item in price_item.split("|") for offer in _cloud_offers().get(item, ())]
     if not offers:
         return None
     typical = [usual for _, usual in offers]
@@ -130,7 +130,7 @@ def usd_per_device_hour(price_item: str) -> tuple[float, float, float] | None:
 
 
 @functools.cache
-def _offers() -> dict[str, list[tuple[float, float]]]:
+def _cloud_offers() -> dict[str, list[tuple[float, float]]]:
     """Per item, each provider's cheapest and median on-demand price; spot prices can be taken back, so not here."""
     offers: dict[str, list[tuple[float, float]]] = {}
     for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):

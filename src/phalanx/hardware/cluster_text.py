@@ -30,14 +30,14 @@ def cluster_rows(cluster: Cluster) -> Rows:
     return [
         ("devices", f"{cluster.devices:,} x {device.name} ({device.vendor} {device.family})"),
         ("peak", _peaks(device)),
-        ("best matmul", _matmul(cluster)),
+        ("best matmul", _matmul_text(cluster)),
         ("memory", f"{gibibytes(device.memory_bytes)} per device at {format_bytes(device.memory_bytes_per_s)}/s"),
-        ("fast domain", _domain(cluster)),
-        ("network", _network(cluster)),
+        ("fast domain", _domain_text(cluster)),
+        ("network", _network_text(cluster)),
         ("hosts", hosts),
-        ("failures", _failures(cluster)),
-        ("price", _price(cluster)),
-        ("power", _power(cluster)),
+        ("failures", _failures_text(cluster)),
+        ("price", _price_text(cluster)),
+        ("power", _power_text(cluster)),
         ("disk", f"{format_bytes(cluster.disk_bytes_per_s)}/s per host" if cluster.disk_bytes_per_s else "not given"),
         ("source", cluster.source),
     ]
@@ -53,7 +53,7 @@ def _peaks(device: Accelerator) -> str:
     return ", ".join(f"{name} {format_flops(flops)}" for name, flops in named if flops)
 
 
-def _matmul(cluster: Cluster) -> str:
+def _matmul_text(cluster: Cluster) -> str:
     if cluster.matmul_flops:
         return f"{format_flops(cluster.matmul_flops)} measured here"
     device = cluster.accelerator
@@ -62,14 +62,14 @@ def _matmul(cluster: Cluster) -> str:
     return f"bf16 {format_flops(flops)} ({flops / device.peak_bf16_flops:.0%} of peak, {kind})"
 
 
-def _domain(cluster: Cluster) -> str:
+def _domain_text(cluster: Cluster) -> str:
     if cluster.domain_devices == 1:
         return "1 device"
     speed = f"{format_bytes(cluster.link_bytes_per_s)}/s each way, {format_seconds(cluster.link_latency_s)} a step"
     return f"{plural(cluster.domain_devices, 'device')} over {cluster.accelerator.link}, {speed}"
 
 
-def _network(cluster: Cluster) -> str:
+def _network_text(cluster: Cluster) -> str:
     if cluster.domains == 1:
         return "none needed: one domain"
     gbps = cluster.nic_bytes_per_s * 8 / 1e9
@@ -77,13 +77,13 @@ def _network(cluster: Cluster) -> str:
     return f"{plural(cluster.domains, 'domain')}, {gbps:,.4g} Gb/s per device each way, {latency} a step"
 
 
-def _failures(cluster: Cluster) -> str:
+def _failures_text(cluster: Cluster) -> str:
     per_day = cluster.failures_per_host_day * cluster.hosts
     rate = f"{cluster.failures_per_host_day:.2g} per host and day"
     return f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
 
 
-def _price(cluster: Cluster) -> str:
+def _price_text(cluster: Cluster) -> str:
     if cluster.price_usd_per_device_hour is None:
         return "unknown: give [cost] usd_per_device_hour in the job"
     low, middle, high = (format_money(usd) for usd in cluster.price_usd_per_device_hour)
@@ -91,10 +91,10 @@ def _price(cluster: Cluster) -> str:
     return f"{low} to {high} per device-hour, middle {middle}; the cluster {total}/h"
 
 
-def _power(cluster: Cluster) -> str:
+def _power_text(cluster: Cluster) -> str:
     watts = usual_power_w_per_device(cluster)
     if not watts:
-        return "unknown: give power_w_per_device in a cluster file"
+        return "unknown: set power_w_per_device in a cluster file"
     assumed = "its share of the CPU's" if cluster.accelerator.family == "cpu" else "TDP and its share of the server"
     kind = "given" if cluster.power_w_per_device else assumed
     return f"{watts:,.0f} W per device ({kind}), {watts * cluster.devices / 1000:,.4g} kW in all"

@@ -25,14 +25,14 @@ def from_dict(data: Mapping[str, object], *, where: str = "cluster") -> Cluster:
     inner = data.get("accelerator")
     if not isinstance(inner, Mapping):
         raise UserError(Problem(where=where, what="accelerator is missing", fix="store it with to_dict"))
-    accelerator = _checked(Accelerator, inner, f"{where}.accelerator", problems)
-    outer = _checked(Cluster, {**data, "accelerator": ""}, where, problems)
+    accelerator = _checked_fields(Accelerator, inner, f"{where}.accelerator", problems)
+    outer = _checked_fields(Cluster, {**data, "accelerator": ""}, where, problems)
     if problems:
         raise UserError(problems)
     return Cluster(**{**outer, "accelerator": Accelerator(**accelerator)})  # type: ignore[arg-type]
 
 
-def _checked(
+def _checked_fields(
     kind: type[Accelerator] | type[Cluster], data: Mapping[str, object], where: str, problems: list[Problem]
 ) -> dict[str, object]:
     known = {field.name: field for field in dataclasses.fields(kind)}
@@ -45,15 +45,15 @@ def _checked(
             near = nearest(name, known) if len(problems) < MOST_UNKNOWN else ""
             problems.append(Problem(where=where, what=f"unknown entry {name}", fix=near and f"did you mean {near}?"))
         elif name == "price_usd_per_device_hour":
-            values[name] = _price(value, where, problems)
+            values[name] = _price_field(value, where, problems)
         elif name == "cpu":
-            values[name] = _cpu(value, where, problems)
+            values[name] = _cpu_rates(value, where, problems)
         else:
-            values[name] = _scalar(name, str(known[name].type), value, where, problems)
+            values[name] = _scalar_field(name, str(known[name].type), value, where, problems)
     return values
 
 
-def _cpu(value: object, where: str, problems: list[Problem]) -> CpuRates | None:
+def _cpu_rates(value: object, where: str, problems: list[Problem]) -> CpuRates | None:
     if value is None:
         return None
     names = {field.name for field in dataclasses.fields(CpuRates)}
@@ -65,7 +65,7 @@ def _cpu(value: object, where: str, problems: list[Problem]) -> CpuRates | None:
     return None
 
 
-def _scalar(name: str, kind: str, value: object, where: str, problems: list[Problem]) -> object:
+def _scalar_field(name: str, kind: str, value: object, where: str, problems: list[Problem]) -> object:
     if name == "accelerator":
         return value
     if kind == "str":
@@ -80,7 +80,7 @@ def _scalar(name: str, kind: str, value: object, where: str, problems: list[Prob
     return value
 
 
-def _price(value: object, where: str, problems: list[Problem]) -> tuple[float, float, float] | None:
+def _price_field(value: object, where: str, problems: list[Problem]) -> tuple[float, float, float] | None:
     if value is None:
         return None
     if isinstance(value, list | tuple) and len(value) == 3:

@@ -102,26 +102,29 @@ class CpuTimes:
         return sum((getattr(self, item.name) for item in fields(self)), start=np.zeros(()))
 
 
-def _array(value: Any) -> Floats:
+def _as_floats(value: Any) -> Floats:
     return np.asarray(value, dtype=np.float64)
 
 
 def cpu_times(x: CpuStep, r: CpuRates) -> CpuTimes:
     """Where a step goes."""
-    full, selective = _array(x.recompute) == 2, _array(x.recompute) == 1
-    tokens, count = _array(x.tokens), _array(x.count)
-    ranks = _array(x.tp) * x.pp * x.cp * x.dp
+    full, selective = _as_floats(x.recompute) == 2, _as_floats(x.recompute) == 1
+    tokens, count = _as_floats(x.tokens), _as_floats(x.count)
+    ranks = _as_floats(x.tp) * x.pp * x.cp * x.dp
     crowding = np.maximum(1.0, ranks / r.cores)  # ranks that share a core
     threads = np.maximum(1.0, np.floor(r.cores / ranks))
     speed = threads**r.thread_gain
-    queries, keys = _array(x.heads) * x.head_dim, 2.0 * _array(x.kv_heads) * x.head_dim
-    weights = x.hidden * (2.0 * queries + keys) + (2.0 + _array(x.gated)) * x.hidden * x.ffn
-    wide = x.hidden / np.where(_array(x.sp) > 0, x.tp, 1.0) + (0.1 * (queries + keys) + 0.25 * _array(x.ffn)) / x.tp
+    queries, keys = _as_floats(x.heads) * x.head_dim, 2.0 * _as_floats(x.kv_heads) * x.head_dim
+    weights = x.hidden * (2.0 * queries + keys) + (2.0 + _as_floats(x.gated)) * x.hidden * x.ffn
+    wide = (
+        x.hidden / np.where(_as_floats(x.sp) > 0, x.tp, 1.0)
+        + (0.1 * (queries + keys) + 0.25 * _as_floats(x.ffn)) / x.tp
+    )
     # One layer of one micro-batch on one rank, in seconds of a core (of several threads).
     matmul = 6.0 * tokens * weights / x.tp * r.matmul_s / speed
     attention = 7.0 * tokens * x.seq * queries / x.tp * r.attention_s / speed
     element = tokens * wide * r.element_s / speed
-    issue = r.layer_s + np.where(_array(x.tp) > 1, r.split_s, 0.0)
+    issue = r.layer_s + np.where(_as_floats(x.tp) > 1, r.split_s, 0.0)
     again = np.where(full, matmul / 3.0 + attention * 2.0 / 7.0 + element / 3.0 + issue / 2.0, 0.0)
     again = np.where(selective, element / 4.0 + issue / 2.0, again)
     layer = matmul + attention + element + issue + again
@@ -131,38 +134,38 @@ def cpu_times(x: CpuStep, r: CpuRates) -> CpuTimes:
     hidden_bytes = tokens * x.hidden * 4.0
 
     def ring(size: Any, num_bytes: Any, rounds: float) -> Floats:
-        size = _array(size)
+        size = _as_floats(size)
         moved = rounds * (size - 1.0) / size * num_bytes * r.byte_s * crowding
         return np.where(size > 1, rounds * (size - 1.0) * hop + moved, 0.0)
 
     tensor = ring(x.tp, hidden_bytes, 2.0) * (4.0 + 2.0 * full)
     context = 3.0 * ring(x.cp, tokens * keys * 4.0 * x.cp, 1.0)
-    units = np.ceil(_array(x.layers) / x.pp) + 1.0
-    piped = _array(x.pp) > 1
+    units = np.ceil(_as_floats(x.layers) / x.pp) + 1.0
+    piped = _as_floats(x.pp) > 1
     zero = np.where(piped, np.minimum(x.zero, 2.0), x.zero)
-    held = 4.0 * _array(x.parameters)
-    group = np.where(_array(x.zero) >= 1, np.maximum(x.shard, 1.0), 1.0)
+    held = 4.0 * _as_floats(x.parameters)
+    group = np.where(_as_floats(x.zero) >= 1, np.maximum(x.shard, 1.0), 1.0)
     once = np.where(group > 1, units * (r.unit_s + ring(group, held / units, 1.0)), 0.0)  # every layer, one collective
     shard = np.where(zero == 3, 3.0 * once, np.where(zero == 2, once, 0.0))  # per micro-batch
-    copies = np.where(_array(x.zero) >= 1, _array(x.dp) * x.cp / group, _array(x.dp) * x.cp)
+    copies = np.where(_as_floats(x.zero) >= 1, _as_floats(x.dp) * x.cp / group, _as_floats(x.dp) * x.cp)
     gradient = ring(copies, held / group, 2.0) + np.where(zero == 2, once, np.where(zero == 1, 2.0 * once, 0.0))
-    send = np.where(piped, 2.0 * _array(x.vpp) * (r.stage_s + hop + hidden_bytes * r.byte_s), 0.0)
+    send = np.where(piped, 2.0 * _as_floats(x.vpp) * (r.stage_s + hop + hidden_bytes * r.byte_s), 0.0)
     micro = r.micro_s + np.zeros_like(tokens)
     # The busiest stage sets the pace of a pipeline, unless the ranks share cores: then all their work does.
-    per_stage = np.ceil(_array(x.layers) / x.pp)
-    last = np.maximum(x.layers - per_stage * (_array(x.pp) - 1.0), 0.0)
+    per_stage = np.ceil(_as_floats(x.layers) / x.pp)
+    last = np.maximum(x.layers - per_stage * (_as_floats(x.pp) - 1.0), 0.0)
     each = layer + tensor + context
     beside = send + micro + shard
     mid, end = per_stage * each + beside, last * each + head + beside
     busiest = np.maximum(mid, end)
     mean = (x.layers * each + head) / x.pp + beside
-    alone = count * busiest + (_array(x.pp) - 1.0) / np.maximum(x.vpp, 1.0) * mean
+    alone = count * busiest + (_as_floats(x.pp) - 1.0) / np.maximum(x.vpp, 1.0) * mean
     together = count * mean * crowding
     stages = np.maximum(alone, together)
-    update = r.parameter_s * _array(x.parameters) / group * crowding / speed
+    update = r.parameter_s * _as_floats(x.parameters) / group * crowding / speed
     agree = 2.0 * np.log2(np.maximum(ranks, 1.0)) * hop
     rounds = np.where(together >= alone, count * crowding, count)
-    share = np.where(together >= alone, _array(x.layers) / x.pp, np.where(end >= mid, last, per_stage)) * rounds
+    share = np.where(together >= alone, _as_floats(x.layers) / x.pp, np.where(end >= mid, last, per_stage)) * rounds
     parts = {
         "matmul": share * matmul,
         "attention": share * attention,

@@ -22,7 +22,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes 2^63 rounded to a page for "unlimited"
 def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
     """This machine; `root` is where /proc and /sys are looked for (a test gives another)."""
     env = os.environ if environ is None else environ
-    cpuinfo = _text(root / "proc/cpuinfo")
+    cpuinfo = _read_text(root / "proc/cpuinfo")
     sockets, cores = _count_cores(cpuinfo)
     gpus = see_gpus(root=root, visible=env.get("CUDA_VISIBLE_DEVICES"))
     return Machine(
@@ -31,28 +31,28 @@ def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None
         sockets=sockets,
         cores=cores,
         usable_cores=usable_cores(root, cores),
-        numa_nodes=max(1, len(_matching(root / "sys/devices/system/node", r"node\d+"))),
+        numa_nodes=max(1, len(_matching_paths(root / "sys/devices/system/node", r"node\d+"))),
         memory_bytes=memory_bytes(root),
-        nics=_nics(root),
+        nics=_find_nics(root),
         gpus=gpus.gpus,
         gpu_paths=gpus.paths,
         notes=gpus.notes + _unseen_gpus(root, gpus),
     )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:  # sysfs answers EINVAL for the speed of a card that is down
         return ""
 
 
-def _integer(path: Path, default: int = 0) -> int:
-    text = _text(path).strip()
+def _read_integer(path: Path, default: int = 0) -> int:
+    text = _read_text(path).strip()
     return int(text) if re.fullmatch(r"-?\d{1,20}", text) else default
 
 
-def _matching(folder: Path, pattern: str) -> list[Path]:
+def _matching_paths(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(entry for entry in folder.iterdir() if re.fullmatch(pattern, entry.name))
     except OSError:
@@ -87,7 +87,7 @@ def usable_cores(root: Path, cores: int) -> int:
 def cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Where this process's limits may stand, in cgroup v2 and v1, from its own group up to the root."""
     folders: list[Path] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, names, group = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
         if names and controller not in names.split(","):
             continue
@@ -101,10 +101,10 @@ def _cpu_quota(root: Path) -> float:
     """CPUs a container may use at once; 0 when it is not limited."""
     quotas = []
     for folder in cgroup_folders(root, "cpu"):
-        words = _text(folder / "cpu.max").split()
+        words = _read_text(folder / "cpu.max").split()
         if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
             quotas.append(int(words[0]) / int(words[1]))
-        quota, period = _integer(folder / "cpu.cfs_quota_us", -1), _integer(folder / "cpu.cfs_period_us")
+        quota, period = _read_integer(folder / "cpu.cfs_quota_us", -1), _read_integer(folder / "cpu.cfs_period_us")
         if quota > 0 and period > 0:
             quotas.append(quota / period)
     return min(quotas, default=0.0)
@@ -112,30 +112,33 @@ def _cpu_quota(root: Path) -> float:
 
 def memory_bytes(root: Path) -> int:
     """Memory of the machine, or the lowest limit of the containers this process is in."""
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _read_text(root / "proc/meminfo"), re.MULTILINE)
     total = int(match.group(1)) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [total]
     for folder in cgroup_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = _integer(folder / name)
+            limit = _read_integer(folder / name)
             if 0 < limit < _NO_LIMIT:
                 limits.append(limit)
     return min(limits)
 
 
-def _nics(root: Path) -> tuple[Nic, ...]:
+def _find_nics(root: Path) -> tuple[Nic, ...]:
     cards = []
-    for folder in _matching(root / "sys/class/net", r"[^.].*"):
+    for folder in _matching_paths(root / "sys/class/net", r"[^.].*"):
         if not (folder / "device").exists():  # loopback, bridges, tunnels
             continue
-        megabits = _integer(folder / "speed", -1)
+        megabits = _read_integer(folder / "speed", -1)
         speed = megabits * 1e6 / 8 if megabits > 0 else 0.0
-        node = _integer(folder / "device/numa_node", -1)
+        node = _read_integer(folder / "device/numa_node", -1)
         cards.append(Nic(name=folder.name, bytes_per_s=speed, numa_node=node, kind="ethernet"))
-    for folder in _matching(root / "sys/class/infiniband", r"[^.].*"):
-        rates = [re.match(r"\s*([\d.]+) Gb/sec", _text(port / "rate")) for port in _matching(folder / "ports", r"\d+")]
+    for folder in _matching_paths(root / "sys/class/infiniband", r"[^.].*"):
+        rates = [
+            re.match(r"\s*([\d.]+) Gb/sec", _read_text(port / "rate"))
+            for port in _matching_paths(folder / "ports", r"\d+")
+        ]
         speed = sum(float(rate.group(1)) for rate in rates if rate) * 1e9 / 8
-        node = _integer(folder / "device/numa_node", -1)
+        node = _read_integer(folder / "device/numa_node", -1)
         cards.append(Nic(name=folder.name, bytes_per_s=speed, numa_node=node, kind="infiniband"))
     return tuple(cards)
 
@@ -145,9 +148,9 @@ def _unseen_gpus(root: Path, seen: GpuView) -> tuple[str, ...]:
     if seen.gpus or seen.hidden:
         return ()
     counts: dict[str, int] = {}
-    for device in _matching(root / "sys/bus/pci/devices", r"[0-9a-f:.]+"):
-        if _text(device / "class").strip().startswith(("0x0300", "0x0302", "0x0380", "0x1200")):
-            vendor = _PCI_VENDORS.get(_text(device / "vendor").strip(), "")
+    for device in _matching_paths(root / "sys/bus/pci/devices", r"[0-9a-f:.]+"):
+        if _read_text(device / "class").strip().startswith(("0x0300", "0x0302", "0x0380", "0x1200")):
+            vendor = _PCI_VENDORS.get(_read_text(device / "vendor").strip(), "")
             if vendor:
                 counts[vendor] = counts.get(vendor, 0) + 1
     cures = {

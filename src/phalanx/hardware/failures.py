@@ -143,14 +143,14 @@ def host_failure_spread(accelerator: Accelerator, host_devices: int, *, without:
     GPU sites, wider by the doubt about a middle that one figure gives.
     """
     kind, units = device_kind(accelerator), _units_per_host(accelerator, host_devices)
-    gpus = _figures("failures", "gpu", without)
-    return _predictive(gpus, own=gpus if kind == "gpu" else _figures("failures", kind), scale=units)
+    gpus = _site_figures("failures", "gpu", without)
+    return _predictive_spread(gpus, own=gpus if kind == "gpu" else _site_figures("failures", kind), scale=units)
 
 
 def recovery_spread(*, without: Collection[str] = ()) -> SiteSpread:
     """Seconds from a failure to the next step over sites whose jobs start again by themselves."""
-    found = _figures("recovery_s", "any", without)
-    return _predictive(found, own=found, scale=1.0)
+    found = _site_figures("recovery_s", "any", without)
+    return _predictive_spread(found, own=found, scale=1.0)
 
 
 def repair_spread(repair_s: float) -> SiteSpread:
@@ -163,11 +163,11 @@ def known(value: float) -> SiteSpread:
     return SiteSpread(median=value, log_spread=0.0, sites=1)
 
 
-def _figures(quantity: str, kind: str, without: Collection[str] = ()) -> list[SiteFigure]:
+def _site_figures(quantity: str, kind: str, without: Collection[str] = ()) -> list[SiteFigure]:
     return [one for one in site_figures() if one.quantity == quantity and one.kind == kind and one.site not in without]
 
 
-def _predictive(figures: Sequence[SiteFigure], *, own: Sequence[SiteFigure], scale: float) -> SiteSpread:
+def _predictive_spread(figures: Sequence[SiteFigure], *, own: Sequence[SiteFigure], scale: float) -> SiteSpread:
     """What one more figure will be: Student's prediction interval, as the lognormal with the same 80 % range.
 
     Every figure counts, not a mean for each site: two of one site lie as far apart as two sites (the hosts of RSC-1 and

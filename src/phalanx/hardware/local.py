@@ -51,7 +51,7 @@ def machine_cluster(
     """
     if not 0 <= ranks <= MAX_LOCAL_RANKS:
         raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_LOCAL_RANKS}, or 0 for one per core")
-    measured, remark = _measured(machine, environ, profile)
+    measured, remark = _measured_profile(machine, environ, profile)
     if machine.gpus:
         allowed = allowed_ranks(ranks_per_gpu, environ)
         shared = -(-ranks // len(machine.gpus)) if len(machine.gpus) < ranks <= allowed * len(machine.gpus) else 1
@@ -64,13 +64,13 @@ def machine_cluster(
     if not machine.gpus:
         rates, taken_at = kept_rates(machine, environ)
         if rates is not None:
-            told = f"steps measured on {taken_at[:10]}"
-            remark = told if measured is None else f"{remark}; {told}"
+            reported = f"steps measured on {taken_at[:10]}"
+            remark = reported if measured is None else f"{remark}; {reported}"
         cluster = dataclasses.replace(cluster, cpu=rates)
     source = "; ".join(part for part in (cluster.source, remark) if part)
     name = f"{cluster.name}:{ranks}" if ranks else cluster.name
     cores_per_rank = 1.0 if machine.gpus else machine.usable_cores / cluster.devices
-    return _apply(dataclasses.replace(cluster, name=name, source=source), measured, cores_per_rank)
+    return _apply_profile(dataclasses.replace(cluster, name=name, source=source), measured, cores_per_rank)
 
 
 def _first_gpus(machine: Machine, ranks: int) -> Machine:
@@ -79,7 +79,7 @@ def _first_gpus(machine: Machine, ranks: int) -> Machine:
     if ranks > count:
         raise mistake(
             f"local:{ranks}",
-            f"asks for {ranks} GPUs and this machine has {count}",
+            f"asks for {ranks} GPUs, but this machine has {count}",
             why="every rank needs a GPU of its own",
             fix=f"write local:{count}, or local-cpu:{ranks} to run on the processor cores; "
             f"--ranks-per-gpu {-(-ranks // count)} lets ranks share a GPU, for proofs and drills",
@@ -114,7 +114,9 @@ def _shared_cluster(cluster: Cluster, ranks: int, shared: int) -> Cluster:
     )
 
 
-def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) -> tuple[MachineProfile | None, str]:
+def _measured_profile(
+    machine: Machine, environ: Mapping[str, str], named: Path | None
+) -> tuple[MachineProfile | None, str]:
     """The profile that fits this machine, and a remark for the cluster's source; a named one must be readable."""
     text = environ.get("PHALANX_PROFILE", "")
     explicit = named or (Path(text) if text else None)
@@ -133,7 +135,7 @@ def _measured(machine: Machine, environ: Mapping[str, str], named: Path | None) 
     return profile, f"measured by phalanx probe on {profile.taken_at[:10]} with {profile.engine}"
 
 
-def _apply(cluster: Cluster, profile: MachineProfile | None, cores_per_rank: float) -> Cluster:
+def _apply_profile(cluster: Cluster, profile: MachineProfile | None, cores_per_rank: float) -> Cluster:
     """The cluster with measured rates; the probe gives each rank one core, so a rank with two is twice as fast."""
     if profile is None:
         return cluster
@@ -197,7 +199,7 @@ def _gpu_cluster(machine: Machine, environ: Mapping[str, str], files: Sequence[P
     count = len(machine.gpus)
     known = find_accelerator(names[0], files=files, environ=environ, where="local")
     memory = min(gpu.memory_bytes for gpu in machine.gpus)
-    device = dataclasses.replace(_linked(known, machine), memory_bytes=memory or known.memory_bytes)
+    device = dataclasses.replace(_with_links(known, machine), memory_bytes=memory or known.memory_bytes)
     return assemble_cluster(
         name="local",
         accelerator=device,
@@ -210,7 +212,7 @@ def _gpu_cluster(machine: Machine, environ: Mapping[str, str], files: Sequence[P
     )
 
 
-def _linked(known: Accelerator, machine: Machine) -> Accelerator:
+def _with_links(known: Accelerator, machine: Machine) -> Accelerator:
     """The device with the links its driver shows; the catalogue's when the driver could not be asked."""
     if any(gpu.nvlinks < 0 for gpu in machine.gpus):
         return known

@@ -150,18 +150,18 @@ class Rapl:
 
     def __init__(self, zones: list[_Zone]) -> None:
         self._zones = zones
-        self._last_uj = [_number(zone.file) for zone in zones]
+        self._last_uj = [_read_number(zone.file) for zone in zones]
 
     @classmethod
     def of(cls, root: Path) -> Rapl | None:
         """The packages of this host; None without them, or when (as usual since 2020) only root may read them."""
-        zones = [_zone(folder) for folder in _zone_folders(root / "sys/class/powercap")]
-        readable = [zone for zone in zones if zone is not None and _number(zone.file) is not None]
+        zones = [_energy_zone(folder) for folder in _zone_folders(root / "sys/class/powercap")]
+        readable = [zone for zone in zones if zone is not None and _read_number(zone.file) is not None]
         return cls(readable) if readable else None
 
     def taken_j(self, utilization: float | None) -> float | None:
         """Right as long as it is asked more often than a counter starts over: after 20 minutes at 200 W."""
-        now = [_number(zone.file) for zone in self._zones]
+        now = [_read_number(zone.file) for zone in self._zones]
         parts = [
             (after - before) % zone.range_uj
             for zone, before, after in zip(self._zones, self._last_uj, now, strict=True)
@@ -179,23 +179,23 @@ def _zone_folders(top: Path) -> list[Path]:
         return []
     packages = [name for name in names if re.fullmatch(r"intel-rapl:\d+", name)]
     inside = [name for name in names if re.fullmatch(r"intel-rapl:\d+:\d+", name)]
-    wanted = [name for name in packages if not _name(top / name).startswith("psys")]  # psys holds the packages
-    return [top / name for name in (*wanted, *(name for name in inside if _name(top / name) == "dram"))]
+    wanted = [name for name in packages if not _zone_name(top / name).startswith("psys")]  # psys holds the packages
+    return [top / name for name in (*wanted, *(name for name in inside if _zone_name(top / name) == "dram"))]
 
 
-def _zone(folder: Path) -> _Zone | None:
-    limit_uj = _number(folder / "max_energy_range_uj")
+def _energy_zone(folder: Path) -> _Zone | None:
+    limit_uj = _read_number(folder / "max_energy_range_uj")
     return _Zone(file=folder / "energy_uj", range_uj=limit_uj + 1) if limit_uj else None
 
 
-def _name(folder: Path) -> str:
+def _zone_name(folder: Path) -> str:
     try:
         return (folder / "name").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
         text = path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -256,7 +256,7 @@ def memory_stall(root: Path = Path("/")) -> Stall | None:
     """Pressure stall information of this process's own group, else of the machine; None where the kernel keeps none."""
     files = [(folder / "memory.pressure", "psi-cgroup") for folder in cgroup_folders(root, "memory")[:1]]
     for path, source in (*files, (root / "proc/pressure/memory", "psi-host")):
-        found = _STALL.search(_text(path))
+        found = _STALL.search(_read_text(path))
         if found:
             return Stall(share=min(1.0, float(found.group(1)) / 100), source=source)
     return None
@@ -264,11 +264,11 @@ def memory_stall(root: Path = Path("/")) -> Stall | None:
 
 def anonymous_bytes(root: Path = Path("/")) -> int | None:
     """Memory that is this process's own: pages of files and libraries, which others share, do not count."""
-    found = re.search(r"^RssAnon:\s*(\d{1,15}) kB", _text(root / "proc/self/status"), re.MULTILINE)
+    found = re.search(r"^RssAnon:\s*(\d{1,15}) kB", _read_text(root / "proc/self/status"), re.MULTILINE)
     return int(found.group(1)) * 1024 if found else None
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open(encoding="utf-8", errors="replace") as stream:
             return stream.read(_MOST_CHARS)

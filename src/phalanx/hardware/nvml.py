@@ -51,11 +51,11 @@ def see_gpus(
         missing = "not found" in str(error).lower()  # NVML Shared Library Not Found: no NVIDIA driver on this machine
         return GpuView() if missing else GpuView(notes=(f"the NVIDIA driver does not answer: {error}",))
     try:
-        return _look(nvml, root, visible)
+        return _look_at_gpus(nvml, root, visible)
     except Exception as error:
         return GpuView(notes=(f"the NVIDIA driver stopped answering: {error}",))
     finally:
-        _try(nvml.nvmlShutdown, default=None)
+        _try_call(nvml.nvmlShutdown, default=None)
 
 
 def _load() -> Any:
@@ -105,7 +105,7 @@ def _smi_gpu(root: Path, row: list[str]) -> Gpu:
     )
 
 
-def _try(call: Any, *args: Any, default: Any) -> Any:
+def _try_call(call: Any, *args: Any, default: Any) -> Any:
     """NVML answers "not supported" for many questions on many boards; that is no failure."""
     try:
         return call(*args)
@@ -113,15 +113,17 @@ def _try(call: Any, *args: Any, default: Any) -> Any:
         return default
 
 
-def _look(nvml: Any, root: Path, visible: str | None) -> GpuView:
+def _look_at_gpus(nvml: Any, root: Path, visible: str | None) -> GpuView:
     count = nvml.nvmlDeviceGetCount()
     handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)}
-    uuids = {index: _text(_try(nvml.nvmlDeviceGetUUID, handle, default="")) for index, handle in handles.items()}
+    uuids = {
+        index: _decoded_text(_try_call(nvml.nvmlDeviceGetUUID, handle, default="")) for index, handle in handles.items()
+    }
     chosen = visible_indices(visible, uuids)
-    gpus = tuple(_gpu(nvml, root, index, handles[index]) for index in chosen)
+    gpus = tuple(_read_gpu(nvml, root, index, handles[index]) for index in chosen)
     hidden = count - len(chosen)
     notes = (f"CUDA_VISIBLE_DEVICES hides {hidden} of {count} GPUs",) if hidden else ()
-    return GpuView(gpus=gpus, paths=_paths(nvml, handles, gpus), notes=notes, hidden=bool(hidden))
+    return GpuView(gpus=gpus, paths=_gpu_paths(nvml, handles, gpus), notes=notes, hidden=bool(hidden))
 
 
 def visible_indices(visible: str | None, uuids: dict[int, str]) -> list[int]:
@@ -141,25 +143,25 @@ def visible_indices(visible: str | None, uuids: dict[int, str]) -> list[int]:
     return chosen
 
 
-def _gpu(nvml: Any, root: Path, index: int, handle: Any) -> Gpu:
-    address = _text(_try(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId, default=""))
+def _read_gpu(nvml: Any, root: Path, index: int, handle: Any) -> Gpu:
+    address = _decoded_text(_try_call(lambda: nvml.nvmlDeviceGetPciInfo(handle).busId, default=""))
     links = [
-        _try(nvml.nvmlDeviceGetNvLinkVersion, handle, link, default=0)
+        _try_call(nvml.nvmlDeviceGetNvLinkVersion, handle, link, default=0)
         for link in range(_MAX_NVLINKS)
-        if _try(nvml.nvmlDeviceGetNvLinkState, handle, link, default=0) == 1
+        if _try_call(nvml.nvmlDeviceGetNvLinkState, handle, link, default=0) == 1
     ]
-    generation = _try(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle, default=0)
-    lanes = _try(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle, default=0)
+    generation = _try_call(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle, default=0)
+    lanes = _try_call(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle, default=0)
     return Gpu(
         index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(_try(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total, default=0)),
+        name=_decoded_text(nvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(_try_call(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total, default=0)),
         pci_address=address,
         numa_node=_numa_node(root, address),
         pcie_bytes_per_s=_PCIE_LANE_BYTES_PER_S.get(generation, 0.0) * lanes,
         nvlinks=len(links),
         nvlink_bytes_per_s=sum(_NVLINK_BYTES_PER_S.get(version, 25e9) for version in links),
-        used_bytes=int(_try(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used, default=-1)),
+        used_bytes=int(_try_call(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used, default=-1)),
     )
 
 
@@ -172,7 +174,7 @@ def _numa_node(root: Path, address: str) -> int:
         return -1
 
 
-def _paths(nvml: Any, handles: dict[int, Any], gpus: tuple[Gpu, ...]) -> tuple[GpuPath, ...]:
+def _gpu_paths(nvml: Any, handles: dict[int, Any], gpus: tuple[Gpu, ...]) -> tuple[GpuPath, ...]:
     paths = []
     for position, first in enumerate(gpus):
         for second in gpus[position + 1 :]:
@@ -180,13 +182,13 @@ def _paths(nvml: Any, handles: dict[int, Any], gpus: tuple[Gpu, ...]) -> tuple[G
                 kind = "NVLink"
             else:
                 pair = handles[first.index], handles[second.index]
-                level = _try(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair, default=50)
+                level = _try_call(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair, default=50)
                 kind = _ANCESTORS.get(level, "across NUMA nodes")
             paths.append(GpuPath(first=first.index, second=second.index, kind=kind))
     return tuple(paths)
 
 
-def _text(value: Any) -> str:
+def _decoded_text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
@@ -200,9 +202,9 @@ class GpuMeter:
     def open(cls, uuid: str, *, library: Any = None) -> GpuMeter:
         """The GPU with this UUID; without NVML, or without such a GPU, a meter that answers None to everything."""
         nvml = library if library is not None else _load()
-        if nvml is None or _try(_initialised, nvml, default=None) is None:
+        if nvml is None or _try_call(_is_initialised, nvml, default=None) is None:
             return cls(None, None)
-        handle = _try(nvml.nvmlDeviceGetHandleByUUID, uuid, default=None)
+        handle = _try_call(nvml.nvmlDeviceGetHandleByUUID, uuid, default=None)
         return cls(None if handle is None else nvml, handle)
 
     def energy_j(self) -> float | None:
@@ -229,33 +231,33 @@ class GpuMeter:
         """The counters now; two of them make a measurement. To be freed."""
         if self._nvml is None:
             return None
-        sample = _try(lambda: self._nvml.nvmlGpmSampleAlloc(), default=None)
-        if sample is not None and _try(_sampled, self._nvml, self._handle, sample, default=None) is None:
+        sample = _try_call(lambda: self._nvml.nvmlGpmSampleAlloc(), default=None)
+        if sample is not None and _try_call(_take_sample, self._nvml, self._handle, sample, default=None) is None:
             self.gpm_free(sample)
             return None
         return sample
 
     def sm_percent(self, before: Any, after: Any) -> float | None:
         """Share of multiprocessors with a warp between two samples, in per cent."""
-        value = _try(_gpm_metric, self._nvml, before, after, default=None)
+        value = _try_call(_gpm_metric, self._nvml, before, after, default=None)
         return value if value is not None and value == value else None  # NaN when nothing was counted
 
     def gpm_free(self, sample: Any) -> None:
         """Give a sample back."""
-        _try(lambda: self._nvml.nvmlGpmSampleFree(sample), default=None)
+        _try_call(lambda: self._nvml.nvmlGpmSampleFree(sample), default=None)
 
     def _ask(self, question: str, *args: Any) -> Any:
         if self._nvml is None:
             return None
-        return _try(lambda: getattr(self._nvml, question)(self._handle, *args), default=None)
+        return _try_call(lambda: getattr(self._nvml, question)(self._handle, *args), default=None)
 
 
-def _initialised(nvml: Any) -> bool:
+def _is_initialised(nvml: Any) -> bool:
     nvml.nvmlInit()
     return True
 
 
-def _sampled(nvml: Any, handle: Any, sample: Any) -> bool:
+def _take_sample(nvml: Any, handle: Any, sample: Any) -> bool:
     nvml.nvmlGpmSampleGet(handle, sample)
     return True
 

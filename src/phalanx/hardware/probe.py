@@ -132,7 +132,7 @@ def _run_workers(
         (Path(folder) / "token").write_bytes(secrets.token_bytes(32))
         messages: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         with _workers(worker, device, ranks, seconds, Path(folder), environ, messages):
-            return _collect(messages, ranks, seconds, Path(folder), report)
+            return _collect_results(messages, ranks, seconds, Path(folder), report)
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def _workers(
                 )  # fmt: skip
             processes.append(process)
             assert process.stdout is not None
-            reader = threading.Thread(target=_read, args=(rank, process.stdout, messages), daemon=True)
+            reader = threading.Thread(target=_read_messages, args=(rank, process.stdout, messages), daemon=True)
             reader.start()
             readers.append(reader)
         yield
@@ -174,7 +174,7 @@ def _workers(
             reader.join()
 
 
-def _read(rank: int, stream: IO[bytes], messages: queue.Queue[tuple[int, dict[str, Any] | None]]) -> None:
+def _read_messages(rank: int, stream: IO[bytes], messages: queue.Queue[tuple[int, dict[str, Any] | None]]) -> None:
     with stream:
         for line in stream:
             with contextlib.suppress(ValueError):  # a library may print to stdout too
@@ -184,7 +184,7 @@ def _read(rank: int, stream: IO[bytes], messages: queue.Queue[tuple[int, dict[st
     messages.put((rank, None))
 
 
-def _collect(
+def _collect_results(
     messages: queue.Queue[tuple[int, dict[str, Any] | None]], ranks: int, seconds: float, folder: Path, report: Report
 ) -> list[dict[str, Any]]:
     results: dict[int, dict[str, Any]] = {}
@@ -193,9 +193,9 @@ def _collect(
         try:
             rank, message = messages.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
-            raise _failure(folder, "did not finish in time", range(ranks)) from None
+            raise _worker_failure(folder, "did not finish in time", range(ranks)) from None
         if message is None and rank not in results:
-            raise _failure(folder, "ended without a result", [rank])
+            raise _worker_failure(folder, "ended without a result", [rank])
         if message and "result" in message:
             results[rank] = message["result"]
         elif message and "progress" in message:
@@ -203,7 +203,7 @@ def _collect(
     return [results[rank] for rank in range(ranks)]
 
 
-def _failure(folder: Path, what: str, ranks: Sequence[int]) -> SystemFailure:
+def _worker_failure(folder: Path, what: str, ranks: Sequence[int]) -> SystemFailure:
     texts = [(folder / f"stderr.{rank}").read_text(errors="replace").strip() for rank in ranks]
     last = next((text.splitlines()[-1] for text in texts if text), "it printed nothing")
     where = f"probe worker {ranks[0]}" if len(ranks) == 1 else "probe workers"
@@ -273,7 +273,7 @@ def load_profile(path: Path) -> MachineProfile:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(MachineProfile):
         value = data.get(field.name)
-        if not _fits(str(field.type), value):
+        if not _fits_kind(str(field.type), value):
             raise mistake(
                 str(path), f"{field.name} = {str(value)[:40]} is wrong", why="the profile is damaged", fix=again
             )
@@ -283,19 +283,19 @@ def load_profile(path: Path) -> MachineProfile:
     return MachineProfile(**values)
 
 
-def _fits(kind: str, value: object) -> bool:
+def _fits_kind(kind: str, value: object) -> bool:
     if kind == "str":
         return isinstance(value, str) and len(value) <= 500
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1e7
     if kind == "float":
-        return _positive(value)
+        return _is_positive(value)
     return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and _positive(pair[0]) and _positive(pair[1]) for pair in value
+        isinstance(pair, list) and len(pair) == 2 and _is_positive(pair[0]) and _is_positive(pair[1]) for pair in value
     )
 
 
-def _positive(value: object) -> bool:
+def _is_positive(value: object) -> bool:
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e30 and math.isfinite(value)
     )

@@ -38,10 +38,10 @@ class Ring:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(_PATIENCE_S)
             replace_text(folder / f"port.{rank}", str(listener.getsockname()[1]))
-            port = int(_await(folder / f"port.{(rank + 1) % ranks}"))
+            port = int(_await_file(folder / f"port.{(rank + 1) % ranks}"))
             self._next = socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S)
             self._next.sendall(token)
-            self._previous = _accept(listener, token)
+            self._previous = _accept_neighbour(listener, token)
         for peer in (self._next, self._previous):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.setblocking(False)
@@ -81,7 +81,7 @@ class Ring:
         self._previous.close()
 
 
-def _await(path: Path) -> str:
+def _await_file(path: Path) -> str:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         if path.exists():
@@ -90,7 +90,7 @@ def _await(path: Path) -> str:
     raise TimeoutError(f"no other process wrote {path.name} within {_PATIENCE_S:.0f} s")
 
 
-def _accept(listener: socket.socket, token: bytes) -> socket.socket:
+def _accept_neighbour(listener: socket.socket, token: bytes) -> socket.socket:
     """The neighbour, told from any other local program that happens to connect by the token it sends."""
     while True:
         peer, _ = listener.accept()
@@ -177,7 +177,7 @@ def serve_probe(make_engine: Callable[[Task], Engine]) -> int:
     """Main of a worker process: its task is the only argument, its results go to stdout."""
     task = Task(**json.loads(sys.argv[1]))
     engine = make_engine(task)
-    result = measure_engine(engine, task, SIZES[task.device], emit_message if task.rank == 0 else _silent)
+    result = measure_engine(engine, task, SIZES[task.device], emit_message if task.rank == 0 else _ignore_progress)
     engine.close()
     emit_message({"result": result})
     return 0
@@ -188,7 +188,7 @@ def emit_message(message: dict[str, object]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _silent(message: dict[str, object]) -> None:
+def _ignore_progress(message: dict[str, object]) -> None:
     """Only rank 0 reports progress."""
 
 
@@ -205,7 +205,7 @@ def measure_engine(
     report({"progress": f"memory: {format_bytes(2 * sizes.copy_bytes / copy_s)}/s"})
     launch_s = seconds_per_call(engine.small_op(), engine.sync, 0.03 * task.seconds)
     report({"progress": f"one small operation: {format_seconds(launch_s)}"})
-    points = _collectives(engine, task, sizes.all_reduce_bytes, report) if task.ranks > 1 else []
+    points = _time_collectives(engine, task, sizes.all_reduce_bytes, report) if task.ranks > 1 else []
     return {
         "engine": engine.name,
         "device_name": engine.device_name,
@@ -218,7 +218,7 @@ def measure_engine(
     }
 
 
-def _collectives(
+def _time_collectives(
     engine: Engine, task: Task, sizes: Sequence[int], report: Callable[[dict[str, object]], None]
 ) -> list[tuple[int, float]]:
     points = []
@@ -231,24 +231,24 @@ def _collectives(
 
 def _seconds_in_step(engine: Engine, call: Call, budget_s: float) -> float:
     """Time of a collective: all ranks must call it equally often, so rank 0 says how often."""
-    first = min(_batch(call, engine.sync, 1) for _ in range(2))  # the first one also sets up buffers
+    first = min(_time_batch(call, engine.sync, 1) for _ in range(2))  # the first one also sets up buffers
     count = engine.agree(max(1, min(1000, int(budget_s / 4 / max(first, 1e-7)))))
-    return sorted(_batch(call, engine.sync, count) for _ in range(3))[1] / count
+    return sorted(_time_batch(call, engine.sync, count) for _ in range(3))[1] / count
 
 
 def seconds_per_call(call: Call, sync: Call, budget_s: float) -> float:
     """Median of three batches long enough to time well, within a budget (one call at least)."""
-    _batch(call, sync, 1)
-    count, elapsed = 1, _batch(call, sync, 1)
+    _time_batch(call, sync, 1)
+    count, elapsed = 1, _time_batch(call, sync, 1)
     while elapsed < budget_s / 8 and count < 1 << 20:
         count *= 2
-        elapsed = _batch(call, sync, count)
+        elapsed = _time_batch(call, sync, count)
     if elapsed > budget_s / 2:
         return elapsed / count
-    return sorted((elapsed, _batch(call, sync, count), _batch(call, sync, count)))[1] / count
+    return sorted((elapsed, _time_batch(call, sync, count), _time_batch(call, sync, count)))[1] / count
 
 
-def _batch(call: Call, sync: Call, count: int) -> float:
+def _time_batch(call: Call, sync: Call, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
         call()

@@ -95,7 +95,7 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
             seconds=tuple(seconds for _, seconds in found),
             taken_at=str(data["taken_at"])[:40],
             load=float(data["load"]),
-            timed=tuple(_timed(one) for one in data["timed"][-MOST_TIMED:]),
+            timed=tuple(_timed_layout(one) for one in data["timed"][-MOST_TIMED:]),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -109,7 +109,7 @@ def _sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
     return CpuStep(**values), seconds
 
 
-def _timed(one: Mapping[str, Any]) -> TimedLayout:
+def _timed_layout(one: Mapping[str, Any]) -> TimedLayout:
     step, seconds = _sample(one)
     return TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
 
@@ -150,7 +150,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     try:
         samples = _run_worker([str(machine.usable_cores)], _sample, environ)
         taken_at = datetime.now(UTC).isoformat(timespec="seconds")
-        _keep(machine, {"taken_at": taken_at, "load": load, "samples": samples, "timed": []}, environ)
+        _keep_measurement(machine, {"taken_at": taken_at, "load": load, "samples": samples, "timed": []}, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         tell(f"not measured: {type(error).__name__}: {str(error)[:200]}; planned with typical figures")
         return
@@ -180,7 +180,9 @@ def time_layout(
         timed = TimedLayout(step=step, seconds=_seconds(found), load=load)
         others = [one for one in known.timed if one.step != step]
         data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
-        _keep(machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ)
+        _keep_measurement(
+            machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ
+        )
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         tell(f"not timed: {type(error).__name__}: {str(error)[:200]}; predicted from reference steps")
         return False
@@ -200,7 +202,7 @@ def _run_worker(
     """The lines of JSON that the worker prints, each of which `read` can read; `given` is its standard input."""
     samples = []
     end_s = time.monotonic() + LIMIT_S
-    with _worker(arguments, environ, given) as process:
+    with _step_worker(arguments, environ, given) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(json.loads(line))
@@ -213,7 +215,7 @@ def _run_worker(
 
 
 @contextlib.contextmanager
-def _worker(arguments: list[str], environ: Mapping[str, str], given: str) -> Iterator[subprocess.Popen[str]]:
+def _step_worker(arguments: list[str], environ: Mapping[str, str], given: str) -> Iterator[subprocess.Popen[str]]:
     """The worker and all its ranks; gone when this ends, however it ends."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as asked:  # not a pipe, which a worker that fails would break
         asked.write(given)
@@ -240,7 +242,7 @@ def _load(cores: int) -> float:
         return 0.0
 
 
-def _keep(machine: Machine, data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+def _keep_measurement(machine: Machine, data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     path = steps_path(machine, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {**data, "format": FORMAT, "identity": identity(machine)}

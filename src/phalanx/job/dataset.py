@@ -153,9 +153,9 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
     except FileTooLargeError as error:
-        raise _damaged(path, str(error)) from error
+        raise _damaged_manifest(path, str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"is not JSON: {error}") from error
+        raise _damaged_manifest(path, f"is not JSON: {error}") from error
     version = raw.get("format") if isinstance(raw, dict) else None
     if version not in FORMATS:
         fix = "use the Phalanx that made it, or build it again"
@@ -164,17 +164,17 @@ def read_manifest(folder: Path) -> Manifest:
     if version != 1:
         raw.pop("sha256", None)
         if _text_with_digest(raw) != text:
-            raise _damaged(path, "has changed since it was written: its digest does not match its text")
+            raise _damaged_manifest(path, "has changed since it was written: its digest does not match its text")
     try:
         manifest = Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"lacks or has too many keys: {error}") from error
-    if wrong := _nonsense(manifest):
-        raise _damaged(path, wrong)
+        raise _damaged_manifest(path, f"lacks or has too many keys: {error}") from error
+    if wrong := _manifest_problem(manifest):
+        raise _damaged_manifest(path, wrong)
     return manifest
 
 
-def _nonsense(manifest: Manifest) -> str:
+def _manifest_problem(manifest: Manifest) -> str:
     """What a manifest states that cannot be; it may be a stranger's, and plan and check read it too."""
     counts = (manifest.vocab, *(count for shard in manifest.shards for count in (shard.tokens, shard.documents)))
     if not all(type(count) is int and count >= 0 for count in counts):
@@ -205,7 +205,7 @@ def _no_dataset(folder: Path) -> UserError:
     return mistake(str(folder), what, why=why, fix=f"make it with phalanx data build {folder} SOURCE...")
 
 
-def _damaged(path: Path, what: str) -> UserError:
+def _damaged_manifest(path: Path, what: str) -> UserError:
     return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
 
 
@@ -389,7 +389,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     """Of the tokenizer in a folder; None where there is none. Raises UserError for a file that is no tokenizer."""
     for name in (TOKENIZER, WORDS):
         if (folder / name).is_file():
-            return _read(folder / name)
+            return _read_vocabulary(folder / name)
     return None
 
 
@@ -411,21 +411,21 @@ def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
     return Comparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
 
 
-def _read(path: Path) -> Vocabulary:
+def _read_vocabulary(path: Path) -> Vocabulary:
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise _none(path, f"is larger than {MOST_BYTES >> 20} MiB")
+            raise _not_a_tokenizer(path, f"is larger than {MOST_BYTES >> 20} MiB")
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise _none(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    numbers, cutting = (found, "") if path.name == WORDS else _parts(path, found)
+        raise _not_a_tokenizer(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    numbers, cutting = (found, "") if path.name == WORDS else _tokenizer_parts(path, found)
     if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
-        raise _none(path, "has words without a number")
+        raise _not_a_tokenizer(path, "has words without a number")
     return Vocabulary(file=path, sha256=hashlib.sha256(text.encode()).hexdigest(), numbers=numbers, cutting=cutting)
 
 
-def _parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
+def _tokenizer_parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
     """The words of a tokenizer.json, added ones too, and a digest of how it cuts text."""
     try:
         model = dict(found["model"])
@@ -441,12 +441,12 @@ def _parts(path: Path, found: Any) -> tuple[dict[str, int], str]:
         rules = [found.get("normalizer"), found.get("pre_tokenizer"), merges, scores]
         stated = {name: value for name, value in model.items() if value}  # newer versions also write what is off
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _none(path, f"is not a tokenizer: {type(error).__name__} {str(error)[:60]}") from error
-    told = json.dumps([rules, stated], sort_keys=True, ensure_ascii=True)
-    return numbers, hashlib.sha256(told.encode()).hexdigest()
+        raise _not_a_tokenizer(path, f"is not a tokenizer: {type(error).__name__} {str(error)[:60]}") from error
+    statement = json.dumps([rules, stated], sort_keys=True, ensure_ascii=True)
+    return numbers, hashlib.sha256(statement.encode()).hexdigest()
 
 
-def _none(path: Path, what: str) -> UserError:
+def _not_a_tokenizer(path: Path, what: str) -> UserError:
     return mistake(
         str(path),
         what,

@@ -131,24 +131,24 @@ EXCLUSIVE = (
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
     """Write each override into the draft's table, the last one winning."""
     for override in overrides:
-        parsed = _parse(draft, override)
+        parsed = _parse_override(draft, override)
         if parsed is None:
             continue
-        for path, value in _leaves(*parsed):
+        for path, value in _leaf_values(*parsed):
             _write(draft, path, value, override)
 
 
-def _parse(draft: Draft, override: str) -> tuple[tuple[str, ...], object] | None:
+def _parse_override(draft: Draft, override: str) -> tuple[tuple[str, ...], object] | None:
     left, equals, right = override.partition("=")
     path = split_key(left)
     if not equals or path is None or len(path) > 2:
         fix = "write --set section.key=value, as --set parallel.tensor=8"
         draft.problems.append(Problem(where=f"--set {shown_value(override)}", what="is not an override", fix=fix))
         return None
-    return path, _value(right.strip())
+    return path, _override_value(right.strip())
 
 
-def _value(text: str) -> object:
+def _override_value(text: str) -> object:
     """TOML if it is TOML, else the text itself: 8, true, "a b", [1, 2] and also bf16 or 15T."""
     try:
         key_lines(f"v = {text}")  # refuses hostile nesting before tomllib recurses into it
@@ -158,11 +158,11 @@ def _value(text: str) -> object:
     return table["v"] if table.keys() == {"v"} else text
 
 
-def _leaves(path: tuple[str, ...], value: object) -> list[tuple[tuple[str, ...], object]]:
+def _leaf_values(path: tuple[str, ...], value: object) -> list[tuple[tuple[str, ...], object]]:
     """A table sets each of its keys and leaves the others alone."""
     if not isinstance(value, dict) or len(path) > MOST_DEPTH:
         return [(path, value)]
-    return [leaf for key, item in value.items() for leaf in _leaves((*path, key), item)]
+    return [leaf for key, item in value.items() for leaf in _leaf_values((*path, key), item)]
 
 
 def _write(draft: Draft, path: tuple[str, ...], value: object, override: str) -> None:

@@ -104,20 +104,20 @@ _ROPE = (
 
 def read_config(path: Path) -> Shape:
     """The ModelShape keys a config.json states. Raises UserError for a file or a family we cannot read."""
-    config = _parse(path)
+    config = _parse_config(path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise _unknown_family(path, kind)
     family = FAMILIES[kind]
     shape: Shape = dict(family.implies)
     for ours, theirs in family.keys.items():
-        shape[ours] = _first(config, theirs, path)
-    shape.update(_optional(config, shape, path))
-    shape.update(_rope(config))
+        shape[ours] = _first_key(config, theirs, path)
+    shape.update(_optional_keys(config, shape, path))
+    shape.update(_rope_keys(config))
     return {"name": kind, **shape}
 
 
-def _parse(path: Path) -> dict[str, object]:
+def _parse_config(path: Path) -> dict[str, object]:
     text = read_text(path, noun="config.json")
     try:
         config = json.loads(text)
@@ -132,14 +132,14 @@ def _parse(path: Path) -> dict[str, object]:
     return config
 
 
-def _first(config: Mapping[str, object], keys: tuple[str, ...], path: Path) -> object:
+def _first_key(config: Mapping[str, object], keys: tuple[str, ...], path: Path) -> object:
     for key in keys:
         if config.get(key) is not None:
             return config[key]
     raise mistake(str(path), f"has no {' or '.join(keys)}", why=f"a {config['model_type']} model needs it")
 
 
-def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
+def _optional_keys(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
     """Keys that may be absent or null, each with the default of the model's own code."""
     found: Shape = {}
     for ours, theirs in _MAY_SAY:
@@ -149,9 +149,9 @@ def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
         found["activation"] = ACTIVATIONS.get(str(found["activation"]), found["activation"])
     if "kv_lora_rank" in shape:
         found |= {"q_lora_rank": config.get("q_lora_rank") or 0, "kv_heads": shape["heads"]}
-        found["head_dim"] = _sum(shape["qk_nope_dim"], shape["qk_rope_dim"])
+        found["head_dim"] = _sum_counts(shape["qk_nope_dim"], shape["qk_rope_dim"])
     if "ffn" not in shape:
-        found["ffn"] = config.get("n_inner") or _sum(*[shape["hidden"]] * 4)
+        found["ffn"] = config.get("n_inner") or _sum_counts(*[shape["hidden"]] * 4)
     if shape.get("experts") and "expert_ffn" not in shape:
         found["expert_ffn"] = shape["ffn"]
     if config.get("attention_bias") is True:
@@ -160,7 +160,7 @@ def _optional(config: Mapping[str, object], shape: Shape, path: Path) -> Shape:
     return found | _dense_layers(config, path)
 
 
-def _rope(config: Mapping[str, object]) -> Shape:
+def _rope_keys(config: Mapping[str, object]) -> Shape:
     """Rotary positions as transformers 5 writes them (`rope_parameters`), or as files before it did.
 
     A scaling we do not know is passed on by its name, for the shape rules to complain about.
@@ -199,7 +199,7 @@ def _dense_layers(config: Mapping[str, object], path: Path) -> Shape:
     return {"dense_layers": len(dense)} if dense else {}
 
 
-def _sum(*values: object) -> object:
+def _sum_counts(*values: object) -> object:
     """A sum of counts; a wrong type is passed on for the shape rules to complain about."""
     whole = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     return sum(whole) if len(whole) == len(values) else values[0]
@@ -241,7 +241,7 @@ def family_of(shape: ModelShape) -> str:
         family = "qwen3"
     else:
         family = "qwen2" if shape.qkv_bias and not shape.bias else "llama"
-    problems = list(_mismatches(shape, family))
+    problems = list(_family_mismatches(shape, family))
     if problems:
         raise UserError(problems)
     return family
@@ -260,10 +260,10 @@ def to_config(shape: ModelShape, *, positions: int = 0, dtype: str = "float32") 
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return common | (_gpt2(shape) if family == "gpt2" else _llama_like(shape, family, positions))
+    return common | (_gpt2_keys(shape) if family == "gpt2" else _llama_like(shape, family, positions))
 
 
-def _gpt2(shape: ModelShape) -> dict[str, object]:
+def _gpt2_keys(shape: ModelShape) -> dict[str, object]:
     return {
         "n_layer": shape.layers,
         "n_embd": shape.hidden,
@@ -299,11 +299,11 @@ def _llama_like(shape: ModelShape, family: str, positions: int) -> dict[str, obj
     if family in ("llama", "qwen3", "qwen3_moe"):
         config |= {"attention_bias": shape.bias, "mlp_bias": shape.bias}
     if shape.is_moe:
-        config |= _moe(shape, family)
+        config |= _moe_keys(shape, family)
     return config
 
 
-def _moe(shape: ModelShape, family: str) -> dict[str, object]:
+def _moe_keys(shape: ModelShape, family: str) -> dict[str, object]:
     found: dict[str, object] = {
         "num_local_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
@@ -331,7 +331,7 @@ def _rope_config(shape: ModelShape) -> dict[str, object]:
     return table
 
 
-def _mismatches(shape: ModelShape, family: str) -> Iterator[Problem]:
+def _family_mismatches(shape: ModelShape, family: str) -> Iterator[Problem]:
     """What the family's code does differently from this shape."""
     wanted: dict[str, object] = {
         "embedding_norm": False,

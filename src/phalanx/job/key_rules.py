@@ -50,16 +50,16 @@ def count(
     note: str, *, least: int = 1, most: int = MOST_COUNT, auto: bool = False, zero_is_auto: bool = False
 ) -> Metadata:
     """A whole number; text such as "15T" counts too."""
-    expects = f"a whole number from {least:,} to {_power(most)}" + _or_auto(auto)
+    expects = f"a whole number from {least:,} to {_power_text(most)}" + _or_auto(auto)
 
     def read(value: object) -> object:
         if auto and (value == AUTO or (zero_is_auto and value == 0 and not isinstance(value, bool))):
             return AUTO
-        number = _whole(value)
+        number = _whole_number(value)
         if number < least:
             raise WrongValue(f"is below {least:,}", fix=f"use {least:,} or more{_or_auto(auto)}")
         if number > most:
-            raise WrongValue(f"is above {_power(most)}", fix=f"use {expects}")
+            raise WrongValue(f"is above {_power_text(most)}", fix=f"use {expects}")
         return number
 
     return {"rule": KeyRule(expects=expects, read=read, note=note)}
@@ -228,10 +228,10 @@ def shown_value(value: object, *, limit: int = 60) -> str:
     return result if len(result) <= limit else result[: limit - 1] + "…"
 
 
-def _whole(value: object) -> int:
+def _whole_number(value: object) -> int:
     if isinstance(value, str):
         try:
-            value = _tidy(parse_count(value))
+            value = _tidy_float(parse_count(value))
         except (ValueError, OverflowError) as error:
             raise WrongValue("is text that is not a number such as 512, 8B or 15T") from error
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -241,13 +241,13 @@ def _whole(value: object) -> int:
     return int(value)
 
 
-def _tidy(value: float) -> float:
+def _tidy_float(value: float) -> float:
     """66.9 × 1e9 is 66,900,000,000.00001 in binary; people who write "66.9B" mean the whole number."""
     whole = round(value) if math.isfinite(value) else value
     return whole if abs(value - whole) <= 1e-9 * abs(value) else value
 
 
-def _power(value: int) -> str:
+def _power_text(value: int) -> str:
     return f"{value:,}" if value < 10**7 else f"1e{round(math.log10(value))}"
 
 

@@ -53,7 +53,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
     source = read_toml(Path(path), noun="job file")
     draft = Draft(path=source.path, table=source.table, lines=source.lines)
     apply_overrides(draft, overrides)
-    return _resolved(draft)
+    return _resolved_job(draft)
 
 
 def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origin]) -> ResolvedJob:
@@ -61,7 +61,7 @@ def load_table(path: Path, table: dict[str, object], origins: Mapping[str, Origi
 
     `path` is that file: paths in the job are relative to its folder. Raises UserError as `load` does.
     """
-    return _resolved(Draft(path=path, table=table, lines={}, given=origins))
+    return _resolved_job(Draft(path=path, table=table, lines={}, given=origins))
 
 
 def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
@@ -79,24 +79,24 @@ def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
     return top["waiver"], draft.origins
 
 
-def _resolved(draft: Draft) -> ResolvedJob:
-    job = _build(draft)
+def _resolved_job(draft: Draft) -> ResolvedJob:
+    job = _build_job(draft)
     check_keys(draft, job)
     if draft.problems:
         raise UserError(_in_order(draft.problems))
     return ResolvedJob(job=job, path=draft.path, origins=draft.origins, warnings=tuple(draft.warnings))
 
 
-def _build(draft: Draft) -> Job:
+def _build_job(draft: Draft) -> Job:
     """A Job of everything that could be read; what was refused is noted, and stood in for so that checks can go on."""
     _refuse_non_tables(draft)
     draft.refuse_unknown((), draft.table, {*SECTIONS, "spec", "name", "model", "profile", "rules", "waiver"})
     preset = resolve_preset(draft)
     _derive_name(draft)
-    top = _values(draft, (), draft.table, tuple(item for item in fields(Job) if item.metadata))
+    top = _table_values(draft, (), draft.table, tuple(item for item in fields(Job) if item.metadata))
     _fill_list(draft, top, "waiver", Waiver, example="[[waiver]] with rule, reason and expires = 2026-12-31")
     model = resolve_shape(draft, preset=preset, job_name=str(top.get("name") or "model"))
-    sections = {name: _values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
+    sections = {name: _table_values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
     _fill_fixed(draft, sections["parallel"])
     _fill_sequence(draft, sections["data"], preset, max_positions=model.max_positions)
     _fill_tokens(draft, sections["data"], preset)
@@ -104,8 +104,8 @@ def _build(draft: Draft) -> Job:
     example = 'ramp = [{ until_tokens = "100B", global_tokens = "4M" }]'
     _fill_list(draft, sections["batch"], "batch.ramp", RampStage, example=example)
     _fill_cluster(draft, sections["cluster"])
-    built = {name: cls(**_sound(sections[name])) for name, cls in SECTIONS.items()}
-    return Job(model=model, **({"name": "refused"} | _sound(top)), **built)
+    built = {name: cls(**_sound_values(sections[name])) for name, cls in SECTIONS.items()}
+    return Job(model=model, **({"name": "refused"} | _sound_values(top)), **built)
 
 
 def _refuse_non_tables(draft: Draft) -> None:
@@ -117,7 +117,7 @@ def _refuse_non_tables(draft: Draft) -> None:
             draft.table[name] = {}
 
 
-def _values(
+def _table_values(
     draft: Draft, prefix: tuple[str | int, ...], written: Mapping[str, object], wanted: Sequence[Field[Any]]
 ) -> dict[str, Any]:
     """Values of one table by field name: None marks a refused one, a field left to its default is absent."""
@@ -139,7 +139,7 @@ def _values(
     return values
 
 
-def _sound(values: Mapping[str, Any]) -> dict[str, Any]:
+def _sound_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -166,7 +166,7 @@ def _fill_sequence(draft: Draft, data: dict[str, Any], preset: Preset | None, *,
         return
     if preset is not None and "sequence" in preset.train:
         data["sequence"] = preset.train["sequence"]
-        draft.origins["data.sequence"] = _of(preset)
+        draft.origins["data.sequence"] = _preset_origin(preset)
     elif 0 < max_positions < Data().sequence:
         data["sequence"] = max_positions
         draft.origins["data.sequence"] = Origin(kind="derived", where="model.max_positions")
@@ -177,10 +177,10 @@ def _fill_sequence(draft: Draft, data: dict[str, Any], preset: Preset | None, *,
 def _fill_tokens(draft: Draft, data: dict[str, Any], preset: Preset | None) -> None:
     if "tokens" not in data and preset is not None and "tokens" in preset.train:
         data["tokens"] = preset.train["tokens"]
-        draft.origins["data.tokens"] = _of(preset)
+        draft.origins["data.tokens"] = _preset_origin(preset)
 
 
-def _of(preset: Preset) -> Origin:
+def _preset_origin(preset: Preset) -> Origin:
     return Origin(kind="preset", where=f"preset {preset.name}")
 
 
@@ -189,7 +189,7 @@ def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, s
     given = [name for name in ("global_tokens", "global_sequences") if name in batch]
     if not given and preset is not None and "global_tokens" in preset.train:
         batch["global_tokens"] = preset.train["global_tokens"]
-        draft.origins["batch.global_tokens"] = _of(preset)
+        draft.origins["batch.global_tokens"] = _preset_origin(preset)
         given = ["global_tokens"]
     if not given:
         fix = 'add global_tokens = "4M" or global_sequences = 512 under [batch]'
@@ -276,8 +276,8 @@ def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any]
         draft.complain(key, what, fix=f"use {example}")
         return
     path = tuple(key.split("."))
-    items = [_values(draft, (*path, index), item, fields(kind_of)) for index, item in enumerate(written)]
-    if all(len(_sound(item)) == len(fields(kind_of)) for item in items):
+    items = [_table_values(draft, (*path, index), item, fields(kind_of)) for index, item in enumerate(written)]
+    if all(len(_sound_values(item)) == len(fields(kind_of)) for item in items):
         table[name] = tuple(kind_of(**item) for item in items)
     else:
         draft.bad.add(key)

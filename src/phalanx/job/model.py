@@ -92,10 +92,10 @@ class Preset:
 def known_presets() -> Mapping[str, Preset]:
     """All presets by name, in the order of the file."""
     table = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
-    return {name: _preset(name, dict(entry)) for name, entry in table.items()}
+    return {name: _make_preset(name, dict(entry)) for name, entry in table.items()}
 
 
-def _preset(name: str, entry: dict[str, object]) -> Preset:
+def _make_preset(name: str, entry: dict[str, object]) -> Preset:
     train = entry.pop("train", {})
     source = entry.pop("source")
     return Preset(name=name, source=str(source), shape=entry, train=train)  # type: ignore[arg-type]

@@ -38,10 +38,10 @@ MOST_ARGUMENTS = 100_000  # characters
 @cache
 def shape_rules() -> dict[str, KeyRule]:
     """A rule for every key of ModelShape, from its type; sizes without a default must be at least 1."""
-    return {item.name: _rule(item.name, str(item.type), item.default is MISSING) for item in fields(ModelShape)}
+    return {item.name: _shape_rule(item.name, str(item.type), item.default is MISSING) for item in fields(ModelShape)}
 
 
-def _rule(name: str, kind: str, required: bool) -> KeyRule:
+def _shape_rule(name: str, kind: str, required: bool) -> KeyRule:
     if name in _CHOICES:
         return rule_of(rules.choice("", *_CHOICES[name]))
     if name in _NUMBERS:
@@ -97,7 +97,7 @@ def resolve_shape(draft: Draft, *, preset: Preset | None, job_name: str) -> Mode
     known = shape_rules()
     draft.refuse_unknown(("model",), written, {*known, "preset", "hf_config"})
     values: dict[str, object] = {}
-    base = _base(draft, preset, written)
+    base = _base_values(draft, preset, written)
     for name, rule in known.items():
         key = f"model.{name}"
         if name in written:
@@ -105,14 +105,14 @@ def resolve_shape(draft: Draft, *, preset: Preset | None, job_name: str) -> Mode
         elif name in base:
             value, origin = base[name]
             values[name] = draft.read(key, value, rule, origin=origin)
-    _derive(draft, values, job_name=job_name)
+    _derive_values(draft, values, job_name=job_name)
     _refuse_missing(draft, values)
     _check_rope(draft, values)
     _check_own_code(draft, values)
     for item in fields(ModelShape):
         draft.origins.setdefault(f"model.{item.name}", DEFAULT)
     sound = {name: value for name, value in values.items() if value is not None}
-    return ModelShape(**(dict.fromkeys(_required(), 1) | sound))  # type: ignore[arg-type]
+    return ModelShape(**(dict.fromkeys(_required_keys(), 1) | sound))  # type: ignore[arg-type]
 
 
 def shape_of_config(path: Path) -> ModelShape:
@@ -124,7 +124,7 @@ def shape_of_config(path: Path) -> ModelShape:
     return shape
 
 
-def _base(draft: Draft, preset: Preset | None, written: dict[str, object]) -> dict[str, tuple[object, Origin]]:
+def _base_values(draft: Draft, preset: Preset | None, written: dict[str, object]) -> dict[str, tuple[object, Origin]]:
     """Keys that come from the preset or the config.json, with their origin."""
     if "preset" in written and "hf_config" in written:
         draft.complain("model.hf_config", "[model] names both a preset and an hf_config", fix="keep one of the two")
@@ -155,7 +155,7 @@ def _from_config(draft: Draft, name: object) -> dict[str, tuple[object, Origin]]
     return {key: (value, origin) for key, value in shape.items()}
 
 
-def _derive(draft: Draft, values: dict[str, object], *, job_name: str) -> None:
+def _derive_values(draft: Draft, values: dict[str, object], *, job_name: str) -> None:
     """Fill what follows from other keys; a refused key (None) derives nothing."""
 
     def put(name: str, value: object, where: str) -> None:
@@ -209,12 +209,12 @@ def _check_own_code(draft: Draft, values: dict[str, object]) -> None:
         )
 
 
-def _required() -> list[str]:
+def _required_keys() -> list[str]:
     return [item.name for item in fields(ModelShape) if item.default is MISSING]
 
 
 def _refuse_missing(draft: Draft, values: dict[str, object]) -> None:
-    lacking = [name for name in _required() if name not in values]
+    lacking = [name for name in _required_keys() if name not in values]
     if lacking and not draft.bad & {"model", "model.preset", "model.hf_config", "model.heads", "model.hidden"}:
         draft.complain(
             "model",

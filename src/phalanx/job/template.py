@@ -103,7 +103,7 @@ def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int, pa
         else "the model's own tokenizer: phalanx data build --tokenizer its tokenizer.json",
         data=DATA,
         sequence=sequence,
-        tokens=_tokens(preset.train.get("tokens")),
+        tokens=_tokens_text(preset.train.get("tokens")),
         steps=steps,
         batch_tokens=f"{batch_tokens:_}",
         batch_sequences=batch_tokens // sequence,
@@ -134,7 +134,7 @@ def warm_up_steps(steps: int) -> int:
     return max(1, min(wanted, steps // 10))
 
 
-def _tokens(tokens: int | None) -> str:
+def _tokens_text(tokens: int | None) -> str:
     if tokens is None:
         return '"auto"'
     return f'"{format_count(tokens)}"' if tokens >= 10**9 else f"{tokens:_}"

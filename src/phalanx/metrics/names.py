@@ -50,7 +50,7 @@ def _step(name: str, unit: str, field: str, help_: str, *labels: str) -> Metric:
     return Metric(name=name, unit=unit, field=field, help=help_, source="step", labels=labels)
 
 
-def _monitor(name: str, unit: str, field: str, help_: str, *labels: str) -> Metric:
+def _monitor_metric(name: str, unit: str, field: str, help_: str, *labels: str) -> Metric:
     return Metric(name=name, unit=unit, field=field, help=help_, source="monitor", labels=labels)
 
 
@@ -75,25 +75,29 @@ RANK_STEP = (
 
 # Of every rank's newest monitor event. OpenTelemetry names a GPU's memory and a process's differently.
 GPU = (
-    _monitor("hw.gpu.utilization", "1", "utilization", "share of the GPU that was active", *DEVICE),
-    _monitor("hw.gpu.memory.usage", "By", "memory_bytes", "GPU memory in use", *RANK),
-    _monitor("hw.gpu.memory.limit", "By", "memory_limit_bytes", "GPU memory there is", *RANK),
+    _monitor_metric("hw.gpu.utilization", "1", "utilization", "share of the GPU that was active", *DEVICE),
+    _monitor_metric("hw.gpu.memory.usage", "By", "memory_bytes", "GPU memory in use", *RANK),
+    _monitor_metric("hw.gpu.memory.limit", "By", "memory_limit_bytes", "GPU memory there is", *RANK),
 )
 CPU = (
-    _monitor("process.cpu.utilization", "1", "utilization", "CPU time of the rank over the cores it may use", *DEVICE),
-    _monitor("process.memory.usage", "By", "memory_bytes", "memory of the rank's process", *RANK),
-    _monitor("process.memory.limit", "By", "memory_limit_bytes", "memory the rank's process may use", *RANK),
+    _monitor_metric(
+        "process.cpu.utilization", "1", "utilization", "CPU time of the rank over the cores it may use", *DEVICE
+    ),
+    _monitor_metric("process.memory.usage", "By", "memory_bytes", "memory of the rank's process", *RANK),
+    _monitor_metric("process.memory.limit", "By", "memory_limit_bytes", "memory the rank's process may use", *RANK),
 )
 ANY_DEVICE = (
-    _monitor("train.memory.pressure", "1", "memory_pressure", "how short of memory the rank is", *DEVICE),
-    _monitor("train.memory.retries", "{retry}", "allocation_retries", "allocations that had to be tried again", *RANK),
-    _monitor("hw.power", "W", "power_w", "power drawn for the rank", *RANK),
-    _monitor("hw.temperature", "Cel", "temperature_c", "temperature of the rank's device", *RANK),
+    _monitor_metric("train.memory.pressure", "1", "memory_pressure", "how short of memory the rank is", *DEVICE),
+    _monitor_metric(
+        "train.memory.retries", "{retry}", "allocation_retries", "allocations that had to be tried again", *RANK
+    ),
+    _monitor_metric("hw.power", "W", "power_w", "power drawn for the rank", *RANK),
+    _monitor_metric("hw.temperature", "Cel", "temperature_c", "temperature of the rank's device", *RANK),
 )
 ENERGY = Metric(
     name="hw.energy",
     unit="J",
-    help="energy drawn for the rank since it took its place in this formation",
+    help="energy drawn for the rank since it joined this membership",
     source="monitor",
     field="energy_j",
     labels=DEVICE,
@@ -196,7 +200,7 @@ UPDATED = Metric(
 DAMAGE = Metric(
     name="train.record.damage",
     unit="{line}",
-    help="pieces of the record that cannot be read",
+    help="parts of the record that cannot be read",
     source="record.archive.history",
 )
 GOODPUT = Metric(

@@ -31,7 +31,7 @@ class OtlpPusher:
         logger.propagate = False
         logger.addHandler(logging.NullHandler())
         self._readings = readings
-        self._url = _endpoint(url)
+        self._url = _metrics_endpoint(url)
         self._points: dict[str, list[MetricPoint]] = {}
         self._exporter = OTLPMetricExporter(endpoint=self._url, timeout=TIMEOUT_S)
         self._reader = InMemoryMetricReader()  # asked by us: the SDK's own thread would push when it likes
@@ -74,7 +74,7 @@ class OtlpPusher:
         self._exporter.shutdown()
 
 
-def _endpoint(url: str) -> str:
+def _metrics_endpoint(url: str) -> str:
     """The address of the metrics; a collector's base URL is enough."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -89,7 +89,7 @@ class Readings:
         ranks = self._here()
         found = [*self._run(plan, ranks), *self._newest(plan, len(ranks)), *rare_points(self._history)]
         if len(ranks) > self._most_ranks:
-            found += self._many.points(lambda: self._by_rank(plan, there, _spread(ranks)))
+            found += self._many.points(lambda: self._by_rank(plan, there, _spread_ranks(ranks)))
         else:
             found += self._by_rank(plan, there, ranks)
         limit = self._most_ranks
@@ -101,20 +101,20 @@ class Readings:
         return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
 
     def _here(self) -> tuple[int, ...]:
-        """Ranks of the newest formation: one that was left behind would show its last numbers for ever."""
-        told = self._history.supervisor()
-        world = next((integer(one, "world") for one in reversed(told) if one["event"] == "epoch"), None)
+        """Ranks of the newest membership: one that was left behind would show its last numbers for ever."""
+        supervised = self._history.supervisor()
+        world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
         return tuple(rank for rank in self._history.ranks if world is None or rank < world)
 
     def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
-        told, last = self._history.supervisor(), self._history.last_step
+        supervised, last = self._history.supervisor(), self._history.last_step
         state = text(self.run.status(), "state") or "unknown"
-        yield from metric_points(names.INFO, 1.0, **_described(plan), state=state)
+        yield from metric_points(names.INFO, 1.0, **_plan_labels(plan), state=state)
         yield from metric_points(names.DONE, 0 if last is None else last + 1)
         yield from metric_points(names.PLANNED, integer(at(plan, "duration"), "steps"))
         yield from metric_points(names.TOKENS, self._learnt(last))
         yield from metric_points(names.RANKS, len(ranks))
-        yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in told))
+        yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in supervised))
         yield from metric_points(names.DAMAGE, sum(one.count for one in self._history.damage()))
         for metric in names.PREDICTED:
             table, _, key = metric.field.partition(".")
@@ -178,10 +178,10 @@ class Seldom:
         return self._kept
 
 
-def _spread(ranks: Sequence[int]) -> Sequence[int]:
+def _spread_ranks(ranks: Sequence[int]) -> Sequence[int]:
     """At most MOST_READ of them.
 
-    >>> list(_spread(range(5000)))[:4], len(_spread(range(2048)))
+    >>> list(_spread_ranks(range(5000)))[:4], len(_spread_ranks(range(2048)))
     ([0, 3, 6, 9], 2048)
     """
     return ranks[:: -(-len(ranks) // MOST_READ)]
@@ -195,7 +195,7 @@ def plan_of(run: Run) -> Mapping[str, Any]:
         return {}
 
 
-def _described(plan: Mapping[str, Any]) -> dict[str, str]:
+def _plan_labels(plan: Mapping[str, Any]) -> dict[str, str]:
     layout = at(plan, "layout")
     axes = ("data", "tensor", "context", "pipeline", "expert")
     shape = " ".join(f"{axis}={size}" for axis in axes if (size := integer(layout, axis)))
@@ -220,7 +220,7 @@ def rare_points(history: RunHistory) -> list[MetricPoint]:
     return [
         *metric_points(names.EVALUATION, number(evaluated, "loss")),
         *_checkpoint_points(history.events("checkpoint")),
-        *_collectives(history.latest("timeline") or {}),
+        *_collective_points(history.latest("timeline") or {}),
     ]
 
 
@@ -236,11 +236,11 @@ def _checkpoint_points(events: list[Event]) -> Iterator[MetricPoint]:
     yield from metric_points(names.CHECKPOINT_TIME, number(saved, "t"))
 
 
-def _collectives(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
+def _collective_points(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
     """Summed by operation and group: a record may hold one of them several times, an exposition may not."""
     seconds: dict[tuple[str, str], float] = {}
     sizes: dict[tuple[str, str], float] = {}
-    for one in _tables(event.get("collectives")):
+    for one in _mappings_of(event.get("collectives")):
         key = (text(one, "op"), text(one, "group"))
         if key in seconds or len(seconds) < MOST_COLLECTIVES:
             seconds[key] = seconds.get(key, 0.0) + (number(one, "seconds") or 0.0)
@@ -254,12 +254,12 @@ def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -
     """A pair each; of many ranks, per axis the median of the medians and the worst of the rest."""
     pairs: dict[tuple[int, int, str], Mapping[str, Any]] = {}
     for rank in ranks:
-        for one in _tables((history.latest("peers", rank) or {}).get("pairs"))[:MOST_PAIRS]:
+        for one in _mappings_of((history.latest("peers", rank) or {}).get("pairs"))[:MOST_PAIRS]:
             peer = integer(one, "peer")
             if peer is not None:
                 pairs[rank, peer, text(one, "axis")] = one
     if len(ranks) > most_ranks:
-        yield from _axes(pairs)
+        yield from _axis_points(pairs)
         return
     for (rank, peer, axis), one in pairs.items():
         for percentile, field in PERCENTILES:
@@ -269,7 +269,7 @@ def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -
         yield from metric_points(names.PEER_LOST, number(one, "lost"), src=rank, dst=peer, axis=axis)
 
 
-def _axes(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[MetricPoint]:
+def _axis_points(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[MetricPoint]:
     for axis in sorted({axis for *_, axis in pairs})[:MOST_PAIRS]:
         here = [one for (*_, named), one in pairs.items() if named == axis]
         usual = [value for one in here if (value := number(one, "p50_s")) is not None]
@@ -281,7 +281,7 @@ def _axes(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[M
         yield from metric_points(names.PEER_LOST, lost, **labels)
 
 
-def _tables(value: object) -> list[Mapping[str, Any]]:
+def _mappings_of(value: object) -> list[Mapping[str, Any]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
@@ -293,17 +293,17 @@ T = TypeVar("T")
 
 def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], most_ranks: int) -> Iterator[MetricPoint]:
     """All of them; what a damaged record cannot tell is left out."""
-    walked = _asked(lambda: walk_ledger(run, history))
+    walked = _value_or_none(lambda: walk_ledger(run, history))
     if walked is not None:
-        yield from _spent(walked)
+        yield from _time_points(walked)
         yield from _cost_points(run, history, walked.ledger)
-    scored = _asked(lambda: scores(history))
+    scored = _value_or_none(lambda: scores(history))
     if scored is not None:
         values = [RankValue(rank=rank, value=score) for rank, score in sorted(scored.score.items())]
         yield from points_by_rank(names.STRAGGLER, values, hosts=hosts, most_ranks=most_ranks)
 
 
-def _spent(walked: LedgerWalk) -> Iterator[MetricPoint]:
+def _time_points(walked: LedgerWalk) -> Iterator[MetricPoint]:
     for account, seconds in asdict(walked.ledger.accounts).items():
         yield from metric_points(names.TIME, seconds, account=account)
     effective = from_trail(walked.trail, 2)
@@ -312,7 +312,7 @@ def _spent(walked: LedgerWalk) -> Iterator[MetricPoint]:
 
 
 def _cost_points(run: Run, history: RunHistory, book: Ledger) -> Iterator[MetricPoint]:
-    found = _asked(lambda: run_cost(run, history, book))
+    found = _value_or_none(lambda: run_cost(run, history, book))
     for horizon in ("so_far", "projected", "predicted") if found is not None else ():
         amount = getattr(found, horizon)
         yield from metric_points(names.COST, amount.usd, horizon=horizon)
@@ -320,7 +320,7 @@ def _cost_points(run: Run, history: RunHistory, book: Ledger) -> Iterator[Metric
         yield from metric_points(names.RUN_ENERGY, amount.energy_j, horizon=horizon)
 
 
-def _asked(ask: Callable[[], T]) -> T | None:
+def _value_or_none(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
     except (PhalanxError, OSError):

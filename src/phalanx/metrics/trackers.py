@@ -107,7 +107,7 @@ class MlflowSink:
         found = self._client.get_experiment_by_name(EXPERIMENT)
         experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
         made = self._client.create_run(experiment, run_name=run.name)
-        for name, value in _parameters(run):
+        for name, value in _job_parameters(run):
             self._client.log_param(made.info.run_id, name, value)
         return str(made.info.run_id)
 
@@ -133,7 +133,7 @@ class MlflowSink:
         self._client.set_terminated(self._id)
 
 
-def _parameters(run: Run) -> list[tuple[str, str]]:
+def _job_parameters(run: Run) -> list[tuple[str, str]]:
     """The job, flat: model.name, batch.sequences and so on."""
     flat = [
         (f"{section}.{key}", value)

@@ -53,10 +53,10 @@ def collective_answers(
     comm: NcclSystem | None, operation: Operation | None, sizes: Sequence[float], fit: AlphaBeta | None
 ) -> tuple[CollectiveAnswer, ...]:
     """One per size; `comm` and `operation` are None where NCCL has no choice, and only the fit speaks."""
-    return tuple(_answer(comm, operation, nbytes, fit) for nbytes in sizes)
+    return tuple(_answer_for_size(comm, operation, nbytes, fit) for nbytes in sizes)
 
 
-def _answer(
+def _answer_for_size(
     comm: NcclSystem | None, operation: Operation | None, nbytes: float, fit: AlphaBeta | None
 ) -> CollectiveAnswer:
     pairs: tuple[AlgorithmChoice, ...] = ()
@@ -83,7 +83,7 @@ def _answer(
 def pick_ranges(comm: NcclSystem, operation: Operation, low: float, high: float) -> tuple[PickRange, ...]:
     """Which pair is picked from where to where, to about a byte in a thousand million."""
     found: list[PickRange] = []
-    for from_bytes, to_bytes, picked in _pieces(comm, operation, low, high):
+    for from_bytes, to_bytes, picked in _size_ranges(comm, operation, low, high):
         one = PickRange(from_bytes=from_bytes, to_bytes=to_bytes, algorithm=picked.algorithm, protocol=picked.protocol)
         last = found[-1] if found else None
         if last and (last.algorithm, last.protocol) == (one.algorithm, one.protocol):
@@ -95,7 +95,7 @@ def pick_ranges(comm: NcclSystem, operation: Operation, low: float, high: float)
     return tuple(found)
 
 
-def _pieces(
+def _size_ranges(
     comm: NcclSystem, operation: Operation, low: float, high: float
 ) -> Iterator[tuple[float, float, AlgorithmChoice]]:
     """Stretches without a change, as far as STEPS looks per doubling see."""
@@ -104,8 +104,8 @@ def _pieces(
     for place in range(1, looks + 1):
         next_at = min(high, low * 2 ** (place / STEPS))
         then = choose_pair(comm, next_at, operation=operation)
-        if _pair(then) != _pair(picked):
-            border = _border(comm, operation, at, next_at)
+        if _algorithm_protocol(then) != _algorithm_protocol(picked):
+            border = _range_border(comm, operation, at, next_at)
             yield at, border, picked
             at, picked = border, then
         else:
@@ -114,16 +114,20 @@ def _pieces(
     yield at, high, picked
 
 
-def _border(comm: NcclSystem, operation: Operation, low: float, high: float) -> float:
+def _range_border(comm: NcclSystem, operation: Operation, low: float, high: float) -> float:
     """Where the pair of `low` ends."""
-    kept = _pair(choose_pair(comm, low, operation=operation))
+    kept = _algorithm_protocol(choose_pair(comm, low, operation=operation))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _pair(choose_pair(comm, middle, operation=operation)) == kept else (low, middle)
+        low, high = (
+            (middle, high)
+            if _algorithm_protocol(choose_pair(comm, middle, operation=operation)) == kept
+            else (low, middle)
+        )
     return high
 
 
-def _pair(one: AlgorithmChoice) -> tuple[Algorithm, Protocol]:
+def _algorithm_protocol(one: AlgorithmChoice) -> tuple[Algorithm, Protocol]:
     return one.algorithm, one.protocol
 
 
@@ -165,7 +169,7 @@ def show_expected(one: CollectiveAnswer) -> str:
     )
     lines = [
         f"{format_size(one.nbytes)} takes {format_seconds(seconds)} {name} "
-        f"({span}: {_span(interval)}; {_gb(rate)} GB/s busbw)"
+        f"({span}: {_span_text(interval)}; {_gigabytes_text(rate)} GB/s busbw)"
         for name, seconds, interval, span, rate in found
         if seconds is not None
     ]
@@ -180,16 +184,18 @@ def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
     head += ["fitted", "80%", "busbw GB/s"] if fitted else []
     rows = [head]
     for one in found:
-        by_model = _picked(one) if modelled else []
+        by_model = _picked_lines(one) if modelled else []
         by_fit = (
-            [_seconds(one.fitted_s), _span(one.fitted_interval_s), _gb(one.fitted_bus_bytes_per_s)] if fitted else []
+            [_seconds(one.fitted_s), _span_text(one.fitted_interval_s), _gigabytes_text(one.fitted_bus_bytes_per_s)]
+            if fitted
+            else []
         )
         rows.append([format_size(one.nbytes), *by_model, *by_fit])
     left = (1, 5) if modelled else ()
     return "\n".join(text_table(rows, right=[place for place in range(len(head)) if place not in left]))
 
 
-def _picked(one: CollectiveAnswer) -> list[str]:
+def _picked_lines(one: CollectiveAnswer) -> list[str]:
     if not one.pairs:
         return [NONE] * 5
     first, *others = one.pairs
@@ -199,8 +205,8 @@ def _picked(one: CollectiveAnswer) -> list[str]:
     return [
         f"{first.algorithm} {first.protocol}",
         _seconds(one.expected_s),
-        _span(one.expected_interval_s),
-        _gb(one.bus_bytes_per_s),
+        _span_text(one.expected_interval_s),
+        _gigabytes_text(one.bus_bytes_per_s),
         then,
     ]
 
@@ -223,11 +229,11 @@ def show_fit(fit: AlphaBeta, count: int, error: float, at_bytes: float) -> str:
     )
 
 
-def _span(interval: tuple[float, float] | None) -> str:
+def _span_text(interval: tuple[float, float] | None) -> str:
     return NONE if interval is None else f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
 
 
-def _gb(rate: float | None) -> str:
+def _gigabytes_text(rate: float | None) -> str:
     return NONE if not rate else f"{rate / 1e9:,.4g}"
 
 

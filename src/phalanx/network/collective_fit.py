@@ -57,7 +57,7 @@ class AlphaBeta:
 
     def seconds(self, nbytes: float) -> float:
         """Predicted time of a message."""
-        return _shape(self.alpha_s * self.bytes_per_s, self.wire_share * nbytes, self.fill) / self.bytes_per_s
+        return _unit_time(self.alpha_s * self.bytes_per_s, self.wire_share * nbytes, self.fill) / self.bytes_per_s
 
     def interval_s(self, nbytes: float) -> tuple[float, float]:
         """The range that holds 80 % of measured times of sizes that were not fitted on."""
@@ -69,7 +69,7 @@ class AlphaBeta:
         return self.wire_share * nbytes / self.seconds(nbytes)
 
 
-def _shape(start_bytes: float, wire_bytes: float, fill: float) -> float:
+def _unit_time(start_bytes: float, wire_bytes: float, fill: float) -> float:
     """Time at one byte per second; `start_bytes` is α·B."""
     return start_bytes + wire_bytes + fill * math.sqrt(start_bytes * wire_bytes)
 
@@ -102,20 +102,20 @@ def fit_points(
     """
     share = wire_share(operation, ranks)
     k = fill if fill is not None else FILL_INSIDE if nodes == 1 else FILL_ACROSS
-    known = [(share * one.nbytes, one.seconds) for one in _checked(points)]
-    start_bytes = _exact(known[0], known[-1], k) if len(known) == 2 else _least(known, k)
-    logs = [math.log(_shape(start_bytes, wire, k) / seconds) for wire, seconds in known]
+    known = [(share * one.nbytes, one.seconds) for one in _checked_points(points)]
+    start_bytes = _exact_fit(known[0], known[-1], k) if len(known) == 2 else _least_squares(known, k)
+    logs = [math.log(_unit_time(start_bytes, wire, k) / seconds) for wire, seconds in known]
     # Without start-up two points need not lie on the line: the large one counts, as most of the time is there.
     rate = math.exp(logs[-1] if len(known) == 2 else sum(logs) / len(logs))
     return AlphaBeta(alpha_s=start_bytes / rate, bytes_per_s=rate, wire_share=share, fill=k)
 
 
-def _exact(small: tuple[float, float], large: tuple[float, float], fill: float) -> float:
+def _exact_fit(small: tuple[float, float], large: tuple[float, float], fill: float) -> float:
     """α·B where the two times have the measured ratio; 0 where they differ more than the bytes do."""
     wanted = large[1] / small[1]
 
     def ratio(start_bytes: float) -> float:
-        return _shape(start_bytes, large[0], fill) / _shape(start_bytes, small[0], fill)
+        return _unit_time(start_bytes, large[0], fill) / _unit_time(start_bytes, small[0], fill)
 
     if wanted >= ratio(0.0):
         return 0.0
@@ -128,21 +128,21 @@ def _exact(small: tuple[float, float], large: tuple[float, float], fill: float) 
     return high
 
 
-def _least(known: Sequence[tuple[float, float]], fill: float) -> float:
+def _least_squares(known: Sequence[tuple[float, float]], fill: float) -> float:
     """α·B with the least spread of log errors: looked for on a grid, then between its neighbours."""
 
     def spread(start_bytes: float) -> float:
-        logs = [math.log(_shape(start_bytes, wire, fill) / seconds) for wire, seconds in known]
+        logs = [math.log(_unit_time(start_bytes, wire, fill) / seconds) for wire, seconds in known]
         middle = sum(logs) / len(logs)
         return sum((one - middle) ** 2 for one in logs)
 
     span = math.log(1e3 * known[-1][0] / (1e-4 * known[0][0]))
     grid = [0.0, *(1e-4 * known[0][0] * math.exp(span * place / SCAN) for place in range(SCAN + 1))]
     best = min(range(len(grid)), key=lambda place: spread(grid[place]))
-    return _narrow(spread, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)])
+    return _golden_section(spread, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)])
 
 
-def _narrow(cost: Callable[[float], float], low: float, high: float) -> float:
+def _golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
     """The least of a function with one valley, by thirds."""
     for _ in range(HALVINGS):
         left, right = low + (high - low) / 3, high - (high - low) / 3
@@ -150,7 +150,7 @@ def _narrow(cost: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-def _checked(points: Sequence[Point]) -> list[Point]:
+def _checked_points(points: Sequence[Point]) -> list[Point]:
     for one in points:
         if not (math.isfinite(one.nbytes) and one.nbytes > 0 and math.isfinite(one.seconds) and one.seconds > 0):
             raise mistake(WHERE, f"{one.nbytes:g} bytes in {one.seconds:g} s", fix="both are above zero")
@@ -246,7 +246,7 @@ class _Row:
 
 def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> Measured:
     """What the text holds about this operation; raises UserError where that is another, of other ranks, or nothing."""
-    found = list(_rows(text))
+    found = list(_test_rows(text))
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not found and lines and "," in lines[0]:
         return _from_table(lines, where, operation, ranks)
@@ -255,29 +255,29 @@ def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> M
     _check_ranks(text, where, ranks)
     ours = [row for row in found if row.test is None or PROGRAMS.get(row.test) == operation]
     if not ours:
-        raise _another(where, operation, [PROGRAMS.get(str(row.test), str(row.test)) for row in found])
+        raise _other_system(where, operation, [PROGRAMS.get(str(row.test), str(row.test)) for row in found])
     fitting = [row for row in ours if row.may_be(operation, ranks)]
     # Without names, lines of other tests may stand between; under a name every line must be like it.
     unlike = [row for row in ours if row not in fitting and (row.test or not fitting)]
     if unlike:
-        raise _unlike(unlike[0], where, operation, ranks)
+        raise _unlike_row(unlike[0], where, operation, ranks)
     return Measured(points=tuple(row.point for row in fitting), named=all(row.test for row in fitting))
 
 
-def _another(where: str, operation: Operation, held: Sequence[str], why: str = "") -> UserError:
+def _other_system(where: str, operation: Operation, held: Sequence[str], why: str = "") -> UserError:
     names = sorted(set(held))
     known = [name for name in names if name in PROGRAMS.values()]
     fix = f"add --kind {known[0]}" if known else f"measure {operation}"
     return mistake(where, f"holds {' or '.join(names) if why else ', '.join(names)}, not {operation}", why=why, fix=fix)
 
 
-def _unlike(row: _Row, where: str, operation: Operation, ranks: int) -> UserError:
+def _unlike_row(row: _Row, where: str, operation: Operation, ranks: int) -> UserError:
     """The mistake of a line that cannot be of this operation on so many ranks."""
     ratio = f"{row.busbw / max(row.algbw, 1e-9):.3g}"
     like = [one for one in PROGRAMS.values() if row.may_be(one, ranks)]
     if like and row.test is None:
         said = [f"operator {row.operator}"] * (row.operator is not None) + [f"root {row.root}"] * (row.root is not None)
-        return _another(where, operation, like, why=", ".join([*said, f"busbw {ratio} times algbw"]))
+        return _other_system(where, operation, like, why=", ".join([*said, f"busbw {ratio} times algbw"]))
     return mistake(
         where,
         f"busbw is {ratio} times algbw, and {wire_share(operation, ranks):.3g} for {operation} on {ranks:,} ranks",
@@ -293,30 +293,30 @@ def _check_ranks(text: str, where: str, ranks: int) -> None:
         raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
 
 
-def _rows(text: str) -> Iterator[_Row]:
+def _test_rows(text: str) -> Iterator[_Row]:
     """Out-of-place times; the name of the test stands in the command or the heading above them."""
     test: str | None = None
     for line in text.splitlines():
         if named := _PROGRAM.search(line):
             test = named[1]
-        row = next(filter(None, (_row(pattern.search(line), test) for pattern in _LINES)), None)
+        row = next(filter(None, (_test_row(pattern.search(line), test) for pattern in _LINES)), None)
         if row:
             yield row
 
 
-def _row(found: re.Match[str] | None, test: str | None) -> _Row | None:
+def _test_row(found: re.Match[str] | None, test: str | None) -> _Row | None:
     if found is None:
         return None
     words = found.groupdict()
     nbytes, (us, algbw, busbw) = float(found[1]), (float(one) for one in found.groups()[-3:])
-    if not _agrees(nbytes, us, algbw):
+    if not _bandwidth_agrees(nbytes, us, algbw):
         return None
     root = int(words["root"]) if words.get("root") else None
     point = Point(nbytes=nbytes, seconds=us * 1e-6)
     return _Row(test=test, operator=words["operator"], root=root, algbw=algbw, busbw=busbw, point=point)
 
 
-def _agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
+def _bandwidth_agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
     """Is the third number the first over the second? Tells a root from a time."""
     if nbytes <= 0 or us <= 0:
         return False
@@ -345,11 +345,11 @@ def _from_table(lines: Sequence[str], where: str, operation: Operation, ranks: i
             if kind is not None and (other := _other_kind(row.get(kind), operation)):
                 others.append(other)
             else:
-                found.append(_point(row, where=at, size=size, column=column, unit=value, share=share))
+                found.append(_measured_point(row, where=at, size=size, column=column, unit=value, share=share))
     except csv.Error as error:
         raise mistake(f"{where}:{reader.line_num}", f"is no table: {error}", fix=FORMS) from None
     if not found:
-        raise _another(where, operation, others) if others else mistake(where, "holds no rows", fix=FORMS)
+        raise _other_system(where, operation, others) if others else mistake(where, "holds no rows", fix=FORMS)
     return Measured(points=tuple(found), named=kind is not None)
 
 
@@ -360,7 +360,9 @@ def _other_kind(text: str | None, operation: Operation) -> str | None:
     return None if named == operation else named
 
 
-def _point(row: Mapping[str, str | None], *, where: str, size: str, column: str, unit: str, share: float) -> Point:
+def _measured_point(
+    row: Mapping[str, str | None], *, where: str, size: str, column: str, unit: str, share: float
+) -> Point:
     nbytes, text = parse_size(row.get(size) or "", where), (row.get(column) or "").strip()
     try:
         number = float(text)

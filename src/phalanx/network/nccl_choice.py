@@ -103,9 +103,9 @@ def possible_pairs(
     if comm.ranks == 1:
         return (AlgorithmChoice(algorithm="Ring", protocol="Simple", latency_s=0.0, transfer_s=0.0),)
     found = []
-    for algorithm, protocol, bus_gb in _exists(comm, operation):
+    for algorithm, protocol, bus_gb in _existing_pairs(comm, operation):
         latency_us = start_up_us(comm, algorithm, protocol, operation=operation, nbytes=nbytes)
-        rate_gb = bus_gb * _share(comm, algorithm, operation) * tree_correction(comm, algorithm, protocol, nbytes)
+        rate_gb = bus_gb * _wire_share(comm, algorithm, operation) * tree_correction(comm, algorithm, protocol, nbytes)
         if rate_gb > 0:
             one = AlgorithmChoice(
                 algorithm=algorithm,
@@ -215,7 +215,7 @@ def rival_doubt(comm: NcclSystem, nbytes: float) -> float:
     return RIVAL_DOUBT_SMALL if nbytes < 256 * MIB else RIVAL_DOUBT_LARGE
 
 
-def _exists(comm: NcclSystem, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
+def _existing_pairs(comm: NcclSystem, operation: Operation) -> Iterator[tuple[Algorithm, Protocol, float]]:
     """Pairs with the bandwidth of their bus."""
     reduces = operation == "all-reduce"
     for protocol in PROTOCOLS:
@@ -227,7 +227,7 @@ def _exists(comm: NcclSystem, operation: Operation) -> Iterator[tuple[Algorithm,
     if comm.nvls is not None and comm.nvls.count > 1:
         yield from _by_switch(comm, comm.nvls, operation)
     if comm.per_node == 1 and not reduces:
-        yield "PAT", "Simple", 0.75 * _bus(comm)
+        yield "PAT", "Simple", 0.75 * _bus_rate(comm)
     if comm.sharp and comm.nodes > 1:
         yield "CollnetDirect", "Simple", _direct_bus(comm, operation)
         if reduces:
@@ -243,7 +243,7 @@ def _by_switch(comm: NcclSystem, found: Channels, operation: Operation) -> Itera
         yield "NVLSTree", "Simple", _nvls_bus(comm, found, "NVLSTree", operation)
 
 
-def _bus(comm: NcclSystem) -> float:
+def _bus_rate(comm: NcclSystem) -> float:
     return comm.ring.count * (comm.ring.inside_gb if comm.nodes <= 2 else comm.ring.across_gb)
 
 
@@ -254,7 +254,7 @@ def _ll_most(comm: NcclSystem) -> float:
 
 
 def _ring_bus(comm: NcclSystem, protocol: Protocol) -> float:
-    bus = _bus(comm)
+    bus = _bus_rate(comm)
     if protocol == "LL":
         return min(_ll_most(comm), bus / 2)
     if protocol == "LL128":
@@ -263,7 +263,7 @@ def _ring_bus(comm: NcclSystem, protocol: Protocol) -> float:
 
 
 def _tree_bus(comm: NcclSystem, protocol: Protocol) -> float:
-    bus = min(TREE_EFFICIENCY * _bus(comm), comm.ring.count * TREE_CHANNEL_GB[comm.family][comm.column])
+    bus = min(TREE_EFFICIENCY * _bus_rate(comm), comm.ring.count * TREE_CHANNEL_GB[comm.family][comm.column])
     if protocol == "LL":
         bus = min(bus / 3.8, _ll_most(comm))
     if protocol == "LL128":
@@ -291,14 +291,14 @@ def _direct_bus(comm: NcclSystem, operation: Operation) -> float:
     return comm.ring.count * comm.ring.inside_gb / (share - (share - 1) / 2) * newer
 
 
-def _share(comm: NcclSystem, algorithm: Algorithm, operation: Operation) -> float:
+def _wire_share(comm: NcclSystem, algorithm: Algorithm, operation: Operation) -> float:
     """Bytes of the message that a byte on the bus stands for."""
     if algorithm in ("Ring", "NVLS", "NVLSTree") and (algorithm == "Ring" or operation == "all-reduce"):
-        return comm.ranks / _steps(comm, operation)
+        return comm.ranks / _ring_steps(comm, operation)
     return 0.5 if operation == "all-reduce" else 1.0
 
 
-def _steps(comm: NcclSystem, operation: Operation) -> int:
+def _ring_steps(comm: NcclSystem, operation: Operation) -> int:
     if operation in FROM_ONE:
         return comm.ranks
     return (2 if operation == "all-reduce" else 1) * (comm.ranks - 1)
@@ -313,8 +313,8 @@ def start_up_us(
     nbytes: float = math.inf,
 ) -> float:
     """Microseconds before and between transfers."""
-    base, inside = _us("base", algorithm, protocol), _us("NVLINK", algorithm, protocol)
-    across = _us("NET", "Tree" if comm.per_node == 1 else algorithm, protocol)
+    base, inside = _hop_latency("base", algorithm, protocol), _hop_latency("NVLINK", algorithm, protocol)
+    across = _hop_latency("NET", "Tree" if comm.per_node == 1 else algorithm, protocol)
     local, depth = comm.per_node - 1, int(math.log2(comm.nodes))
     if algorithm == "Ring":
         return _ring_latency(comm, protocol, operation, nbytes)
@@ -335,13 +335,15 @@ def _ring_latency(comm: NcclSystem, protocol: Protocol, operation: Operation, nb
     """Steps inside a node wait until those that leave it are posted."""
     simple = protocol == "Simple"
     if operation in FROM_ONE:
-        return _us("base", "Ring", protocol) + _pass_on(comm, protocol)
+        return _hop_latency("base", "Ring", protocol) + _pass_on(comm, protocol)
     rounds = 2 if operation == "all-reduce" else 1
     leaving = rounds * (comm.nodes - 1)
-    across = _us("NET", "Tree" if comm.per_node == 1 else "Ring", protocol)
+    across = _hop_latency("NET", "Tree" if comm.per_node == 1 else "Ring", protocol)
     post = POST_US[comm.cpu] * (3 if simple else 1) if comm.nodes > 1 else 0.0
-    inside = max(_us("NVLINK", "Ring", protocol), post)
-    total = _us("base", "Ring", protocol) + (_steps(comm, operation) - leaving) * inside + leaving * across
+    inside = max(_hop_latency("NVLINK", "Ring", protocol), post)
+    total = (
+        _hop_latency("base", "Ring", protocol) + (_ring_steps(comm, operation) - leaving) * inside + leaving * across
+    )
     if simple and comm.nodes > 1 and rounds == 2 and nbytes / (comm.ring.count * comm.ranks) >= PLATEAU_BYTES:
         total *= OLD_PLATEAU if comm.family == "volta" else PLATEAU
     return total
@@ -350,11 +352,11 @@ def _ring_latency(comm: NcclSystem, protocol: Protocol, operation: Operation, nb
 def _pass_on(comm: NcclSystem, protocol: Protocol) -> float:
     """From rank to rank: overlapped in one node, where all channels visit the ranks in the same order."""
     if comm.nodes == 1:
-        return _us("NVLINK", "Ring", protocol)
-    return comm.ranks * _us("NET", "Tree" if protocol == "Simple" else "Ring", protocol)
+        return _hop_latency("NVLINK", "Ring", protocol)
+    return comm.ranks * _hop_latency("NET", "Tree" if protocol == "Simple" else "Ring", protocol)
 
 
-def _us(hop: Hop, algorithm: Algorithm, protocol: Protocol) -> float:
+def _hop_latency(hop: Hop, algorithm: Algorithm, protocol: Protocol) -> float:
     return LATENCY_US[hop][algorithm][PROTOCOLS.index(protocol)]
 
 
@@ -371,4 +373,4 @@ def tree_correction(comm: NcclSystem, algorithm: Algorithm, protocol: Protocol, 
 
 def bus_bytes_per_s(comm: NcclSystem, nbytes: float, seconds: float, *, operation: Operation = "all-reduce") -> float:
     """Bus bandwidth as nccl-tests prints it (doc/PERFORMANCE.md): what a ring would have to carry."""
-    return _steps(comm, operation) / comm.ranks * nbytes / seconds if seconds > 0 else 0.0
+    return _ring_steps(comm, operation) / comm.ranks * nbytes / seconds if seconds > 0 else 0.0

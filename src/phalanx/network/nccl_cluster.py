@@ -43,7 +43,7 @@ def nccl_system(
     device = cluster.accelerator
     family = FAMILIES.get(device.family)
     if device.vendor != "nvidia" or family is None or not device.link.startswith("NVLink"):
-        raise _foreign(cluster)
+        raise _foreign_system(cluster)
     return build_system(
         nodes=nodes or cluster.domains,
         per_node=per_node or cluster.domain_devices,
@@ -104,7 +104,7 @@ def sane_rate(bytes_per_s: float) -> float:
     return max(1.0, min(bytes_per_s, FASTEST)) if math.isfinite(bytes_per_s) else 1.0
 
 
-def _foreign(cluster: Cluster) -> UserError:
+def _foreign_system(cluster: Cluster) -> UserError:
     device = cluster.accelerator
     why = {
         "amd": "RCCL has its own tables for AMD's devices",

@@ -81,7 +81,7 @@ def build_system(
     >>> h200.ring.count * h200.ring.inside_gb, h200.nvls.count * h200.nvls.inside_gb
     (360.0, 320.0)
     """
-    _check(nodes, per_node, family, nic_gbps)
+    _check_system(nodes, per_node, family, nic_gbps)
     link_gb = NVLINK_GB[family] * (links or NVLINKS[family])
     nic_gb = nic_gbps / 100.0 * NET_GB_PER_100G if nodes > 1 else math.inf
     adds = nvls and NVLS_EFFICIENCY[family] > 0 and per_node > 2
@@ -98,7 +98,7 @@ def build_system(
     )
 
 
-def _check(nodes: int, per_node: int, family: str, nic_gbps: float) -> None:
+def _check_system(nodes: int, per_node: int, family: str, nic_gbps: float) -> None:
     if nodes < 1 or per_node < 1 or nodes * per_node > MOST_RANKS:
         what = f"{nodes:,} nodes of {per_node:,} GPUs"
         raise mistake(WHERE, what, fix=f"use at least 1 of each, and at most {MOST_RANKS:,} ranks")
@@ -111,15 +111,15 @@ def _check(nodes: int, per_node: int, family: str, nic_gbps: float) -> None:
 def _ring_channels(family: Family, gpus: int, link_gb: float, nic_gb: float) -> Channels:
     """The most that whole channels carry: inside, any number of them; across, one per GPU and its NIC."""
     if nic_gb == math.inf:
-        first = _fastest(SPEEDS_INSIDE_GB[family], link_gb)
+        first = _fastest_speed(SPEEDS_INSIDE_GB[family], link_gb)
         tried = [one for one in SPEEDS_INSIDE_GB[family] if SLOWEST_TRY * first < one <= first]
         speed = max(tried, key=lambda one: (int(link_gb // one) * one, one))
         count = int(link_gb // speed)
         return Channels(count=2 * count, inside_gb=speed / 2, across_gb=speed / 2)  # NCCL halves fast channels
     if gpus == 1:
-        speed = _fastest(SPEEDS_ACROSS_GB[family], nic_gb)
+        speed = _fastest_speed(SPEEDS_ACROSS_GB[family], nic_gb)
         return Channels(count=1, inside_gb=speed, across_gb=speed)
-    first = _fastest(SPEEDS_ACROSS_GB[family], min(nic_gb, link_gb))
+    first = _fastest_speed(SPEEDS_ACROSS_GB[family], min(nic_gb, link_gb))
     tried = [one for one in SPEEDS_ACROSS_GB[family] if SLOWEST_TRY * first < one <= first]
     speed = max(tried, key=lambda one: (_side_by_side(one, gpus, link_gb) * one, one))
     return Channels(count=_side_by_side(speed, gpus, link_gb), inside_gb=speed, across_gb=speed)
@@ -134,7 +134,7 @@ def _nvls_channels(family: Family, gpus: int, link_gb: float, nic_gb: float) -> 
     """One channel per head: each GPU's links carry every channel once, and those of a head its own twice."""
     heads = min(gpus, MOST_NVLS_HEADS)
     speeds = SPEEDS_INSIDE_GB[family] if nic_gb == math.inf else SPEEDS_ACROSS_GB[family]
-    speed = _fastest(speeds, min(nic_gb, link_gb / (heads + 1)))
+    speed = _fastest_speed(speeds, min(nic_gb, link_gb / (heads + 1)))
     return Channels(count=heads, inside_gb=speed, across_gb=speed)
 
 
@@ -153,5 +153,5 @@ def unrounded_system(comm: NcclSystem) -> NcclSystem:
     return replace(comm, nvls=replace(comm.nvls, inside_gb=inside_gb, across_gb=across_gb))
 
 
-def _fastest(speeds: tuple[float, ...], room: float) -> float:
+def _fastest_speed(speeds: tuple[float, ...], room: float) -> float:
     return next((one for one in speeds if one <= room), speeds[-1])

@@ -81,12 +81,12 @@ def bounded_timeout_s(
 WORTH = 0.02
 
 
-def compression_pays(ask: PlanRequest, layout: Layout, *, where: str = "parallel.compression") -> Problem | None:
+def compression_pays(request: PlanRequest, layout: Layout, *, where: str = "parallel.compression") -> Problem | None:
     """A warning where the step is predicted to gain less than 2 % from its compression; None where it pays."""
     if layout.compression == "none":
         return None
     rows = [replace(layout, compression=kind) for kind in (layout.compression, "none")]
-    _, times, _ = price_layouts(ask, rows)
+    _, times, _ = price_layouts(request, rows)
     with_s, without_s = (float(one) for one in times.step_s)
     saved = 1.0 - with_s / without_s
     if saved >= WORTH:

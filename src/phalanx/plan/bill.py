@@ -62,12 +62,12 @@ def run_bill(
     """What `devices` devices and the spare hosts cost over `wall_s` seconds, and over both ends of its interval."""
     low_s, high_s = wall_interval_s or (wall_s, wall_s)
     low, hours, high = low_s / HOUR_S, wall_s / HOUR_S, high_s / HOUR_S
-    price, price_source = _price(cluster, cost)
+    price, price_source = _hour_price(cluster, cost)
     rented = devices + spares * cluster.host_devices
-    region = _region(cost.region, where) if cost.region else None
-    pue, pue_source = _pue(cluster, cost, region)
-    grid, grid_source = _grid(cluster, cost, region)
-    watts, power_source = _power(cluster)
+    region = _region_named(cost.region, where) if cost.region else None
+    pue, pue_source = _pue_with_source(cluster, cost, region)
+    grid, grid_source = _grid_carbon(cluster, cost, region)
+    watts, power_source = _device_power(cluster)
     kw = devices * watts / 1000 * pue if watts else None
     return Bill(
         device_hours=devices * hours,
@@ -86,27 +86,27 @@ def run_bill(
     )
 
 
-def _power(cluster: Cluster) -> tuple[float | None, str]:
+def _device_power(cluster: Cluster) -> tuple[float | None, str]:
     watts = usual_power_w_per_device(cluster)
     if not watts:
-        return None, "unknown: give power_w_per_device in a cluster file"
+        return None, "unknown: set power_w_per_device in a cluster file"
     if cluster.power_w_per_device:
         return watts, "given for the cluster"
     if cluster.accelerator.family == "cpu":
-        return watts, "share of a CPU's 350 W over 56 cores, Xeon 8480+ datasheet; the server around it not counted"
+        return watts, "share of a CPU's 350 W over 56 cores, Xeon 8480+ datasheet; without the rest of the server"
     return watts, "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
 
 
-def _price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:
+def _hour_price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:
     if cost.usd_per_device_hour is not None:
         price = cost.usd_per_device_hour
         return (price, price, price), "job, cost.usd_per_device_hour"
     if cluster.price_usd_per_device_hour is None:
-        return None, f"no price is known for {cluster.accelerator.name}; give cost.usd_per_device_hour"
-    return cluster.price_usd_per_device_hour, "cheapest, median and dearest cloud, skypilot-catalog 2026-08-22"
+        return None, f"no price is known for {cluster.accelerator.name}; set cost.usd_per_device_hour"
+    return cluster.price_usd_per_device_hour, "cheapest, median and most expensive cloud, skypilot-catalog 2026-08-22"
 
 
-def _pue(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+def _pue_with_source(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
     if cost.pue is not None:
         return cost.pue, "job, cost.pue"
     if region is not None and region.pue:
@@ -117,7 +117,7 @@ def _pue(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, st
     return usual, "median of the cloud regions in mlco2/impact that state one"
 
 
-def _grid(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+def _grid_carbon(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
     if cost.grid_gco2_per_kwh is not None:
         return cost.grid_gco2_per_kwh, "job, cost.grid_gco2_per_kwh"
     if region is not None:
@@ -140,7 +140,7 @@ def regions() -> Mapping[str, Region]:
     return found
 
 
-def _region(name: str, where: str) -> Region:
+def _region_named(name: str, where: str) -> Region:
     known = {key.lower(): one for key, one in regions().items()} | {one.name.lower(): one for one in regions().values()}
     if name.lower() in known:
         return known[name.lower()]
@@ -153,6 +153,6 @@ def _unknown_region(name: str, where: str) -> UserError:
     return mistake(
         where,
         f'cost.region = "{name}" is not in the grid table',
-        why="the carbon of a kWh depends on where it is made",
-        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or give cost.grid_gco2_per_kwh",
+        why="the carbon footprint of a kWh depends on where it is generated",
+        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or set cost.grid_gco2_per_kwh",
     )

@@ -67,24 +67,26 @@ def calibrated(times: StepTimes, scalars: Calibration) -> StepTimes:
     costs nothing there, as recompute, look like a gain.
     """
     scaled = {part: getattr(times, part) * getattr(scalars, group) for group, parts in GROUPS.items() for part in parts}
-    before, after = _sum(getattr(times, part) for part in DEVICE), _sum(scaled[part] for part in DEVICE)
+    before, after = _sum_parts(getattr(times, part) for part in DEVICE), _sum_parts(scaled[part] for part in DEVICE)
     device_s, host_s = times.device_s * after / np.maximum(before, 1e-30), times.host_s * scalars.host
     # As differences, so that scalars of 1 change nothing, also of a mixture of two steps (`recompute_layers`).
     shows = smooth_max(device_s, host_s, times.launch_sharpness) - after
     showed = smooth_max(times.device_s, times.host_s, times.launch_sharpness) - before
     scaled["launch_s"] = times.launch_s + shows - showed
-    slower = _sum(scaled[part] for part in BUSY) / np.maximum(_sum(getattr(times, part) for part in BUSY), 1e-30)
+    slower = _sum_parts(scaled[part] for part in BUSY) / np.maximum(
+        _sum_parts(getattr(times, part) for part in BUSY), 1e-30
+    )
     busy_s = times.busy_s * slower
     shows = smooth_max(busy_s, times.moving_s * scalars.outer_traffic, times.shard_sharpness) - busy_s
     showed = smooth_max(times.busy_s, times.moving_s, times.shard_sharpness) - times.busy_s
     scaled["shard_s"] = times.shard_s + shows - showed
-    work = _sum(scaled.values())
-    factor = work / np.maximum(_sum(getattr(times, part) for part in scaled), 1e-30)
+    work = _sum_parts(scaled.values())
+    factor = work / np.maximum(_sum_parts(getattr(times, part) for part in scaled), 1e-30)
     bubble = times.bubble_s * factor
     return replace(times, **scaled, bubble_s=bubble, step_s=work + bubble, micro_s=times.micro_s * factor)
 
 
-def _sum(parts: Iterable[Floats]) -> Floats:
+def _sum_parts(parts: Iterable[Floats]) -> Floats:
     total: Floats = np.zeros(())
     for part in parts:
         total = total + part
@@ -104,14 +106,14 @@ def calibrate(times: StepTimes, measured_s: Floats, noise: Floats | float = NOIS
     def residuals(logs: Floats) -> Floats:
         scalars = dict(zip(GROUPS, np.exp(logs), strict=True))
         error = (np.log(calibrated(known, Calibration(**scalars)).step_s) - target) / scatter
-        return np.concatenate([_soft(error, ROBUST_AT), _soft(logs / sigma, PRIOR_AT)])
+        return np.concatenate([_soft_residual(error, ROBUST_AT), _soft_residual(logs / sigma, PRIOR_AT)])
 
     most = np.log(LARGEST_FACTOR)
     found = least_squares(residuals, np.zeros(len(GROUPS)), bounds=(-most, most))
     return Calibration(**{name: float(np.exp(log)) for name, log in zip(GROUPS, found.x, strict=True)})
 
 
-def _soft(residual: Floats, at: float) -> Floats:
+def _soft_residual(residual: Floats, at: float) -> Floats:
     """A residual whose square grows like residual² up to `at` and only linearly beyond."""
     soft: Floats = np.sign(residual) * at * np.sqrt(2.0 * (np.sqrt(1.0 + (residual / at) ** 2) - 1.0))
     return soft
@@ -138,13 +140,13 @@ def read_calibration(path: Path) -> CalibrationNote:
     if data.get("version") != VERSION or isinstance(data["version"], bool):
         found = str(data.get("version"))[:40]
         raise mistake(where, f"version = {found} is not {VERSION}, the one this Phalanx reads", fix=CURE)
-    problems = [*_names(data["scalars"], where), *_values(data["scalars"], where)]
+    problems = [*_unknown_scalars(data["scalars"], where), *_wrong_scalars(data["scalars"], where)]
     if problems:
         raise UserError(problems)
     return CalibrationNote(file=where, scalars={name: float(data["scalars"][name]) for name in GROUPS})
 
 
-def _names(scalars: Mapping[str, object], where: str) -> list[Problem]:
+def _unknown_scalars(scalars: Mapping[str, object], where: str) -> list[Problem]:
     problems = []
     for name in [name for name in scalars if name not in GROUPS][:MOST_UNKNOWN]:
         close = nearest(name, GROUPS)
@@ -156,7 +158,7 @@ def _names(scalars: Mapping[str, object], where: str) -> list[Problem]:
     return problems
 
 
-def _values(scalars: Mapping[str, object], where: str) -> list[Problem]:
+def _wrong_scalars(scalars: Mapping[str, object], where: str) -> list[Problem]:
     problems = []
     for name, value in scalars.items():
         number = float(value) if _is_number(value) else math.nan

@@ -32,12 +32,17 @@ SWITCH_REDUCES = ("hopper", "blackwell")  # NVLink SHARP came with NVSwitch 3
 HOST_LINK_BYTES_PER_S = 25e9
 
 
-def build_cases(ask: PlanRequest, columns: Mapping[str, Floats], *, global_sequences: int = 0) -> Cases:
+def build_cases(request: PlanRequest, columns: Mapping[str, Floats], *, global_sequences: int = 0) -> Cases:
     """A table of cases: one row per entry of the layout columns."""
-    batch = {"seq": ask.sequence, "global_batch": global_sequences or ask.global_sequences}
-    fixed = {**model_columns(ask.model), **machine_columns(ask.cluster), **batch, "flash": ask.fused_attention}
+    batch = {"seq": request.sequence, "global_batch": global_sequences or request.global_sequences}
+    fixed = {
+        **model_columns(request.model),
+        **machine_columns(request.cluster),
+        **batch,
+        "flash": request.fused_attention,
+    }
     scalars = {name: np.asarray(float(value)) for name, value in fixed.items()}
-    precision = np.asarray(float(PRECISION_INDEX[ask.precision]))
+    precision = np.asarray(float(PRECISION_INDEX[request.precision]))
     return Cases(**{**scalars, "precision": precision, **columns})
 
 

@@ -64,7 +64,7 @@ def element_bytes(c: Cases) -> Floats:
     return np.where(c.precision == FP32, 4.0, 2.0)
 
 
-def _misfit(width: Floats) -> Floats:
+def _width_misfit(width: Floats) -> Floats:
     """0 for widths cuBLAS likes (multiples of 64), 1 for multiples of 8, 3 for the rest."""
     eights = width * 0.125
     wide = eights * 0.125
@@ -73,7 +73,7 @@ def _misfit(width: Floats) -> Floats:
 
 def matmul(c: Cases, k: Physics, rows: Floats, cols: Floats, inner: Floats, rate: Floats) -> Pass:
     """One linear layer: rows x inner times inner x cols, and its two backward matmuls."""
-    penalty = 1.0 + k.unaligned * np.maximum(_misfit(cols), _misfit(inner))
+    penalty = 1.0 + k.unaligned * np.maximum(_width_misfit(cols), _width_misfit(inner))
     body = penalty * 2.0 * rows * cols * inner / rate
     tail = k.tail * TILE_FLOPS * c.units / rate
     return Pass(
@@ -94,18 +94,18 @@ def _attention_linears(c: Cases, k: Physics, rate: Floats) -> Pass:
     rank = np.maximum(c.q_rank, 1.0)
     direct = matmul(c, k, tokens, local_heads * c.qk_dim, c.hidden, rate)
     pair = matmul(c, k, tokens, rank, c.hidden, rate) + matmul(c, k, tokens, local_heads * c.qk_dim, rank, rate)
-    low = _either(c.q_rank > 0, pair, direct)
+    low = _choose_pass(c.q_rank > 0, pair, direct)
     low += matmul(c, k, tokens, c.kv_rank + c.rope_dim, c.hidden, rate)
     low += matmul(c, k, tokens, local_heads * (c.qk_dim - c.rope_dim + c.v_dim), np.maximum(c.kv_rank, 1.0), rate)
     low += out
-    return _either(latent, low, plain)
+    return _choose_pass(latent, low, plain)
 
 
-def _either(which: NDArray[np.bool_], yes: Pass, no: Pass) -> Pass:
+def _choose_pass(which: NDArray[np.bool_], yes: Pass, no: Pass) -> Pass:
     return Pass(forward=np.where(which, yes.forward, no.forward), backward=np.where(which, yes.backward, no.backward))
 
 
-def _mlp(c: Cases, k: Physics, ffn: Floats, rate: Floats) -> Pass:
+def _mlp_pass(c: Cases, k: Physics, ffn: Floats, rate: Floats) -> Pass:
     width = np.maximum(ffn, 64.0) / c.tp
     up = matmul(c, k, c.tokens, width * (1.0 + c.gated), c.hidden, rate)
     return up + matmul(c, k, c.tokens, c.hidden, width, rate)
@@ -116,7 +116,7 @@ def routed_tokens(c: Cases) -> Floats:
     return c.tokens * c.topk / c.tp
 
 
-def _experts(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
+def _expert_pass(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     """Grouped matmuls of the local experts: one launch, many small matmuls."""
     local = np.maximum(c.experts / np.maximum(c.ep, 1.0), 1.0)
     rows = routed_tokens(c) / local
@@ -128,7 +128,7 @@ def _experts(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
         tail = k.tail * TILE_FLOPS * c.units / rate
         forward = forward + body + tail * inner + k.start_s
         backward = backward + 2.0 * body + tail * (cols + rows) + 2.0 * k.start_s
-    shared = _mlp(c, k, c.shared_ffn, rate)
+    shared = _mlp_pass(c, k, c.shared_ffn, rate)
     has_shared = c.shared_ffn > 0
     return Pass(
         forward=forward + np.where(has_shared, shared.forward, 0.0),
@@ -136,10 +136,10 @@ def _experts(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     )
 
 
-def _linears(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
-    work = _attention_linears(c, k, rate).times(c.layers) + _mlp(c, k, c.ffn, rate).times(c.layers - c.moe_layers)
+def _linear_pass(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
+    work = _attention_linears(c, k, rate).times(c.layers) + _mlp_pass(c, k, c.ffn, rate).times(c.layers - c.moe_layers)
     if np.any(c.moe_layers > 0):
-        work += _experts(c, k, f, rate).times(c.moe_layers)
+        work += _expert_pass(c, k, f, rate).times(c.moe_layers)
     return work
 
 
@@ -160,7 +160,7 @@ def _attention_core(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     )
 
 
-def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
+def _elementwise_pass(c: Cases, k: Physics, f: Profile) -> Pass:
     tokens, size = c.tokens, element_bytes(c)
     local_heads, local_kv = c.heads / c.tp, np.maximum(c.kv_heads / c.tp, 1.0)
     spread = np.where(c.sp > 0, c.tp, 1.0)  # sequence parallelism splits norms and residuals as well
@@ -184,7 +184,7 @@ def _elementwise(c: Cases, k: Physics, f: Profile) -> Pass:
     return Pass(forward=forward, backward=2.0 * forward)
 
 
-def _head(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
+def _head_pass(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
     work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, rate)
     loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
     return work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
@@ -193,9 +193,9 @@ def _head(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
 def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     """All device work of one micro-batch."""
     rate, wide = rates(c, k, f)
-    linears = _linears(c, k, f, rate)
+    linears = _linear_pass(c, k, f, rate)
     core = _attention_core(c, k, f, wide).times(c.layers)
-    streams = _elementwise(c, k, f)
+    streams = _elementwise_pass(c, k, f)
     last = matmul(c, k, c.tokens, c.hidden, np.maximum(c.ffn, 64.0) / c.tp, rate).forward * (c.layers - c.moe_layers)
     again_full = linears.forward - f.early_stop * last + core.forward + streams.forward
     again_selective = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
@@ -205,7 +205,7 @@ def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
         matmul=linears,
         attention=core,
         elementwise=streams,
-        head=_head(c, k, f, wide),
+        head=_head_pass(c, k, f, wide),
         recompute=recompute,
         operations=c.layers * per_layer + c.moe_layers * k.expert_kernels,
     )

@@ -42,8 +42,8 @@ def plan_html(plan: Plan) -> str:
         [
             f"<div><h4>{escape(title)}</h4>",
             _table(list(figures.items())),
-            f"<h5>Step time</h5>{_bar(step, format_seconds)}",
-            f"<h5>Memory per device</h5>{_bar(room, format_bytes)}",
+            f"<h5>Step time</h5>{_stacked_bar(step, format_seconds)}",
+            f"<h5>Memory per device</h5>{_stacked_bar(room, format_bytes)}",
             "<h5>Pareto front: time, cost and memory</h5>",
             _table(front, head=("devices", "step", "training", "cost", "memory", "layout")),
             *(f"<p><b>warning</b> {escape(one)}</p>" for one in plan.warnings),
@@ -58,7 +58,7 @@ def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f"<table>{top}{''.join(body)}</table>"
 
 
-def _bar(parts: Mapping[str, float], written: Callable[[float], str]) -> str:
+def _stacked_bar(parts: Mapping[str, float], written: Callable[[float], str]) -> str:
     """One bar with its parts in order, and a key below."""
     total = sum(parts.values()) or 1.0
     shown = {name: value for name, value in parts.items() if value >= SMALLEST_SHARE * total}

@@ -21,9 +21,9 @@ FREE_IN_FIXED_MODE = ("data", "shard", "micro")  # they follow from the number o
 MOST_GROWTH = 64  # how many times the cluster is doubled, in all, to say how many devices would do
 
 
-def no_layout(ask: PlanRequest) -> UserError:
+def no_layout(request: PlanRequest) -> UserError:
     """No combination of sizes is legal; says which setting stands in the way."""
-    devices, fixed = ask.cluster.devices, ask.fixed
+    devices, fixed = request.cluster.devices, request.fixed
     sizes = {name: int(fixed[name]) for name in ("tensor", "context", "pipeline", "data") if name in fixed}
     product = int(np.prod(list(sizes.values()), dtype=np.int64)) if sizes else 1
     written = " × ".join(f"{name} {size}" for name, size in sizes.items())
@@ -31,165 +31,164 @@ def no_layout(ask: PlanRequest) -> UserError:
         verb = "is not" if len(sizes) == 4 else "does not divide"
         near = max(n for n in divisors(devices) if n <= product)
         return mistake(
-            ask.place(f"parallel.{next(iter(sizes))}"),
-            f"{written} = {product:,} {verb} the {plural(devices, 'device')} of {ask.cluster.name}",
+            request.place(f"parallel.{next(iter(sizes))}"),
+            f"{written} = {product:,} {verb} the {plural(devices, 'device')} of {request.cluster.name}",
             why="tensor × context × pipeline × data must use every device",
-            fix=f"make the product {near:,}, or use a cluster of {_multiple(devices, product):,} devices",
+            fix=f"make the product {near:,}, or use a cluster of {_next_multiple(devices, product):,} devices",
         )
-    if next(build_space(ask).grids(), None) is not None:  # legal, and yet nothing of it runs
-        return _cannot_run(ask)
+    if next(build_space(request).grids(), None) is not None:  # legal, and yet nothing of it runs
+        return _cannot_run(request)
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
-        if release in fixed and build_space(_without(ask, release)).rows:
-            return _release(ask, release)
-    return _no_batch(ask)
+        if release in fixed and build_space(_without_settings(request, release)).rows:
+            return _blame_setting(request, release)
+    return _no_batch(request)
 
 
-def _cannot_run(ask: PlanRequest) -> UserError:
+def _cannot_run(request: PlanRequest) -> UserError:
     """The sizes multiply up, but a pipeline stage stays empty or a tensor outgrows its index."""
-    micro, tensor = int(ask.fixed.get("micro", 1)), int(ask.fixed.get("tensor", ask.cluster.domain_devices))
-    logits = micro * ask.sequence * ask.model.vocab / tensor
+    micro, tensor = int(request.fixed.get("micro", 1)), int(request.fixed.get("tensor", request.cluster.domain_devices))
+    logits = micro * request.sequence * request.model.vocab / tensor
     if logits > INDEX_LIMIT:
         most = int(micro * INDEX_LIMIT / logits)
         return mistake(
-            ask.place("batch.micro"),
-            f"no layout can run: a micro-batch of {micro} × {ask.sequence:,} tokens has {logits:,.0f} logits on a rank",
-            why="a tensor of more than 2^31 elements outgrows its 32-bit index",
+            request.place("batch.micro"),
+            f"no layout can run: a micro-batch of {micro} × {request.sequence:,} tokens has {logits:,.0f} logits "
+            f"on a rank",
+            why="a tensor of more than 2^31 elements exceeds a 32-bit index",
             fix=f"use batch.micro = {most} or less" if most else "use more tensor ranks, or shorter sequences",
         )
-    stages = ask.fixed.get("pipeline", "auto")
+    stages = request.fixed.get("pipeline", "auto")
     return mistake(
-        ask.place("parallel.pipeline"),
-        f"no layout can run: parallel.pipeline = {stages} leaves a stage of the {ask.model.layers} layers empty",
+        request.place("parallel.pipeline"),
+        f"no layout can run: parallel.pipeline = {stages} leaves a stage without any of the "
+        f"{request.model.layers} layers",
         why="every stage holds at least one layer",
-        fix=f"use a pipeline depth that divides {ask.model.layers} or is well below it",
+        fix=f"use a pipeline depth that divides {request.model.layers} or is well below it",
     )
 
 
-def _no_batch(ask: PlanRequest) -> UserError:
+def _no_batch(request: PlanRequest) -> UserError:
     """The global batch cannot be shared out evenly over any legal number of data ranks."""
-    devices = ask.cluster.devices
-    data = sorted({dp for *_, dp in splits(replace(ask, global_sequences=_rich(devices)), devices)})
+    devices = request.cluster.devices
+    # A batch that every number of data ranks divides.
+    data = sorted({dp for *_, dp in splits(replace(request, global_sequences=devices), devices)})
     if not data:
-        heads = ", ".join(str(n) for n in tensor_sizes(ask, ask.model.heads)[-4:])
+        heads = ", ".join(str(n) for n in tensor_sizes(request, request.model.heads)[-4:])
         return mistake(
-            ask.cluster.name,
-            f"{devices:,} devices cannot be shared between the {ask.model.layers} layers, {ask.model.heads} heads "
-            f"and {plural(ask.global_sequences, 'sequence')} of {ask.model.name}",
+            request.cluster.name,
+            f"{devices:,} devices cannot be divided among the {request.model.layers} layers, "
+            f"{request.model.heads} heads "
+            f"and {plural(request.global_sequences, 'sequence')} of {request.model.name}",
             why="tensor × context × pipeline × data must use every device",
             fix=f"tensor sizes that keep whole heads: {heads}; use a device count with such factors",
         )
     least = data[0]
-    below, above = ask.global_sequences // least * least, _multiple(ask.global_sequences, least)
+    below, above = request.global_sequences // least * least, _next_multiple(request.global_sequences, least)
     sizes = " or ".join(f"{n:,}" for n in (below, above) if n)
     return mistake(
-        ask.place("batch.global_sequences"),
-        f"the global batch of {ask.global_sequences:,} sequences cannot be shared evenly over {devices:,} devices",
-        why=f"every data rank takes the same number of sequences, and here there are at least {least:,} data ranks",
+        request.place("batch.global_sequences"),
+        f"the global batch of {request.global_sequences:,} sequences cannot be divided evenly over {devices:,} devices",
+        why=f"every data rank takes the same number of sequences, and there are at least {least:,} data ranks",
         fix=f"use batch.global_sequences = {sizes}, or another number of devices",
     )
 
 
-def _rich(devices: int) -> int:
-    """A batch that every number of data ranks divides."""
-    return devices
-
-
-def _multiple(number: int, unit: int) -> int:
+def _next_multiple(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _release(ask: PlanRequest, name: str) -> UserError:
+def _blame_setting(request: PlanRequest, name: str) -> UserError:
     key = "batch.micro" if name == "micro" else f"parallel.{name}"
-    table = build_space(_without(ask, name))
+    table = build_space(_without_settings(request, name))
     column = {"expert": "ep", "virtual_pipeline": "vpp", "micro": "micro_batch", "data": "dp"}.get(name)
     fix = f"leave {key} out"
-    if _by_mode(ask, name):
+    if _by_mode(request, name):
         fix = f"set another {key}"
     if column:
         sizes = np.unique(table.base[column])
-        near = sizes[np.argsort(np.abs(sizes - int(ask.fixed[name])), kind="stable")[:3]]
+        near = sizes[np.argsort(np.abs(sizes - int(request.fixed[name])), kind="stable")[:3]]
         sizes_near = " or ".join(f"{n:,}" for n in np.sort(near))
-        fix = f"set {key} = {sizes_near}" if _by_mode(ask, name) else f"use {sizes_near}, or leave {key} out"
+        fix = f"set {key} = {sizes_near}" if _by_mode(request, name) else f"use {sizes_near}, or leave {key} out"
     return mistake(
-        ask.place(key),
-        f"{key} = {ask.fixed[name]} leaves no legal layout on {plural(ask.cluster.devices, 'device')}",
-        why="together with the other sizes it cannot be laid out evenly",
+        request.place(key),
+        f"{key} = {request.fixed[name]} leaves no valid layout on {plural(request.cluster.devices, 'device')}",
+        why="it does not divide evenly with the other sizes",
         fix=fix,
     )
 
 
-def _without(ask: PlanRequest, *names: str) -> PlanRequest:
-    return replace(ask, fixed={name: value for name, value in ask.fixed.items() if name not in names})
+def _without_settings(request: PlanRequest, *names: str) -> PlanRequest:
+    return replace(request, fixed={name: value for name, value in request.fixed.items() if name not in names})
 
 
-def no_fit(ask: PlanRequest, scores: Scores) -> UserError:
+def no_fit(request: PlanRequest, scores: Scores) -> UserError:
     """Layouts exist but none fits; says what would make one fit."""
     row = int(scores.memory_bytes.argmin())
     least, usable = float(scores.memory_bytes[row]), scores.usable_bytes
     return mistake(
-        ask.cluster.name,
-        f"{ask.model.name} does not fit: the least any legal layout needs is {format_bytes(least)} per device, "
-        f"and {format_bytes(usable)} of {format_bytes(ask.cluster.accelerator.memory_bytes)} are usable",
-        why=f"that layout is {scores.layout(row).name}",
-        fix=_cure(ask, scores),
+        request.cluster.name,
+        f"{request.model.name} does not fit: every valid layout needs at least {format_bytes(least)} per device, "
+        f"and {format_bytes(usable)} of {format_bytes(request.cluster.accelerator.memory_bytes)} are usable",
+        why=f"the smallest is {scores.layout(row).name}",
+        fix=_what_would_fit(request, scores),
     )
 
 
-def _cure(ask: PlanRequest, scores: Scores) -> str:
+def _what_would_fit(request: PlanRequest, scores: Scores) -> str:
     for name in RELEASES:
-        if name in ask.fixed:
-            freed = score_layouts(build_space(_without(ask, name), offload=("none", "optimizer")))
+        if name in request.fixed:
+            freed = score_layouts(build_space(_without_settings(request, name), offload=("none", "optimizer")))
             if freed.fits.any():
                 key = "batch.micro" if name == "micro" else f"parallel.{name}"
                 step = np.where(freed.fits, freed.step_s, np.inf)
                 layout = freed.layout(int(step.argmin()))
-                return f"{_free(ask, name, key, layout)}: {layout.name} fits"
-    free = replace(ask, fixed={})
-    if ask.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
-        way = 'set parallel.mode = "auto"' if _fixed_mode(ask) else "leave the sizes under [parallel] out"
-        return f"{way}: the free search finds layouts that fit"
+                return f"{_released_setting(request, name, key, layout)}: {layout.name} fits"
+    free = replace(request, fixed={})
+    if request.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
+        way = 'set parallel.mode = "auto"' if _fixed_mode(request) else "remove the sizes under [parallel]"
+        return f"{way}: the planner then finds layouts that fit"
     return _more_devices(free) or _more_memory(scores)
 
 
-def _fixed_mode(ask: PlanRequest) -> bool:
+def _fixed_mode(request: PlanRequest) -> bool:
     """Whether the job says `parallel.mode = "fixed"`: then what is left out is filled in, not searched."""
-    return any(ask.place(f"parallel.{name}") == BY_MODE for name in ask.fixed)
+    return any(request.place(f"parallel.{name}") == BY_MODE for name in request.fixed)
 
 
-def _by_mode(ask: PlanRequest, name: str) -> bool:
+def _by_mode(request: PlanRequest, name: str) -> bool:
     """Whether leaving a setting out would not free it."""
-    return _fixed_mode(ask) and name not in FREE_IN_FIXED_MODE
+    return _fixed_mode(request) and name not in FREE_IN_FIXED_MODE
 
 
-def _free(ask: PlanRequest, name: str, key: str, layout: Layout) -> str:
-    if not _by_mode(ask, name):
+def _released_setting(request: PlanRequest, name: str, key: str, layout: Layout) -> str:
+    if not _by_mode(request, name):
         return f"leave {key} out"
     value = getattr(layout, "micro_batch" if name == "micro" else name)
     return f"set {key} = {json.dumps(value)}"
 
 
-def _more_devices(ask: PlanRequest) -> str:
+def _more_devices(request: PlanRequest) -> str:
     """The fewest devices, in doublings, on which the planner would find something: with offload, and without."""
-    plain = _doublings(ask, ("none",))
-    offloaded = _doublings(ask, ("optimizer",))
+    plain = _devices_needed(request, ("none",))
+    offloaded = _devices_needed(request, ("optimizer",))
     if offloaded and (not plain or offloaded < plain):
         without = f" ({plain:,} without)" if plain else ""
         return f"use {offloaded:,} such devices with the optimizer in host memory{without}, or devices with more memory"
     return f"use about {plain:,} such devices, or devices with more memory" if plain else ""
 
 
-def _doublings(ask: PlanRequest, offload: tuple[str, ...]) -> int:
+def _devices_needed(request: PlanRequest, offload: tuple[str, ...]) -> int:
     growth = 2
     while growth <= MOST_GROWTH:
-        if _fits_on(ask, growth, offload=offload):
-            return ask.cluster.devices * growth
+        if _fits_on(request, growth, offload=offload):
+            return request.cluster.devices * growth
         growth *= 2
     return 0
 
 
-def _fits_on(ask: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> bool:
-    larger = replace(ask.cluster, domains=ask.cluster.domains * growth)
-    return bool(score_layouts(build_space(replace(ask, cluster=larger), offload=offload)).fits.any())
+def _fits_on(request: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> bool:
+    larger = replace(request.cluster, domains=request.cluster.domains * growth)
+    return bool(score_layouts(build_space(replace(request, cluster=larger), offload=offload)).fits.any())
 
 
 def _more_memory(scores: Scores) -> str:

@@ -128,7 +128,7 @@ class _Look:
                 Problem(
                     where=self.place("model.module"),
                     what=f'"{self.job.model.module}": {what}',
-                    why="the model is built by its function",
+                    why="the model is built by this function",
                     fix="name a file relative to the job file, or install the package where the ranks run",
                 )
             )
@@ -143,7 +143,7 @@ class _Look:
                 Problem(
                     where=self.place("train.weights"),
                     what=f"there is no folder {folder}" if not folder.exists() else f"{folder} is a file",
-                    why="training starts from the weights in it",
+                    why="training would start from the weights in it",
                     fix="name a folder with config.json and safetensors, relative to the job file",
                 )
             )
@@ -163,14 +163,19 @@ class _Look:
             for name, value in stated.items()
             if name in names and isinstance(value, int | float | str | bool) and value != getattr(self.job.model, name)
         }
-        told = {name: f"{name} = {value} (the job: {getattr(self.job.model, name)})" for name, value in differ.items()}
-        sizes, others = [name for name in told if name in SIZES], [name for name in told if name not in SIZES]
+        differences = {
+            name: f"{name} = {value} (the job: {getattr(self.job.model, name)})" for name, value in differ.items()
+        }
+        sizes, others = (
+            [name for name in differences if name in SIZES],
+            [name for name in differences if name not in SIZES],
+        )
         if sizes:
             self.refused.append(
                 Problem(
                     where=self.place("train.weights"),
-                    what=f"{folder} holds another model: {', '.join(told[name] for name in sizes)}",
-                    why="the weights do not fit into it",
+                    what=f"{folder} holds a different model: {', '.join(differences[name] for name in sizes)}",
+                    why="the weights do not fit the job's model",
                     fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
                 )
             )
@@ -178,8 +183,8 @@ class _Look:
             self.warnings.append(
                 Problem(
                     where=self.place("train.weights"),
-                    what=f"were trained otherwise: {', '.join(told[name] for name in others)}",
-                    why="the weights fit, and compute something else than they were trained to",
+                    what=f"were trained with other settings: {', '.join(differences[name] for name in others)}",
+                    why="the weights would load, but the model would compute something else",
                     fix=f'take the shape from there: model.hf_config = "{folder / "config.json"}"',
                 )
             )
@@ -203,8 +208,8 @@ class _Look:
                 self.refused.append(
                     Problem(
                         where=str(folder),
-                        what=f"was made with another tokenizer than {first}",
-                        why="the same number would mean two words",
+                        what=f"was built with another tokenizer than {first}",
+                        why="the same token id would stand for two different tokens",
                         fix=f"build it again with --tokenizer {first / TOKENIZER}",
                     )
                 )
@@ -216,9 +221,9 @@ class _Look:
     def _manifest(self, folder: Path) -> tuple[Path, Manifest] | None:
         key = self.place("data.path")
         if not folder.is_dir():
-            fix = f"phalanx data build {folder} SOURCE… makes it (--corpus offline-english for text to try with)"
+            fix = f"phalanx data build {folder} SOURCE… creates it (--corpus offline-english for sample text)"
             what = f"there is no folder {folder}"
-            self.missing.append(Problem(where=key, what=what, why="training reads its tokens there", fix=fix))
+            self.missing.append(Problem(where=key, what=what, why="training reads its tokens from there", fix=fix))
             return None
         try:
             return folder, read_manifest(folder)
@@ -259,18 +264,18 @@ class _Look:
         there = sum(manifest.total("tokens", "train") for _, manifest in self.folders)
         self.remarks.append(
             f"data: {format_count(there)} tokens to read, {format_count(tokens)} to train on: "
-            f"{_times(most)}{f' over {source}' if len(found) > 1 else ''}"
+            f"{_passes_text(most)}{f' over {source}' if len(found) > 1 else ''}"
         )
         if most <= FREE_PASSES:
             return
         least = int(tokens * FREE_PASSES / most)
-        worth = "hardly anything new is learnt from it" if most > SPENT_PASSES else "each pass teaches less"
+        worth = "there is hardly anything left to learn" if most > SPENT_PASSES else "each pass adds less"
         self.warnings.append(
             Problem(
                 where=self.place("data.tokens"),
-                what=f"{format_count(tokens)} tokens are {_times(most)} over "
+                what=f"{format_count(tokens)} tokens are {_passes_text(most)} over "
                 f"{f'the source {source!r} of ' if len(found) > 1 else ''}{format_count(there)} tokens of data",
-                why=f"beyond about {FREE_PASSES:g} passes {worth} (arXiv 2305.16264), and the text is learnt by heart",
+                why=f"beyond about {FREE_PASSES:g} passes {worth} (arXiv 2305.16264), and the model memorises the text",
                 fix=f"build from more text, or train on data.tokens = {least:_} or fewer",
             )
         )
@@ -286,8 +291,9 @@ class _Look:
                 Problem(
                     where=self.place("train.evaluate_every"),
                     what=f"has no effect: the data has no held-out sequence of {length:,} tokens",
-                    why="evaluation is on text that training does not see",
-                    fix="build the data with a larger --heldout, or --split-on blank to cut long texts in paragraphs",
+                    why="evaluation needs text that training does not see",
+                    fix="build the data with a larger --heldout, or with --split-on blank to split long texts "
+                    "into paragraphs",
                 )
             )
 
@@ -308,8 +314,10 @@ class _Look:
             self.warnings.append(
                 Problem(
                     where=where,
-                    what=f"{lacking} has no {TOKENIZER}: whether data and weights have the same tokenizer is not known",
-                    why="with another one every number would mean another word to the weights, and nothing would fail",
+                    what=f"{lacking} has no {TOKENIZER}, so Phalanx cannot tell whether data and weights use the "
+                    f"same tokenizer",
+                    why="with another tokenizer every token id would mean something else to the weights, and no "
+                    "error would occur",
                     fix=f"put the {TOKENIZER} of the weights beside them, and build the data with it: "
                     f"{HOW_TO_BUILD} {folder / TOKENIZER}",
                 )
@@ -319,10 +327,10 @@ class _Look:
             self.refused.append(
                 Problem(
                     where=str(ours.file),
-                    what=f"is not the tokenizer that made the data: its digest is {ours.sha256[:12]}…, "
+                    what=f"is not the tokenizer the data was built with: its digest is {ours.sha256[:12]}…, "
                     f"and the manifest says {manifest.tokenizer_sha256[:12]}…",
-                    why="what the numbers in the data mean is not known",
-                    fix="phalanx data checksum says what else changed; build it again",
+                    why="the meaning of the token ids in the data is unknown",
+                    fix="phalanx data checksum shows what else changed; build the data again",
                 )
             )
             return
@@ -338,10 +346,10 @@ class _Look:
         yield Problem(
             where=where,
             what=f"{theirs.file.parent} has another tokenizer than the data in {ours.file.parent}: "
-            f"{len(found.conflicts):,} of {len(ours.numbers):,} tokens differ, as number {number:,}: {word!r:.40} in "
+            f"{len(found.conflicts):,} of {len(ours.numbers):,} tokens differ, e.g. id {number:,}: {word!r:.40} in "
             f"the data, {meant} to the weights",
-            why="the weights would read other words than were written, and nothing would fail",
-            fix=f"build the data with theirs: {HOW_TO_BUILD} {theirs.file}"
+            why="the weights would read other tokens than were written, and no error would occur",
+            fix=f"build the data with the weights' tokenizer: {HOW_TO_BUILD} {theirs.file}"
             if theirs.file.name == TOKENIZER
             else "build the data with the tokenizer of the weights, or leave train.weights out",
         )
@@ -354,15 +362,15 @@ class _Look:
             yield Problem(
                 where=where,
                 what=f"the data has {plural(found.added, 'token')} that the tokenizer of the weights does not know",
-                why="the weights have no trained row for them: they are learnt from nothing",
-                fix=f"nothing, if they were added on purpose; else {HOW_TO_BUILD} {theirs.file}",
+                why="the weights have no trained row for them: they are trained from scratch",
+                fix=f"if they were added on purpose, do nothing; otherwise {HOW_TO_BUILD} {theirs.file}",
             )
         if found.cut_otherwise:
             yield Problem(
                 where=where,
-                what=f"the tokenizer of the data in {ours.file.parent} knows the same tokens as the weights' and cuts "
+                what=f"the tokenizer of the data in {ours.file.parent} has the same tokens as the weights' but splits "
                 "text by other rules (normaliser, pre-tokeniser or merges)",
-                why="the weights meet sequences of tokens that they seldom saw",
+                why="the weights would see token sequences that were rare in their training",
                 fix=f"{HOW_TO_BUILD} {theirs.file}",
             )
 
@@ -372,8 +380,8 @@ def too_many_tokens(where: str, name: str, vocab: int, *, model_vocab: int) -> P
     return Problem(
         where=where,
         what=f"{name} has a vocabulary of {vocab:,}, larger than the model's {model_vocab:,}",
-        why="tokens behind the last row of the embedding cannot be looked up",
-        fix=f"set model.vocab = {-(-vocab // 64) * 64} or more (matrix products like multiples of 64), "
+        why="token ids beyond the last row of the embedding cannot be looked up",
+        fix=f"set model.vocab = {-(-vocab // 64) * 64} or more (matrix products are fastest with multiples of 64), "
         f"or build the data with --vocab {max(model_vocab, LEAST_VOCAB)}",
     )
 
@@ -394,10 +402,10 @@ def passes_of(manifests: Sequence[Manifest], *, tokens: int, sequence: int) -> d
     return found
 
 
-def _times(passes: float) -> str:
+def _passes_text(passes: float) -> str:
     """A number of passes as people say it.
 
-    >>> _times(0.43), _times(1.0), _times(12.34)
+    >>> _passes_text(0.43), _passes_text(1.0), _passes_text(12.34)
     ('0.43 passes', '1 pass', '12.3 passes')
     """
     return f"{passes:.3g} pass{'' if f'{passes:.3g}' == '1' else 'es'}"

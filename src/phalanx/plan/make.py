@@ -18,7 +18,6 @@ from phalanx.hardware.step_probe import measure_first, time_layout
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
-from phalanx.plan import request
 from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.bill import run_bill
 from phalanx.plan.compute import element_bytes
@@ -30,7 +29,7 @@ from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, Search
 from phalanx.plan.prediction import Duration, predict_layout, run_duration, token_budget
 from phalanx.plan.reasons import explain_alternative
 from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
-from phalanx.plan.request import PlanRequest, request_from_job
+from phalanx.plan.request import PlanRequest, request_from_job, trains_with_phalanx
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.plan.trainable import trainer_problems
@@ -64,7 +63,7 @@ def plan(
         raise mistake(
             "phalanx.plan",
             f"job = {str(job)[:60]!r} is of type {type(job).__name__}",
-            fix="give what phalanx.load returns, or a path",
+            fix="pass the result of phalanx.load, or a path",
         )
     if isinstance(calibration, str | Path):
         from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
@@ -78,29 +77,31 @@ def plan(
         cluster = resolve(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
-    ask, advice = request.request_from_job(asked, cluster, origins=origins)
+    request, advice = request_from_job(asked, cluster, origins=origins)
     noted = (*noted, *advice)
-    return _plan(asked, _with_calibration(ask, calibration), noted=noted, calibration=calibration, hopeless=hopeless)
+    return _make_plan(
+        asked, _with_calibration(request, calibration), noted=noted, calibration=calibration, hopeless=hopeless
+    )
 
 
-def _with_calibration(ask: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
+def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
     if note is None:
-        return ask
+        return request
     from phalanx.plan.calibrate import Calibration  # imports scipy: only when asked for
 
-    return replace(ask, calibration=Calibration(**note.scalars))
+    return replace(request, calibration=Calibration(**note.scalars))
 
 
-def _plan(
-    job: Job, ask: PlanRequest, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
+def _make_plan(
+    job: Job, request: PlanRequest, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
 ) -> Plan:
-    cluster = ask.cluster
+    cluster = request.cluster
     started = time.perf_counter()
-    found = search_layouts(ask)
+    found = search_layouts(request)
     seconds = time.perf_counter() - started
     layout = found.best.layout
-    prediction, memory = predict_layout(ask, layout)
-    state = checkpoint_bytes(ask, layout)
+    prediction, memory = predict_layout(request, layout)
+    state = checkpoint_bytes(request, layout)
     trouble = predict_reliability(
         cluster,
         checkpoint=job.checkpoint,
@@ -110,10 +111,10 @@ def _plan(
         step_s=prediction.step_s,
     )
     if trouble.effective_time <= 0 and not hopeless:
-        raise _never(ask, trouble)
+        raise _never_finishes(request, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
     lasting, uneven = run_duration(
-        ask,
+        request,
         layout,
         batch=job.batch,
         tokens=budget,
@@ -129,17 +130,21 @@ def _plan(
         wall_interval_s=(lasting.wall_s_low, lasting.wall_s_high),
         spares=trouble.spares,
         devices=layout.devices,
-        where=ask.place("cost.region"),
+        where=request.place("cost.region"),
     )
     warnings = (
         *noted,
         *found.warnings,
         *uneven,
-        *_slow_progress(ask, trouble),
-        *_too_long(ask, lasting, layout),
-        *_host_memory(ask, layout),
-        *_untrainable(job, ask, layout),
-        *([wasted] if (wasted := compression_pays(ask, layout, where=ask.place("parallel.compression"))) else []),
+        *_slow_progress(request, trouble),
+        *_too_long(request, lasting, layout),
+        *_host_memory(request, layout),
+        *_trainer_problems(job, request, layout),
+        *(
+            [wasted]
+            if (wasted := compression_pays(request, layout, where=request.place("parallel.compression")))
+            else []
+        ),
     )
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
@@ -151,12 +156,12 @@ def _plan(
         prediction=prediction,
         memory=memory,
         rank_order=RANK_ORDER,
-        mapping=with_messages(job, cluster, layout, map_axes(ask, layout)),
+        mapping=with_messages(job, cluster, layout, map_axes(request, layout)),
         duration=lasting,
         reliability=trouble,
         bill=costs,
-        alternatives=tuple(explain_alternative(ask, layout, other) for other in found.others),
-        pareto=_points(ask, found, batch=job.batch, tokens=budget, price_usd=price_usd),
+        alternatives=tuple(explain_alternative(request, layout, other) for other in found.others),
+        pareto=_pareto_points(request, found, batch=job.batch, tokens=budget, price_usd=price_usd),
         search=SearchStats(
             legal=found.legal,
             fitting=found.fitting,
@@ -170,22 +175,24 @@ def _plan(
     )
 
 
-def checkpoint_bytes(ask: PlanRequest, layout: Layout) -> float:
+def checkpoint_bytes(request: PlanRequest, layout: Layout) -> float:
     """Bytes of weights and optimizer state of the whole model: what a restart needs."""
-    table, _, _ = price_layouts(ask, [layout])
+    table, _, _ = price_layouts(request, [layout])
     weights = float(np.max(element_bytes(table)))
-    each = weights + float(np.max(ask.memory.optimizer_bytes)) + ask.packed_bytes
-    tables = ask.model.vocab * ask.model.hidden * (1 if ask.model.tied else 2)
-    return count_parameters(ask.model).total * each + tables * float(np.max(ask.memory.table_optimizer_bytes))
+    each = weights + float(np.max(request.memory.optimizer_bytes)) + request.packed_bytes
+    tables = request.model.vocab * request.model.hidden * (1 if request.model.tied else 2)
+    return count_parameters(request.model).total * each + tables * float(np.max(request.memory.table_optimizer_bytes))
 
 
-def _points(
-    ask: PlanRequest, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
+def _pareto_points(
+    request: PlanRequest, found: SearchResult, *, batch: Batch, tokens: int, price_usd: float | None
 ) -> tuple[ParetoPoint, ...]:
     """The Pareto set with its time and money to the token budget, the batch ramp walked as for the plan itself."""
     points = []
     for one in found.pareto:
-        lasting, _ = run_duration(ask, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0)
+        lasting, _ = run_duration(
+            request, one.layout, batch=batch, tokens=tokens, step_s=one.step_s, effective_time=1.0
+        )
         hours = lasting.training_s / HOUR_S
         points.append(
             ParetoPoint(
@@ -205,7 +212,7 @@ def _at_best(trouble: Reliability) -> float:
     return effective_time(trouble.blocking_s, trouble.optimal_interval_s, trouble.mtbf_s, lost_s=trouble.lost_s)
 
 
-def _never(ask: PlanRequest, trouble: Reliability) -> UserError:
+def _never_finishes(request: PlanRequest, trouble: Reliability) -> UserError:
     """Failures come faster than the run recovers from them."""
     lost, redone = format_seconds(trouble.lost_s), format_seconds(trouble.interval_s / 2)
     total = format_seconds(trouble.lost_s + trouble.interval_s / 2)
@@ -213,7 +220,7 @@ def _never(ask: PlanRequest, trouble: Reliability) -> UserError:
     rate = f"failures_per_host_day = {trouble.failures_per_host_day:g} over {plural(trouble.hosts, 'host')}"
     calmer = f"check {rate}; shorten fault.detect_s and fault.restart_s, or use fewer hosts"
     return mistake(
-        ask.place("checkpoint.interval_s") if by_interval else ask.cluster.name,
+        request.place("checkpoint.interval_s") if by_interval else request.cluster.name,
         f"the run never finishes: a failure every {format_seconds(trouble.mtbf_s)} costs {total}",
         why=f"{lost} to detect, restart and save, and on average {redone} of work redone",
         fix=_better_interval(trouble) if by_interval else calmer,
@@ -223,72 +230,74 @@ def _never(ask: PlanRequest, trouble: Reliability) -> UserError:
 def _better_interval(trouble: Reliability) -> str:
     best_s = trouble.optimal_interval_s
     named = f"use checkpoint.interval_s = {max(1, round(best_s))}, or leave it out" if math.isfinite(best_s) else ""
-    return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time trains"
+    return f"{named or 'leave checkpoint.interval_s out'}: then {_at_best(trouble):.0%} of the time is spent training"
 
 
-def _slow_progress(ask: PlanRequest, trouble: Reliability) -> tuple[Problem, ...]:
+def _slow_progress(request: PlanRequest, trouble: Reliability) -> tuple[Problem, ...]:
     if trouble.effective_time >= POOR_PROGRESS:
         return ()
     if _at_best(trouble) >= POOR_PROGRESS:
-        return (_bad_interval(ask, trouble),)
+        return (_bad_interval(request, trouble),)
     return (
         Problem(
-            where=ask.cluster.name,
-            what=f"only {trouble.effective_time:.0%} of the time trains: a failure every {trouble.mtbf_s / 60:.0f} min",
+            where=request.cluster.name,
+            what=f"only {trouble.effective_time:.0%} of the time is spent training: a failure every "
+            f"{trouble.mtbf_s / 60:.0f} min",
             fix="shorten fault.detect_s and fault.restart_s (warm spares restart in about 60 s), or use fewer hosts",
         ),
     )
 
 
-def _bad_interval(ask: PlanRequest, trouble: Reliability) -> Problem:
+def _bad_interval(request: PlanRequest, trouble: Reliability) -> Problem:
     """The checkpoint interval, not the failures, eats the time."""
     return Problem(
-        where=ask.place("checkpoint.interval_s"),
-        what=f"only {trouble.effective_time:.0%} of the time trains: checkpoint.interval_s = {trouble.interval_s:g}, "
+        where=request.place("checkpoint.interval_s"),
+        what=f"only {trouble.effective_time:.0%} of the time is spent training: checkpoint.interval_s = "
+        f"{trouble.interval_s:g}, "
         f"training waits {format_seconds(trouble.blocking_s)} for each checkpoint, and each failure undoes "
         f"{format_seconds(trouble.interval_s / 2)} of work on average",
         fix=_better_interval(trouble),
     )
 
 
-def _too_long(ask: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
+def _too_long(request: PlanRequest, lasting: Duration, layout: Layout) -> tuple[Problem, ...]:
     """A run nobody will wait for, and how many devices would make it one they might."""
     if not LONGEST_S < lasting.wall_s < float("inf"):
         return ()
-    unit = ask.cluster.domain_devices
+    unit = request.cluster.domain_devices
     needed = math.ceil(layout.devices * lasting.wall_s / BEARABLE_S / unit) * unit
     return (
         Problem(
-            where=ask.cluster.name,
+            where=request.cluster.name,
             what=f"{format_seconds(lasting.wall_s)} for {format_count(lasting.tokens)} tokens is longer than a year",
             fix=f"{format_seconds(BEARABLE_S)} would take about {needed:,} such devices at the same efficiency; "
-            "otherwise a smaller model or fewer tokens",
+            "otherwise use a smaller model or fewer tokens",
         ),
     )
 
 
-def _untrainable(job: Job, ask: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
+def _trainer_problems(job: Job, request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """What our own trainer would refuse of this plan; another framework's limits are its own."""
-    if not request.trains_with_phalanx(job):
+    if not trains_with_phalanx(job):
         return ()
     return tuple(
         replace(problem, what=f"`phalanx train` cannot run this plan: {problem.what}")
-        for problem in trainer_problems(job, layout, ask.cluster)
+        for problem in trainer_problems(job, layout, request.cluster)
     )
 
 
-def _host_memory(ask: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
+def _host_memory(request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     """Offloaded state must fit in the hosts."""
     if layout.offload not in ("optimizer", "parameters"):
         return ()
     # Parameters in host memory are fp32 (the master copy, which optimizer_bytes counts) and so are their gradients.
-    per_parameter = float(np.max(ask.memory.optimizer_bytes)) + (4.0 if layout.offload == "parameters" else 0.0)
-    state = count_parameters(ask.model).total * per_parameter
-    room = ask.cluster.host_memory_bytes * ask.cluster.hosts
+    per_parameter = float(np.max(request.memory.optimizer_bytes)) + (4.0 if layout.offload == "parameters" else 0.0)
+    state = count_parameters(request.model).total * per_parameter
+    room = request.cluster.host_memory_bytes * request.cluster.hosts
     if state * 1.2 <= room:
         return ()
     what = f"offloaded {layout.offload} state of {state / 1e12:.1f} TB does not fit the hosts' {room / 1e12:.1f} TB"
-    return (Problem(where=ask.cluster.name, what=what, fix="use more hosts"),)
+    return (Problem(where=request.cluster.name, what=what, fix="use more hosts"),)
 
 
 def _version() -> str:
@@ -330,8 +339,8 @@ def _timed_step(plan: Plan) -> CpuStep | None:
     rates = plan.cluster.cpu
     if rates is None or plan.job.model.module or plan.job.parallel.recompute_layers != "auto":
         return None
-    ask, _ = request_from_job(plan.job, plan.cluster)
-    columns, _, _ = price_layouts(ask, [plan.layout])
+    request, _ = request_from_job(plan.job, plan.cluster)
+    columns, _, _ = price_layouts(request, [plan.layout])
     one = step_columns(columns)
     whole = CpuStep(**{name: float(np.ravel(getattr(one, name))[0]) for name in CpuStep.__dataclass_fields__})
     count = int(whole.count)

@@ -92,22 +92,22 @@ class _Axis:
         return self.pace * sum(load.calls * _seconds(self.group, load) for load in self.loads)
 
 
-def map_axes(ask: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
+def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
-    table, times, _ = price_layouts(ask, [layout])
-    groups = traffic.groups(table, ask.physics, ask.profile)
+    table, times, _ = price_layouts(request, [layout])
+    groups = traffic.groups(table, request.physics, request.profile)
     axes = [
-        *_inner(ask, layout, table, groups),
-        *_replicas(ask, layout, table, groups),
-        *_stages(ask, layout, table, groups),
-        *_experts(ask, layout, table, groups),
+        *_inner_axes(request, layout, table, groups),
+        *_replica_axes(request, layout, table, groups),
+        *_stage_axes(request, layout, table, groups),
+        *_expert_axes(request, layout, table, groups),
     ]
     used = [axis for axis in axes if axis.ranks > 1]
-    shown = _shown(times, used)
-    return tuple(_use(ask, axis, shown[axis.name]) for axis in used)
+    shown = _exposed_seconds(times, used)
+    return tuple(_axis_use(request, axis, shown[axis.name]) for axis in used)
 
 
-def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
+def _exposed_seconds(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     """The seconds of each part of the step, divided between the axes that make it in proportion to their wire time."""
     wires = {axis.name: axis.wire_s for axis in axes}
     totals = {axis.part: sum(wires[one.name] for one in axes if one.part == axis.part) for axis in axes}
@@ -117,17 +117,17 @@ def _shown(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     }
 
 
-def _use(ask: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
-    algorithm, next_best = _algorithm(axis.group, axis.loads[0])
+def _axis_use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
+    algorithm, next_best = _fastest_algorithm(axis.group, axis.loads[0])
     return AxisUse(
         axis=axis.name,
         size=axis.ranks,
         stride=axis.stride,
-        tier=tier(ask, axis.group),
+        tier=tier(request, axis.group),
         operation=" + ".join(dict.fromkeys(load.operation for load in axis.loads)),
         algorithm=algorithm,
         next_best=next_best,
-        bytes_per_step=sum(load.calls * _sent(load, axis.ranks) for load in axis.loads),
+        bytes_per_step=sum(load.calls * _bytes_sent(load, axis.ranks) for load in axis.loads),
         # Where the cost model shows more than the bare wire (contention in nanotron's profile), the wire is as slow.
         wire_s=max(axis.wire_s, shown_s),
         shown_s=shown_s,
@@ -135,16 +135,16 @@ def _use(ask: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
     )
 
 
-def tier(ask: PlanRequest, group: net.Group) -> str:
+def tier(request: PlanRequest, group: net.Group) -> str:
     """The links a group runs on, in words."""
-    link = ask.cluster.accelerator.link
+    link = request.cluster.accelerator.link
     ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
     if ranks <= inside:
         return link
     return "NIC" if inside == 1 else f"{link}×{inside}+NIC"
 
 
-def _passes(layout: Layout) -> int:
+def _layer_passes(layout: Layout) -> int:
     return 2 + (layout.recompute == "full")
 
 
@@ -152,82 +152,84 @@ def _activation_bytes(c: Cases) -> float:
     return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
 
-def _inner(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _inner_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """Tensor and context: what travels inside every layer."""
-    layer_passes = ask.model.layers / layout.pipeline * layout.accumulation
+    layer_passes = request.model.layers / layout.pipeline * layout.accumulation
     operations = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
     # Two of each per layer and pass; the embedding and the head have one each way, on one stage of the pipeline.
-    calls = 2 * layer_passes * _passes(layout) + 2 * layout.accumulation / layout.pipeline
+    calls = 2 * layer_passes * _layer_passes(layout) + 2 * layout.accumulation / layout.pipeline
     nbytes = _activation_bytes(c)
     # torch's recompute stops before what ends a layer, for backward does not need its result (docs/trace.md).
-    skipped = layer_passes if layout.recompute == "full" and ask.profile_name in EARLY_STOP else 0.0
+    skipped = layer_passes if layout.recompute == "full" and request.profile_name in EARLY_STOP else 0.0
     tensor = [
         _Load(operation=name, calls=calls - (skipped if name == operations[-1] else 0.0), nbytes=nbytes)
         for name in operations
     ]
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens * element_bytes(c)
-    hops = (layout.context - 1) * layer_passes * (_passes(layout) + 1)
+    hops = (layout.context - 1) * layer_passes * (_layer_passes(layout) + 1)
     ring = [_Load(operation="ring send", calls=hops, nbytes=float(np.max(width)))]
-    pace = ask.pace("inner_traffic")
+    pace = request.pace("inner_traffic")
     return [
         _Axis(name="tensor", group=g.tensor, stride=1, loads=tensor, part="tensor_s", pace=pace),
         _Axis(name="context", group=g.context, stride=layout.tensor, loads=ring, part="context_s", pace=pace),
     ]
 
 
-def _stages(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _stage_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     spread = layout.tensor if layout.sequence_parallel else 1
     # Forward and back from each of its chunks; of two ranks each is an end, which has one neighbour less.
     calls = (2 * layout.virtual_pipeline - (layout.pipeline == 2)) * layout.accumulation
     loads = [_Load(operation="send", calls=calls, nbytes=_activation_bytes(c) / spread)]
     stride = layout.tensor * layout.context * layout.data
-    pace = ask.pace("inner_traffic")
+    pace = request.pace("inner_traffic")
     return [
         _Axis(name="pipeline", group=g.pipeline, stride=stride, loads=loads, part="pipeline_send_s", pace=pace),
     ]
 
 
-def _replicas(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+def _replica_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
     held = _weights(c)
     weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
-    pace = ask.pace("outer_traffic")
+    pace = request.pace("outer_traffic")
     whole = "data" if int(np.max(g.replica.ranks)) == 1 else "shard"
     group, part = (g.data, "gradient_s") if layout.zero == 0 else (g.shard, _sharded_part(layout))
-    loads = _sharing(ask, layout, c, weights, once=tables if ask.profile_name in TABLES_ONCE else 0.0)
+    loads = _sharing_loads(request, layout, c, weights, once=tables if request.profile_name in TABLES_ONCE else 0.0)
     shard = _Axis(name=whole, group=group, stride=layout.tensor, loads=loads, part=part, pace=pace)
     sharers = max(int(np.max(g.shard.ranks)), 1)
-    between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(ask, c) / sharers)]
+    between = [_Load(operation="all-reduce", calls=1, nbytes=weights * _gradient_bytes(request, c) / sharers)]
     stride = layout.tensor * sharers
     replica = _Axis(name="replica", group=g.replica, stride=stride, loads=between, part="gradient_s", pace=pace)
     return [shard, replica]
 
 
-def _experts(ask: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
-    if not ask.model.is_moe:
+def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
+    if not request.model.is_moe:
         return []
-    moe_layers = (ask.model.layers - ask.model.dense_layers) / layout.pipeline
+    moe_layers = (request.model.layers - request.model.dense_layers) / layout.pipeline
     routed = float(np.max(routed_tokens(c) * c.hidden * element_bytes(c)))
-    calls = 2 * moe_layers * _passes(layout) * layout.accumulation
-    copies = _network_copies(ask, g.expert)
+    calls = 2 * moe_layers * _layer_passes(layout) * layout.accumulation
+    copies = _network_copies(request, g.expert)
     loads = [_Load(operation="all-to-all", calls=calls, nbytes=routed, network_copies=copies)]
-    shared = _sharing(ask, layout, c, float(np.max(_weights(c).experts)))
+    shared = _sharing_loads(request, layout, c, float(np.max(_weights(c).experts)))
     return [
-        _Axis(name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=ask.pace("inner_traffic")),
+        _Axis(
+            name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=request.pace("inner_traffic")
+        ),
         _Axis(
             name="expert data",
             group=g.expert_data,
             stride=layout.expert,
             loads=shared,
             part=_sharded_part(layout),
-            pace=ask.pace("outer_traffic"),
+            pace=request.pace("outer_traffic"),
         ),
     ]
 
 
-def _network_copies(ask: PlanRequest, group: net.Group) -> float:
+def _network_copies(request: PlanRequest, group: net.Group) -> float:
     """A token travels once to each domain that wants it, as in traffic.expert_seconds."""
-    domains, wanted = float(np.max(group.domains)), ask.model.experts_per_token
+    domains, wanted = float(np.max(group.domains)), request.model.experts_per_token
     return domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
 
 
@@ -239,11 +241,11 @@ def _sharded_part(layout: Layout) -> str:
     return "shard_s" if layout.zero == 3 and layout.pipeline == 1 else "gradient_s"
 
 
-def _gradient_bytes(ask: PlanRequest, c: Cases) -> float:
-    return float(np.max(traffic.gradient_width(c, ask.profile)))
+def _gradient_bytes(request: PlanRequest, c: Cases) -> float:
+    return float(np.max(traffic.gradient_width(c, request.profile)))
 
 
-def _reduces(layout: Layout) -> int:
+def _gradient_reductions(layout: Layout) -> int:
     """Gradient reductions per step; ZeRO-2 owns no whole gradient, so it reduces after every micro-batch.
 
     Not in a pipeline: torch's schedules reduce once, after the last micro-batch.
@@ -251,22 +253,22 @@ def _reduces(layout: Layout) -> int:
     return layout.accumulation if layout.zero == 2 and layout.pipeline == 1 else 1
 
 
-def _sharing(ask: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
+def _sharing_loads(request: PlanRequest, layout: Layout, c: Cases, weights: float, *, once: float = 0.0) -> list[_Load]:
     """What keeps the holders of `weights` parameters equal; `once` of them ZeRO-3 gathers once per micro-batch."""
-    gradients = weights * _gradient_bytes(ask, c)
+    gradients = weights * _gradient_bytes(request, c)
     held = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]
     if layout.zero < 3 or layout.pipeline > 1:  # in a pipeline ZeRO-3 keeps what it gathered for the whole step
         return [
-            _Load(operation="reduce-scatter", calls=_reduces(layout), nbytes=gradients),
+            _Load(operation="reduce-scatter", calls=_gradient_reductions(layout), nbytes=gradients),
             _Load(operation="all-gather", calls=1, nbytes=held),
         ]
     # ZeRO-3 gathers for forward and again for backward; its gradients are scattered uncompressed.
     count = layout.accumulation
     gathers = 2.0 - once / weights if weights else 0.0
     return [
-        _Load(operation="reduce-scatter", calls=count, nbytes=weights * float(np.max(ask.profile.gradient_bytes))),
+        _Load(operation="reduce-scatter", calls=count, nbytes=weights * float(np.max(request.profile.gradient_bytes))),
         _Load(operation="all-gather", calls=gathers * count, nbytes=held),
     ]
 
@@ -283,14 +285,14 @@ def _seconds(group: net.Group, load: _Load) -> float:
     return float(np.max(hop(group, nbytes)))
 
 
-def _sent(load: _Load, ranks: int) -> float:
+def _bytes_sent(load: _Load, ranks: int) -> float:
     """Bytes one device sends for one call."""
     share = (ranks - 1) / ranks
     factor = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": share, "all-to-all": share}
     return load.nbytes * factor.get(load.operation, 1.0)
 
 
-def _algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
+def _fastest_algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
     """The fastest algorithm for an all-reduce and its runner-up; the other operations have one."""
     if load.operation == "all-to-all":
         return "direct", ""
@@ -387,10 +389,10 @@ def with_messages(job: Job, cluster: Cluster, layout: Layout, uses: Sequence[Axi
     first: dict[str, Message] = {}
     for message in axis_messages(job, cluster, layout, uses):
         first.setdefault(message.axis, message)
-    return tuple(_told(one, first[one.axis], cluster) if one.axis in first else one for one in uses)
+    return tuple(_with_nccl_choice(one, first[one.axis], cluster) if one.axis in first else one for one in uses)
 
 
-def _told(use: AxisUse, message: Message, cluster: Cluster) -> AxisUse:
+def _with_nccl_choice(use: AxisUse, message: Message, cluster: Cluster) -> AxisUse:
     found = message_time(message, cluster)
     rivals = sorted(
         possible_pairs(message_system(message, cluster), message.nbytes, operation=message.operation),
@@ -418,7 +420,7 @@ def _of_axis(job: Job, cluster: Cluster, layout: Layout, axis: AxisUse) -> list[
     operations: list[Operation] = [
         name for name in ("all-reduce", "reduce-scatter", "all-gather") if name in axis.operation
     ]
-    sizes = {one: _size(job, layout, axis, one) for one in operations}
+    sizes = {one: _message_size(job, layout, axis, one) for one in operations}
     return [
         Message(
             axis=axis.axis,
@@ -437,21 +439,21 @@ def _of_axis(job: Job, cluster: Cluster, layout: Layout, axis: AxisUse) -> list[
     ]
 
 
-def _size(job: Job, layout: Layout, axis: AxisUse, operation: Operation) -> tuple[float, float]:
+def _message_size(job: Job, layout: Layout, axis: AxisUse, operation: Operation) -> tuple[float, float]:
     """(bytes of a message, messages of a step)."""
     element = 4.0 if job.precision.compute == "fp32" else 2.0
     if axis.axis not in REDUCING:
         tokens = layout.micro_batch * job.data.sequence / max(1, layout.context)
-        return _shared(tokens * job.model.hidden * element, axis, operation)
+        return _equal_messages(tokens * job.model.hidden * element, axis, operation)
     width = element if operation == "all-gather" else (2.0 if job.precision.grad_reduce == "bf16" else 4.0)
     if layout.zero == 0:
         whole = axis.bytes_per_step * axis.size / (2.0 * (axis.size - 1))
         nbytes = min(bucket_bytes(job), whole)
         return nbytes, math.ceil(min(whole / nbytes, 1e15)) if nbytes > 0 else 0.0
-    return _shared(_block_parameters(job, layout, axis) * width, axis, operation)
+    return _equal_messages(_block_parameters(job, layout, axis) * width, axis, operation)
 
 
-def _shared(nbytes: float, axis: AxisUse, operation: Operation) -> tuple[float, float]:
+def _equal_messages(nbytes: float, axis: AxisUse, operation: Operation) -> tuple[float, float]:
     """Messages of one size, as many as the axis' bytes make; its operations take equal parts of them, near enough."""
     share = (axis.size - 1) / axis.size * (2.0 if operation == "all-reduce" else 1.0)
     kinds = axis.operation.count("+") + 1

@@ -338,7 +338,7 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
         ),
         (at_head + turned, np.where(load["head_layers"] > 0, each_logit * (left + late_logits), 0.0)),
         # A layer has gone backward, and its gradients are reduced.
-        (_reducing(c, f, held=np.maximum(load["held"] - 1.0, 0.0) * each), np.zeros(())),
+        (_reducing_bytes(c, f, held=np.maximum(load["held"] - 1.0, 0.0) * each), np.zeros(())),
     )
     activations, logits = moments[0]
     for more, more_logits in moments[1:]:
@@ -353,7 +353,7 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     return parts
 
 
-def _reducing(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
+def _reducing_bytes(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
     """Activations and buffers while FSDP2 reduces a layer's gradients (ZeRO-2 and 3 outside of a pipeline).
 
     Beside the shards of all gradients: this layer's as large as its weights, which are gone by then and were counted;
@@ -368,7 +368,7 @@ def _reducing(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
     return np.where((c.zero >= 2) & (c.pp <= 1) & (c.offload != OFFLOAD_PARAMETERS), buffers, 0.0)
 
 
-def _candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:
+def _stage_candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:
     """The parts of every stage that may be the fullest; the first is the first stage."""
     counted = np.asarray(f.counted) > 0
     if not counted.any():
@@ -385,7 +385,7 @@ def _candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:
     ]
 
 
-def _sum(parts: dict[str, Floats]) -> Floats:
+def _sum_parts(parts: dict[str, Floats]) -> Floats:
     return sum(parts.values(), np.zeros(()))
 
 
@@ -396,20 +396,20 @@ def _runs(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
 def predict_most_memory(c: Cases, f: MemoryProfile) -> MostMemory:
     """The bytes of the fullest stage of every case."""
     total: Floats = np.zeros(())
-    for parts in _candidates(c, f):
-        total = np.maximum(total, _sum(parts))
+    for parts in _stage_candidates(c, f):
+        total = np.maximum(total, _sum_parts(parts))
     return MostMemory(total=total, runs=_runs(c, f))
 
 
 def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
     """The fullest stage of every case, part by part."""
-    first, *others = _candidates(c, f)
-    parts, total_first = first, _sum(first)
+    first, *others = _stage_candidates(c, f)
+    parts, total_first = first, _sum_parts(first)
     total = total_first
     for other in others:
-        wins = total >= _sum(other)
+        wins = total >= _sum_parts(other)
         parts = {name: np.where(wins, value, other[name]) for name, value in parts.items()}
-        total = _sum(parts)
+        total = _sum_parts(parts)
     return MemoryUse(
         **parts,
         total=total,

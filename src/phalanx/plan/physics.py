@@ -152,12 +152,12 @@ def profile_name(framework: str, version: str = "") -> str:
     name = framework.strip().lower()
     stamp = re.match(r"\d+(\.\d+)?", version.strip())
     for pattern, since, profile in _FAMILIES:
-        if re.search(pattern, name) and (not since or (stamp is not None and _recent(stamp.group(), since))):
+        if re.search(pattern, name) and (not since or (stamp is not None and _is_recent(stamp.group(), since))):
             return profile
     return "default"
 
 
-def _recent(stamp: str, since: str) -> bool:
+def _is_recent(stamp: str, since: str) -> bool:
     # Years and container versions (25.09) are both dates; either can stand in a table.
     def year(text: str) -> float:
         value = float(text)

@@ -38,8 +38,8 @@ def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str
     folder = plan_cache_folder(environ)
     if folder is None:
         return make_plan(resolved, cluster, hopeless=True)
-    path = folder / f"{_digest(resolved, cluster)}.json"
-    known = _read(path)
+    path = folder / f"{_inputs_digest(resolved, cluster)}.json"
+    known = _read_plan(path)
     if known is not None and known.job == resolved.job and known.cluster == cluster:
         return known
     began_s = time.perf_counter()
@@ -48,7 +48,7 @@ def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             replace_text(path, found.to_json())
-            _forget(folder)
+            _drop_oldest(folder)
     return found
 
 
@@ -59,7 +59,7 @@ def plan_cache_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(cache) / "phalanx" / "plans" if os.path.isabs(cache) else None
 
 
-def _read(path: Path) -> Plan | None:
+def _read_plan(path: Path) -> Plan | None:
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES or found.st_uid != os.getuid():
@@ -69,12 +69,12 @@ def _read(path: Path) -> Plan | None:
         return None
 
 
-def _digest(resolved: ResolvedJob, cluster: Cluster) -> str:
+def _inputs_digest(resolved: ResolvedJob, cluster: Cluster) -> str:
     """Of everything a plan depends on; origins too, since warnings name the lines of the file."""
     origins = {key: [one.kind, one.where] for key, one in resolved.origins.items()}
     warned = [problem.render() for problem in resolved.warnings]
-    told = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:40]
+    statement = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
+    return hashlib.sha256(statement.encode()).hexdigest()[:40]
 
 
 def _code() -> list[tuple[str, int, int]]:
@@ -87,7 +87,7 @@ def _code() -> list[tuple[str, int, int]]:
 _COUNTED = (".py", ".csv", ".json", ".toml")
 
 
-def _forget(folder: Path) -> None:
+def _drop_oldest(folder: Path) -> None:
     """Drop the oldest beyond MOST_KEPT."""
     known = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in known[:-MOST_KEPT]:

@@ -80,15 +80,17 @@ class Duration:
     wall_s_high: float
 
 
-def predict_layout(ask: PlanRequest, layout: Layout) -> tuple[Prediction, MemoryReport]:
+def predict_layout(request: PlanRequest, layout: Layout) -> tuple[Prediction, MemoryReport]:
     """The prediction for one layout."""
-    table, times, memory = price_layouts(ask, [layout])
-    low, high = step_interval(table, times, cpu_step.PROFILE if ask.cluster.cpu is not None else ask.profile_name)
-    counts = count_parameters(ask.model)
+    table, times, memory = price_layouts(request, [layout])
+    low, high = step_interval(
+        table, times, cpu_step.PROFILE if request.cluster.cpu is not None else request.profile_name
+    )
+    counts = count_parameters(request.model)
     step_s = float(times.step_s[0])
-    tokens = ask.global_sequences * ask.sequence
-    flops = flops_per_token(ask.model, counts, ask.sequence)
-    peak = ask.cluster.accelerator.peak_bf16_flops or ask.cluster.accelerator.peak_fp32_flops
+    tokens = request.global_sequences * request.sequence
+    flops = flops_per_token(request.model, counts, request.sequence)
+    peak = request.cluster.accelerator.peak_bf16_flops or request.cluster.accelerator.peak_fp32_flops
     prediction = Prediction(
         step_s=step_s,
         step_s_low=float(low[0]),
@@ -102,16 +104,16 @@ def predict_layout(ask: PlanRequest, layout: Layout) -> tuple[Prediction, Memory
         active_parameters=counts.active,
         breakdown_s={name: float(getattr(times, name)[0]) for name in PARTS},
     )
-    return prediction, memory_report(ask, memory)
+    return prediction, memory_report(request, memory)
 
 
-def memory_report(ask: PlanRequest, memory: MemoryUse) -> MemoryReport:
+def memory_report(request: PlanRequest, memory: MemoryUse) -> MemoryReport:
     """Row 0 of a memory prediction."""
     return MemoryReport(
         parts_bytes={name: float(np.ravel(getattr(memory, name))[0]) for name in MEMORY_PARTS},
         total_bytes=float(memory.total[0]),
         usable_bytes=float(memory.usable[0]),
-        device_bytes=ask.cluster.accelerator.memory_bytes,
+        device_bytes=request.cluster.accelerator.memory_bytes,
     )
 
 
@@ -123,17 +125,17 @@ def flops_per_token(m: ModelShape, counts: ParameterCount, sequence: int) -> flo
     return 6.0 * (counts.active - embedding) + attention
 
 
-def executed_flops(ask: PlanRequest, layout: Layout) -> dict[str, float]:
+def executed_flops(request: PlanRequest, layout: Layout) -> dict[str, float]:
     """FLOPs all devices do in one step of our trainer, matrix products only: linear, attention, recompute.
 
     More than `flops_per_token` counts: a fused backward of attention forms the scores again (five products for two),
     and full recompute runs each layer again up to its last matrix, whose result backward does not need
     (torch.utils.checkpoint stops there). Selective recompute keeps every product.
     """
-    m, counts = ask.model, count_parameters(ask.model)
-    tokens = ask.global_sequences * ask.sequence
+    m, counts = request.model, count_parameters(request.model)
+    tokens = request.global_sequences * request.sequence
     widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
-    scores = m.layers * ask.sequence * m.heads * widths  # forward, of one token: half of 2 · S · N · (H + H)
+    scores = m.layers * request.sequence * m.heads * widths  # forward, of one token: half of 2 · S · N · (H + H)
     embedding, head = (0 if m.tied else counts.embedding), m.vocab * m.hidden
     norms = counts.final_norm + m.layers * counts.norms_per_layer
     linear = counts.active - embedding - norms
@@ -150,7 +152,7 @@ def token_budget(tokens: int | str, parameters: int) -> int:
 
 
 def run_duration(
-    ask: PlanRequest,
+    request: PlanRequest,
     layout: Layout,
     *,
     batch: Batch,
@@ -165,12 +167,12 @@ def run_duration(
     warnings: list[Problem] = []
     for index, stage in enumerate(batch.ramp):
         until = min(stage.until_tokens, tokens)
-        sequences = stage.global_tokens // ask.sequence
-        _, times, _ = price_layouts(ask, [layout], global_sequences=sequences)
+        sequences = stage.global_tokens // request.sequence
+        _, times, _ = price_layouts(request, [layout], global_sequences=sequences)
         count = -(-max(0, until - seen) // stage.global_tokens)
         training_s, steps, seen = training_s + count * float(times.step_s[0]), steps + count, max(seen, until)
         if sequences % (layout.data * layout.micro_batch):
-            warnings.append(_uneven(ask, layout, index, sequences))
+            warnings.append(_uneven_batch(request, layout, index, sequences))
     count = -(-max(0, tokens - seen) // batch.global_tokens)
     training_s, steps = training_s + count * step_s, steps + count
     wall_s = training_s / effective_time if effective_time > 0 else float("inf")
@@ -182,20 +184,20 @@ def run_duration(
         steps=steps,
         training_s=training_s,
         wall_s=wall_s,
-        wall_s_low=wall_s / _together(step_s / low_s, best / effective_time if effective_time > 0 else 1.0),
-        wall_s_high=wall_s * _together(high_s / step_s, effective_time / worst if worst > 0 else math.inf),
+        wall_s_low=wall_s / _joint_factor(step_s / low_s, best / effective_time if effective_time > 0 else 1.0),
+        wall_s_high=wall_s * _joint_factor(high_s / step_s, effective_time / worst if worst > 0 else math.inf),
     )
     return lasting, tuple(warnings)
 
 
-def _together(*factors: float) -> float:
+def _joint_factor(*factors: float) -> float:
     """The factor that independent factors from 1 on make at the edge of an 80 % interval: their logs add in squares."""
     return math.exp(math.hypot(*(math.log(factor) for factor in factors)))
 
 
-def _uneven(ask: PlanRequest, layout: Layout, index: int, sequences: int) -> Problem:
+def _uneven_batch(request: PlanRequest, layout: Layout, index: int, sequences: int) -> Problem:
     return Problem(
-        where=ask.place("batch.ramp"),
+        where=request.place("batch.ramp"),
         what=f"batch.ramp[{index}] has {sequences:,} sequences per step, not a multiple of data {layout.data} × "
         f"micro-batch {layout.micro_batch}",
         why="some ranks will idle in that stage",

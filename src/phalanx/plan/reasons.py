@@ -45,9 +45,9 @@ REACH = 8.0  # how far, in either direction, one machine parameter is turned to 
 GRID = 97
 # column of the cost model -> (name, how the value is written)
 LEVERS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "nic_bytes_per_s": ("NIC", lambda value: f"{_digits(value * 8 / 1e9)} Gb/s per device"),
-    "link_bytes_per_s": ("link", lambda value: f"{_digits(value / 1e9)} GB/s per device"),
-    "memory_bytes_per_s": ("memory bandwidth", lambda value: f"{_digits(value / 1e9)} GB/s"),
+    "nic_bytes_per_s": ("NIC", lambda value: f"{_three_digits(value * 8 / 1e9)} Gb/s per device"),
+    "link_bytes_per_s": ("link", lambda value: f"{_three_digits(value / 1e9)} GB/s per device"),
+    "memory_bytes_per_s": ("memory bandwidth", lambda value: f"{_three_digits(value / 1e9)} GB/s"),
 }
 
 
@@ -65,16 +65,16 @@ class Alternative:
     wins_if: str
 
 
-def explain_alternative(ask: PlanRequest, best: Layout, other: Candidate) -> Alternative:
+def explain_alternative(request: PlanRequest, best: Layout, other: Candidate) -> Alternative:
     """Hold a runner-up against the best layout."""
-    _, times, memory = price_layouts(ask, [best, other.layout])
+    _, times, memory = price_layouts(request, [best, other.layout])
     gap = float(memory.total[1] - memory.usable[1])
     slower = float(times.step_s[1] / times.step_s[0] - 1.0)
     if other.fits and slower <= 0:
         shares = tuple(float(total / usable) for total, usable in zip(memory.total, memory.usable, strict=True))
-        reason, wins_if = _faster(ask, other.layout, shares)
+        reason, wins_if = _faster(request, other.layout, shares)
     elif other.fits:
-        reason, wins_if = slowest_part(times, (best, other.layout)), crossing(ask, best, other.layout)
+        reason, wins_if = slowest_part(times, (best, other.layout)), crossing(request, best, other.layout)
     else:
         reason = f"does not fit: {format_bytes(float(memory.total[1]))} of {format_bytes(float(memory.usable[1]))}"
         wins_if = f"wins with {format_bytes(gap)} more memory per device"
@@ -90,7 +90,7 @@ def explain_alternative(ask: PlanRequest, best: Layout, other: Candidate) -> Alt
     )
 
 
-def _digits(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -102,17 +102,20 @@ def part_name(part: str, *layouts: Layout) -> str:
     return FETCHED if part == "shard_s" and "parameters" in kept else PARTS[part]
 
 
-def _faster(ask: PlanRequest, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
+def _faster(request: PlanRequest, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
     """Why a layout that is as fast or faster was not taken; `shares` of memory filled: the best layout's, its own."""
-    held = {"micro_batch" if name == "micro" else name: value for name, value in ask.fixed.items()}
+    held = {"micro_batch" if name == "micro" else name: value for name, value in request.fixed.items()}
     against = [f"{name} = {value}" for name, value in held.items() if getattr(layout, name) != value]
     if against:
-        return f"the job fixes {', '.join(against)}", "wins if that is left to the planner"
+        return f"the job fixes {', '.join(against)}", "wins if the planner may choose it"
     if shares[1] > FULL_MEMORY >= shares[0]:
-        return f"fills {shares[1]:.1%} of the usable memory, too close to its end", "fix it under [parallel] to run it"
+        return (
+            f"fills {shares[1]:.1%} of the usable memory, too close to the limit",
+            "set it under [parallel] to use it",
+        )
     return (
         f"too close to call (under {SAME - 1:.0%}), and the chosen layout is simpler",
-        "fix it under [parallel] to run it",
+        "set it under [parallel] to use it",
     )
 
 
@@ -121,14 +124,14 @@ def slowest_part(times: StepTimes, layouts: tuple[Layout, Layout]) -> str:
     lost = {name: seconds_of(times, name, 1) - seconds_of(times, name, 0) for name in COMPARED}
     worst = sorted(lost, key=lambda name: -lost[name])[:2]
     if lost[worst[0]] <= 0:
-        return "as fast, but more machinery"
-    words = [_against(times, worst[0], layouts)]
+        return "as fast, but more complex"
+    words = [_part_against(times, worst[0], layouts)]
     if lost[worst[1]] > 0.5 * lost[worst[0]]:
-        words.append(_against(times, worst[1], layouts))
+        words.append(_part_against(times, worst[1], layouts))
     return "; ".join(words)
 
 
-def _against(times: StepTimes, name: str, layouts: tuple[Layout, Layout]) -> str:
+def _part_against(times: StepTimes, name: str, layouts: tuple[Layout, Layout]) -> str:
     ours, theirs = (seconds_of(times, name, row) for row in (1, 0))
     against = f"against {format_seconds(theirs)}" if theirs > NOTHING * ours else "against none"
     named = MATRICES if name == "matmul_s" else part_name(name, *layouts)
@@ -141,20 +144,20 @@ def seconds_of(times: StepTimes, name: str, row: int) -> float:
     return sum(float(getattr(times, one)[row]) for one in names)
 
 
-def crossing(ask: PlanRequest, best: Layout, other: Layout) -> str:
+def crossing(request: PlanRequest, best: Layout, other: Layout) -> str:
     """The smallest change of one machine parameter, up to 8x either way, at which the runner-up is as fast.
 
     One grid over all parameters finds the side, a finer one the place.
     """
     columns = layout_columns([other, best])
-    table = build_cases(ask, {name: value[:, None] for name, value in columns.items()})
+    table = build_cases(request, {name: value[:, None] for name, value in columns.items()})
     whole = np.linspace(-np.log(REACH), np.log(REACH), GRID)
-    sides = [_nearest_win(lead, whole) for lead in _leads(ask, table, [whole] * len(LEVERS))]
+    sides = [_nearest_win(lead, whole) for lead in _lead_seconds(request, table, [whole] * len(LEVERS))]
     if all(side is None for side in sides):
         return f"no change of NIC, link or memory speed within {REACH:.0f}x makes it win"
-    finer = [whole if side is None else np.linspace(side, side + _back(side, whole), GRID) for side in sides]
+    finer = [whole if side is None else np.linspace(side, side + _grid_step(side, whole), GRID) for side in sides]
     found: list[tuple[float, str]] = []
-    leads = _leads(ask, table, finer)
+    leads = _lead_seconds(request, table, finer)
     for side, logs, lead, (column, (name, written)) in zip(sides, finer, leads, LEVERS.items(), strict=True):
         if side is not None:
             place = _nearest_win(lead, logs)
@@ -165,7 +168,7 @@ def crossing(ask: PlanRequest, best: Layout, other: Layout) -> str:
     return min(found)[1]
 
 
-def _back(side: float, logs: Floats) -> float:
+def _grid_step(side: float, logs: Floats) -> float:
     """A step of the grid towards 1, where the best layout still leads."""
     return float(logs[1] - logs[0] if side < 0 else logs[0] - logs[1])
 
@@ -175,12 +178,12 @@ def _nearest_win(lead: Floats, logs: Floats) -> float | None:
     return float(wins[np.argmin(np.abs(wins))]) if wins.size else None
 
 
-def _leads(ask: PlanRequest, table: Cases, logs: list[Floats]) -> Floats:
+def _lead_seconds(request: PlanRequest, table: Cases, logs: list[Floats]) -> Floats:
     """Seconds by which row 1 is ahead of row 0, one row per lever: each is turned alone, by the factors of its logs."""
     turned = {}
     for index, column in enumerate(LEVERS):
         value = getattr(table, column)
         turned[column] = np.full((len(LEVERS), 1, GRID), value)
         turned[column][index, 0] = value * np.exp(logs[index])
-    step_s = step_times(ask, replace(table, **turned)).step_s
+    step_s = step_times(request, replace(table, **turned)).step_s
     return step_s[:, 0] - step_s[:, 1]

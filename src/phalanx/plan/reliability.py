@@ -106,7 +106,7 @@ def predict_reliability(
         spares=spare_hosts(hosts, -math.expm1(-rate * REPAIR_S / DAY_S))
         if fault.spares == "auto"
         else int(fault.spares),
-        rate_source=_source(cluster, fault),
+        rate_source=_rate_source(cluster, fault),
         failures_per_host_day_interval=rates.interval if rates.log_spread else None,
         recovery_s_interval=recoveries.interval if recoveries.log_spread else None,
         effective_time_interval=_effective_interval(
@@ -140,7 +140,7 @@ def site_recoveries(fault: Fault) -> SiteSpread:
     return known(fault.detect_s + fault.restart_s) if is_recovery_given(fault) else recovery_spread()
 
 
-def _source(cluster: Cluster, fault: Fault) -> str:
+def _rate_source(cluster: Cluster, fault: Fault) -> str:
     if fault.failures_per_host_day is not None:
         return "fault.failures_per_host_day of the job"
     if is_rate_given(cluster, fault):

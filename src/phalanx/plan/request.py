@@ -142,7 +142,7 @@ def request_from_job(
     if cluster.launch_s > 0:
         profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
     kept = memory_profiles()
-    ask = PlanRequest(
+    request = PlanRequest(
         model=job.model,
         cluster=cluster,
         sequence=job.data.sequence,
@@ -155,18 +155,18 @@ def request_from_job(
         profile_name=profile_name,
         memory=memory_profile(
             job,
-            kept.get(_keeps(job.parallel.framework, profile_name), kept["default"]),
+            kept.get(_memory_profile(job.parallel.framework, profile_name), kept["default"]),
             on_cpu=cluster.accelerator.family == "cpu",
         ),
         packed_bytes=packed_bytes(job.optim.name, job.precision.optimizer_state),
         fused_attention=profile_name not in UNFUSED,
-        limits=find_framework(_keeps(job.parallel.framework, profile_name)),
+        limits=find_framework(_memory_profile(job.parallel.framework, profile_name)),
         origins=known,
     )
-    return ask, warnings
+    return request, warnings
 
 
-def _keeps(framework_name: str, profile_name: str) -> str:
+def _memory_profile(framework_name: str, profile_name: str) -> str:
     """The memory profile: our trainer has one of its own beside the speed of plain PyTorch."""
     return "phalanx" if framework_name.strip().lower() == "phalanx" else profile_name
 

@@ -56,11 +56,11 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     parts: list[tuple[Ints, Ints, Floats, Floats]] = []
     legal, usable, bound = 0, 0.0, np.inf
     for grid in space.grids():
-        table = build_cases(space.ask, grid.columns)
-        memory = most_memory(space.ask, table)
+        table = build_cases(space.request, grid.columns)
+        memory = most_memory(space.request, table)
         total, runs = np.broadcast_to(memory.total, grid.shape), np.broadcast_to(memory.runs & grid.legal, grid.shape)
         legal += int(np.count_nonzero(runs))
-        usable = float(np.max(table.memory_bytes * space.ask.memory.usable))
+        usable = float(np.max(table.memory_bytes * space.request.memory.usable))
         near = runs & (total <= hopeless * usable)
         if near.any():
             bound = hopeless * usable
@@ -69,7 +69,7 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
             bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))
             near = runs & (total <= bound)
         if near.any():
-            parts.append(_priced(space, grid, near, total))
+            parts.append(_price_rows(space, grid, near, total))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
     base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
     order = np.argsort(base * space.choice["zero"].size + choice)
@@ -85,40 +85,44 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     )
 
 
-def _priced(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
+def _price_rows(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
     """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
     small, inside = grid.around(near)
-    times = step_times(space.ask, build_cases(space.ask, small.columns))
+    times = step_times(space.request, build_cases(space.request, small.columns))
     return *small.rows(inside), np.broadcast_to(times.step_s, small.shape)[inside], total[near]
 
 
 def price_layouts(
-    ask: PlanRequest, layouts: list[Layout], *, global_sequences: int = 0, machine: Mapping[str, Floats] | None = None
+    request: PlanRequest,
+    layouts: list[Layout],
+    *,
+    global_sequences: int = 0,
+    machine: Mapping[str, Floats] | None = None,
 ) -> tuple[Cases, StepTimes, MemoryUse]:
     """The full prediction for a few layouts; `machine` columns replace those of the cluster."""
-    table = build_cases(ask, layout_columns(layouts), global_sequences=global_sequences)
+    table = build_cases(request, layout_columns(layouts), global_sequences=global_sequences)
     table = replace(table, **machine) if machine else table
-    return table, step_times(ask, table), memory_use(ask, table)
+    return table, step_times(request, table), memory_use(request, table)
 
 
-def most_memory(ask: PlanRequest, table: Cases) -> MostMemory:
+def most_memory(request: PlanRequest, table: Cases) -> MostMemory:
     """The same without its parts, which a search of a million layouts does not look at."""
-    return _by_layer(ask, table, lambda cases: predict_most_memory(cases, ask.memory))
+    return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory))
 
 
-def memory_use(ask: PlanRequest, table: Cases) -> MemoryUse:
+def memory_use(request: PlanRequest, table: Cases) -> MemoryUse:
     """The bytes of every case; where only some layers recompute, between those of all and of none."""
-    return _by_layer(ask, table, lambda cases: predict_memory(cases, ask.memory))
+    return _by_layer(request, table, lambda cases: predict_memory(cases, request.memory))
 
 
-def _by_layer(ask: PlanRequest, table: Cases, predict: Callable[[Cases], Part]) -> Part:
+def _by_layer(request: PlanRequest, table: Cases, predict: Callable[[Cases], Part]) -> Part:
     """Every layer adds its own activations and its own time: mix the two predictions by the share that recomputes."""
     mixed = predict(table)
-    if ask.recompute_layers is None:
+    if request.recompute_layers is None:
         return mixed
     bare = predict(replace(table, recompute=np.zeros_like(table.recompute)))
     held = np.ceil(table.layers / table.pp)
-    share = np.clip(ask.recompute_layers * np.maximum(table.vpp, 1.0) / held, 0.0, 1.0)
+    share = np.clip(request.recompute_layers * np.maximum(table.vpp, 1.0) / held, 0.0, 1.0)
     parts = {
         item.name: getattr(mixed, item.name)
         if np.asarray(getattr(mixed, item.name)).dtype == bool
@@ -128,20 +132,20 @@ def _by_layer(ask: PlanRequest, table: Cases, predict: Callable[[Cases], Part]) 
     return replace(mixed, **parts)
 
 
-def _step(ask: PlanRequest, table: Cases) -> StepTimes:
+def _step(request: PlanRequest, table: Cases) -> StepTimes:
     """By the constants of measured cores where this machine's are meant, else by the physics of accelerators."""
-    if ask.cluster.cpu is not None:
-        return predict_cpu_step(table, ask.cluster.cpu)
-    return predict_step(table, ask.physics, ask.profile)
+    if request.cluster.cpu is not None:
+        return predict_cpu_step(table, request.cluster.cpu)
+    return predict_step(table, request.physics, request.profile)
 
 
-def step_times(ask: PlanRequest, table: Cases) -> StepTimes:
+def step_times(request: PlanRequest, table: Cases) -> StepTimes:
     """The step of every case, as calibrated where the question brings measured scalars."""
-    times = _by_layer(ask, table, lambda cases: _step(ask, cases))
-    if ask.calibration is None:
+    times = _by_layer(request, table, lambda cases: _step(request, cases))
+    if request.calibration is None:
         return times
     from phalanx.plan.calibrate import calibrated  # imports scipy: only when asked for
 
     # Parts that are the same in every case are scalars; the calibration adds them up row by row.
     parts = {item.name: np.broadcast_to(getattr(times, item.name), times.step_s.shape) for item in fields(StepTimes)}
-    return calibrated(StepTimes(**parts), ask.calibration)
+    return calibrated(StepTimes(**parts), request.calibration)

@@ -24,7 +24,7 @@ SAME = 1.02
 # (median, the same run), and a plan that runs out of it is not simple.
 SAFE_MEMORY = 0.9
 # A layout that would not fit if it took 6 % more than was counted, as far as `phalanx trace` may find it, is not taken
-# while any other is left: a plan without the warning of `_crowded` fits whenever its trace agrees with it.
+# while any other is left: a plan without the warning of `_crowded_memory` fits whenever its trace agrees with it.
 FULL_MEMORY = 1.0 / (1.0 + MEMORY_ERROR)
 ROOMIER = 1.03  # among those within 3 % of the fastest the simplest with room is taken
 # Where nothing has so much room, one that fills more than this share of the device itself is not taken while anything
@@ -63,46 +63,51 @@ class SearchResult:
     warnings: tuple[Problem, ...]
 
 
-def search_layouts(ask: PlanRequest) -> SearchResult:
+def search_layouts(request: PlanRequest) -> SearchResult:
     """Score every legal layout. Raises UserError when there is none or none fits."""
-    scores, warnings = _first_that_fits(ask)
-    best = _best(scores)
-    everything = _unfixed(ask) if _narrow(ask) else scores
-    warnings += (*_crowded(ask, scores, best, everything), *_better_if_free(ask, scores, best, everything))
+    scores, warnings = _first_that_fits(request)
+    best = _best_row(scores)
+    everything = _unfixed_scores(request) if any(name != "compression" for name in request.fixed) else scores
+    warnings += (
+        *_crowded_memory(request, scores, best, everything),
+        *_better_if_free(request, scores, best, everything),
+    )
     legal, fitting = scores.legal, int(scores.fits.sum())
     if everything is not scores:
         legal, fitting = legal + everything.legal, fitting + int(everything.fits.sum())
     return SearchResult(
-        best=_candidate(scores, best),
-        fastest=_candidate(scores, _fastest(scores, np.flatnonzero(scores.fits))),
-        others=_others(everything, scores.layout(best)),
-        pareto=_pareto(ask, scores),
+        best=_make_candidate(scores, best),
+        fastest=_make_candidate(scores, _fastest_row(scores, np.flatnonzero(scores.fits))),
+        others=_other_ideas(everything, scores.layout(best)),
+        pareto=_pareto_layouts(request, scores),
         legal=legal,
         fitting=fitting,
         warnings=warnings,
     )
 
 
-def _first_that_fits(ask: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]:
+def _first_that_fits(request: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]:
     """The plain space; when nothing in it fits, optimizer offload, then tensor groups wider than a fast domain."""
-    plain = score_layouts(build_space(ask))
+    plain = score_layouts(build_space(request))
     if plain.fits.any():
         return plain, ()
-    where = ask.cluster.name
-    offloaded = score_layouts(build_space(ask, offload=("optimizer",)))
-    if "offload" not in ask.fixed and offloaded.fits.any():
+    where = request.cluster.name
+    offloaded = score_layouts(build_space(request, offload=("optimizer",)))
+    if "offload" not in request.fixed and offloaded.fits.any():
         what = "nothing fits in device memory without keeping the optimizer in host memory"
         return offloaded, (Problem(where=where, what=what, fix="more devices would make offload unnecessary"),)
-    wide = score_layouts(build_space(ask, offload=("none", "optimizer"), widest_tensor=ask.cluster.devices))
+    wide = score_layouts(build_space(request, offload=("none", "optimizer"), widest_tensor=request.cluster.devices))
     if wide.fits.any():
-        what = f"nothing fits unless tensor groups reach beyond the {ask.cluster.domain_devices} devices of a domain"
+        what = (
+            f"nothing fits unless tensor groups reach beyond the {request.cluster.domain_devices} devices of a domain"
+        )
         return wide, (Problem(where=where, what=what, fix="more devices allow a deeper pipeline instead"),)
     if not wide.legal:
-        raise no_layout(ask)
-    raise no_fit(ask, wide)
+        raise no_layout(request)
+    raise no_fit(request, wide)
 
 
-def _fastest(scores: Scores, rows: Ints) -> int:
+def _fastest_row(scores: Scores, rows: Ints) -> int:
     """The fastest of some rows; of equals the one with the least memory."""
     seconds = scores.step_s[rows]
     least = seconds.min()
@@ -111,12 +116,12 @@ def _fastest(scores: Scores, rows: Ints) -> int:
     return int(first[np.argmin(scores.memory_bytes[first])])
 
 
-def _best(scores: Scores) -> int:
+def _best_row(scores: Scores) -> int:
     """The simplest of the rows that fit and are as fast as the fastest."""
-    return _simplest(scores, np.flatnonzero(scores.fits))
+    return _simplest_row(scores, np.flatnonzero(scores.fits))
 
 
-def _simplest(scores: Scores, rows: Ints) -> int:
+def _simplest_row(scores: Scores, rows: Ints) -> int:
     """The simplest of the rows that are as fast as the fastest of them, within what the model can tell apart."""
     near = _as_good(scores, rows)
     keys = (*complexity(scores, near), scores.step_s[near].round(9), scores.memory_bytes[near])
@@ -125,7 +130,7 @@ def _simplest(scores: Scores, rows: Ints) -> int:
 
 def _as_good(scores: Scores, rows: Ints) -> Ints:
     """The rows as fast as the fastest that leave memory free; the fastest and those as full if none does."""
-    fastest = _fastest(scores, rows)
+    fastest = _fastest_row(scores, rows)
     full, filled = FULL_MEMORY * scores.usable_bytes, float(scores.memory_bytes[fastest])
     room = max(SAFE_MEMORY * scores.usable_bytes, min(filled, full))
     quick = rows[scores.step_s[rows] <= scores.step_s[fastest] * max(SAME, ROOMIER)]
@@ -134,12 +139,12 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
         near: Ints = quick[enough & (scores.memory_bytes[quick] <= most_bytes)]
         if near.size:
             return near
-    device = DEVICE_MEMORY * scores.space.ask.cluster.accelerator.memory_bytes
+    device = DEVICE_MEMORY * scores.space.request.cluster.accelerator.memory_bytes
     for most_bytes in (min(full, device), device, filled):
         held = rows[scores.memory_bytes[rows] <= most_bytes]
         if held.size:
             break
-    near = held[scores.step_s[held] <= scores.step_s[_fastest(scores, held)] * SAME]
+    near = held[scores.step_s[held] <= scores.step_s[_fastest_row(scores, held)] * SAME]
     return near
 
 
@@ -161,7 +166,7 @@ def complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
     return column("pp"), np.asarray(axes), schedule, column("cp"), rest
 
 
-def _candidate(scores: Scores, row: int, idea: str = "") -> Candidate:
+def _make_candidate(scores: Scores, row: int, idea: str = "") -> Candidate:
     return Candidate(
         layout=scores.layout(row),
         step_s=float(scores.step_s[row]),
@@ -190,26 +195,26 @@ IDEAS: dict[str, Idea] = {
 }
 
 
-def _others(scores: Scores, best: Layout) -> tuple[Candidate, ...]:
+def _other_ideas(scores: Scores, best: Layout) -> tuple[Candidate, ...]:
     found: dict[Layout, Candidate] = {}
     fits = scores.fits
     if fits.any():
-        _add(found, _candidate(scores, _fastest(scores, np.flatnonzero(fits)), FASTEST), best)
+        _add(found, _make_candidate(scores, _fastest_row(scores, np.flatnonzero(fits)), FASTEST), best)
     for idea, mask in IDEAS.items():
         rows = np.flatnonzero(fits & mask(scores, best))
         if rows.size:
-            _add(found, _candidate(scores, _simplest(scores, rows), idea), best)
+            _add(found, _make_candidate(scores, _simplest_row(scores, rows), idea), best)
     limit = np.min(scores.step_s, where=fits, initial=np.inf)
     unfit = np.where(fits, np.inf, scores.step_s)
     cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(fits)}
     for idea, wanted in cheaper.items():
-        row = _least(unfit, wanted & (scores.column("offload") == OFFLOAD.index(best.offload)))
+        row = _least_row(unfit, wanted & (scores.column("offload") == OFFLOAD.index(best.offload)))
         if row is not None and scores.step_s[row] < limit:
-            _add(found, _candidate(scores, row, idea), best)
+            _add(found, _make_candidate(scores, row, idea), best)
     return tuple(sorted(found.values(), key=lambda one: (not one.fits, one.step_s)))
 
 
-def _least(values: np.ndarray[tuple[int], np.dtype[np.float64]], mask: Bools) -> int | None:
+def _least_row(values: np.ndarray[tuple[int], np.dtype[np.float64]], mask: Bools) -> int | None:
     rows = np.flatnonzero(mask & np.isfinite(values))
     return int(rows[values[rows].argmin()]) if rows.size else None
 
@@ -224,25 +229,25 @@ def _add(found: dict[Layout, Candidate], one: Candidate, best: Layout) -> None:
         found[one.layout] = replace(known, idea=f"{known.idea}, {one.idea}")
 
 
-def _pareto(ask: PlanRequest, scores: Scores) -> tuple[Candidate, ...]:
+def _pareto_layouts(request: PlanRequest, scores: Scores) -> tuple[Candidate, ...]:
     """Layouts that nothing beats in time, money and memory at once; smaller parts of the cluster take part."""
-    found = _front(scores)
+    found = _time_memory_front(scores)
     for part in SMALLER:
-        domains = ask.cluster.domains // part
-        if domains < 1 or ask.cluster.domains % part:
+        domains = request.cluster.domains // part
+        if domains < 1 or request.cluster.domains % part:
             break
-        devices = domains * ask.cluster.domain_devices
-        space = build_space(ask, devices=devices, offload=_offloads(scores), most_micro=SMALLER_MICRO_BATCH)
-        found += _front(score_layouts(space, hopeless=1.0))
-    return tuple(one for one in found if not any(_dominates(other, one) for other in found))
+        devices = domains * request.cluster.domain_devices
+        space = build_space(request, devices=devices, offload=_offload_kinds(scores), most_micro=SMALLER_MICRO_BATCH)
+        found += _time_memory_front(score_layouts(space, hopeless=1.0))
+    return tuple(one for one in found if not any(_dominates_other(other, one) for other in found))
 
 
-def _offloads(scores: Scores) -> tuple[str, ...]:
+def _offload_kinds(scores: Scores) -> tuple[str, ...]:
     used = np.unique(scores.space.choice["offload"][np.flatnonzero(np.bincount(scores.choice))])
     return tuple(OFFLOAD[index] for index in used)
 
 
-def _front(scores: Scores) -> list[Candidate]:
+def _time_memory_front(scores: Scores) -> list[Candidate]:
     """The front over time and memory of one device count (there money is time), thinned to visible differences.
 
     The simplest of the fastest is on it too, unless the fastest also needs less memory.
@@ -253,41 +258,37 @@ def _front(scores: Scores) -> list[Candidate]:
     rows = rows[np.lexsort((scores.memory_bytes[rows], scores.step_s[rows]))]
     if not rows.size:
         return []
-    kept = [_fastest(scores, rows)]
+    kept = [_fastest_row(scores, rows)]
     least = np.minimum.accumulate(scores.memory_bytes[rows])
     for row in rows[scores.memory_bytes[rows] <= least]:
         if scores.memory_bytes[row] < PARETO_STEP * scores.memory_bytes[kept[-1]]:
             kept.append(int(row))
-    best = _best(scores)
-    return [_candidate(scores, row) for row in sorted({best, *kept}, key=lambda row: float(scores.step_s[row]))]
+    best = _best_row(scores)
+    return [_make_candidate(scores, row) for row in sorted({best, *kept}, key=lambda row: float(scores.step_s[row]))]
 
 
-def _dominates(a: Candidate, b: Candidate) -> bool:
+def _dominates_other(a: Candidate, b: Candidate) -> bool:
     ours = (a.step_s, a.step_s * a.layout.devices, a.memory_bytes)
     theirs = (b.step_s, b.step_s * b.layout.devices, b.memory_bytes)
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _narrow(ask: PlanRequest) -> bool:
-    return any(name != "compression" for name in ask.fixed)
-
-
-def _unfixed(ask: PlanRequest) -> Scores:
+def _unfixed_scores(request: PlanRequest) -> Scores:
     """The space as if the job fixed nothing but what is not its choice.
 
     Gradient compression changes the arithmetic; a network of the user's own is not split along every axis.
     """
-    needed = ("compression", *(UNSPLIT_OWN if ask.model.module else ()))
-    kept = {name: value for name, value in ask.fixed.items() if name in needed}
-    return score_layouts(build_space(replace(ask, fixed=kept)))
+    needed = ("compression", *(UNSPLIT_OWN if request.model.module else ()))
+    kept = {name: value for name, value in request.fixed.items() if name in needed}
+    return score_layouts(build_space(replace(request, fixed=kept)))
 
 
-def _crowded(ask: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _crowded_memory(request: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
     step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if margin >= 1.0 - FULL_MEMORY:
         return ()
-    counted = bool(np.any(np.asarray(ask.memory.counted) > 0))  # our own trainer, whose step can be traced
+    counted = bool(np.any(np.asarray(request.memory.counted) > 0))  # our own trainer, whose step can be traced
     why = (
         f"the step may take up to {MEMORY_ERROR:.0%} more than is counted, so it may not fit: {DECIDES}"
         if counted
@@ -295,20 +296,20 @@ def _crowded(ask: PlanRequest, scores: Scores, best: int, everything: Scores) ->
     )
     return (
         Problem(
-            where=ask.cluster.name,
+            where=request.cluster.name,
             what=f"{scores.layout(best).name} leaves {margin:.1%} of the usable memory free",
             why=why,
-            fix=_roomy(scores, step_s) or _roomy(everything, step_s) or NO_ROOM,
+            fix=_roomy_layout(scores, step_s) or _roomy_layout(everything, step_s) or NO_ROOM,
         ),
     )
 
 
-def _roomy(scores: Scores, than_s: float) -> str:
+def _roomy_layout(scores: Scores, than_s: float) -> str:
     """The best layout that leaves memory free, and its step against `than_s`; empty where there is none."""
     rows = np.flatnonzero(scores.memory_bytes <= SAFE_MEMORY * scores.usable_bytes)
     if not rows.size:
         return ""
-    row = _simplest(scores, rows)
+    row = _simplest_row(scores, rows)
     step_s, room = float(scores.step_s[row]), 1.0 - float(scores.memory_bytes[row]) / scores.usable_bytes
     return (
         f"{scores.layout(row).name} leaves {room:.1%} free and takes {format_seconds(step_s)} per step "
@@ -316,17 +317,17 @@ def _roomy(scores: Scores, than_s: float) -> str:
     )
 
 
-def _better_if_free(ask: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _better_if_free(request: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
     if everything is scores or not everything.fits.any():
         return ()
-    row = _best(everything)
+    row = _best_row(everything)
     gain = float(scores.step_s[best] / everything.step_s[row])
     if gain < CLEARLY_BETTER:
         return ()
-    names = ", ".join(f"{name} = {value}" for name, value in ask.fixed.items() if name != "compression")
+    names = ", ".join(f"{name} = {value}" for name, value in request.fixed.items() if name != "compression")
     return (
         Problem(
-            where=next((ask.place(f"parallel.{name}") for name in ask.fixed if name != "compression"), "job"),
+            where=next((request.place(f"parallel.{name}") for name in request.fixed if name != "compression"), "job"),
             what=f"the fixed settings ({names}) cost {gain - 1:.0%}: {scores.step_s[best]:.3g} s per step "
             f"against {everything.step_s[row]:.3g} s",
             fix=f"the free search finds {everything.layout(row).name}",

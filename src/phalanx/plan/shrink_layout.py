@@ -77,13 +77,13 @@ def shrink_layout(layout: Layout, *, ranks: int, sequences: int, reproducible: b
     for data in range(min(layout.data, ranks // each), 0, -1):
         stage = data * layout.context * layout.tensor
         if stage % layout.expert == 0 and not (reproducible and data & (data - 1)):
-            fewer = replace(layout, data=data, shard=_shard(layout, data * layout.context))
+            fewer = replace(layout, data=data, shard=_shard_degree(layout, data * layout.context))
             count = BatchDeal.of(fewer, reproducible=reproducible).micro_batches(sequences)
             return replace(fewer, accumulation=count)
     return None
 
 
-def _shard(layout: Layout, replicas: int) -> int:
+def _shard_degree(layout: Layout, replicas: int) -> int:
     """As many ranks to a copy as before, or a few more: fewer would hold more than there is memory for."""
     if not layout.zero or layout.shard <= 1:
         return layout.shard

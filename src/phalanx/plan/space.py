@@ -26,7 +26,7 @@ NO_ROW = -1
 class Space:
     """All combinations of `base` rows (degrees, micro-batch, schedule) and `choice` rows (ZeRO, recompute, ...)."""
 
-    ask: PlanRequest
+    request: PlanRequest
     devices: int
     base: dict[str, Ints]
     choice: dict[str, Ints]
@@ -58,7 +58,7 @@ class Space:
 
         def legal(rule: Callable[[PlanRequest, dict[str, Ints]], Bools], ways: Ints) -> Bools:
             chosen = {name: value[ways][:, None] for name, value in self.choice.items()}
-            return np.broadcast_to(rule(self.ask, columns | chosen), (ways.size, first.size))
+            return np.broadcast_to(rule(self.request, columns | chosen), (ways.size, first.size))
 
         return (
             legal(may_share, self.product[:, 0, 0]),
@@ -73,8 +73,8 @@ class Space:
         columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}
         columns["ep"] = self.experts[used[3]][:, None]
         for name in ("zero", "group", "offload", "compression"):
-            columns[name] = _single(self.choice[name][choice[:, 0, 0]][:, None, None, None, None])
-        columns["shard"] = shard_size(self.ask, columns)
+            columns[name] = _single_value(self.choice[name][choice[:, 0, 0]][:, None, None, None, None])
+        columns["shard"] = shard_size(self.request, columns)
         columns["recompute"] = self.choice["recompute"][choice[0, :, 0]][:, None, None, None]
         columns["sp"] = self.choice["sp"][choice[0, 0, :]][:, None, None]
         return Grid(
@@ -88,7 +88,7 @@ class Space:
         """Layout columns of some combinations, with the shard size worked out."""
         columns = {name: value[base] for name, value in self.base.items()}
         columns |= {name: value[choice] for name, value in self.choice.items()}
-        columns["shard"] = shard_size(self.ask, columns)
+        columns["shard"] = shard_size(self.request, columns)
         return columns
 
     def layout(self, base: int, choice: int) -> Layout:
@@ -105,9 +105,9 @@ class Space:
             zero=row["zero"],
             sequence_parallel=bool(row["sp"]),
             micro_batch=row["micro_batch"],
-            accumulation=self.ask.global_sequences // (row["dp"] * row["micro_batch"]),
+            accumulation=self.request.global_sequences // (row["dp"] * row["micro_batch"]),
             recompute=RECOMPUTE[row["recompute"]],
-            precision=self.ask.precision,
+            precision=self.request.precision,
             schedule=SCHEDULES[row["schedule"]],
             offload=OFFLOAD[row["offload"]],
             compression=COMPRESSION[row["compression"]],
@@ -115,7 +115,7 @@ class Space:
 
 
 def build_space(
-    ask: PlanRequest,
+    request: PlanRequest,
     *,
     devices: int = 0,
     offload: tuple[str, ...] = ("none",),
@@ -123,13 +123,13 @@ def build_space(
     most_micro: int = MOST_MICRO_BATCH,
 ) -> Space:
     """The space on `devices` devices (all of the cluster's by default); it may be empty."""
-    count = devices or ask.cluster.devices
-    limit = widest_tensor or ask.cluster.domain_devices
-    degrees = [row for row in splits(ask, count) if "tensor" in ask.fixed or row[0] <= limit]
-    base, experts, of_expert = _base(ask, degrees, most_micro)
-    choice, product = _choices(ask, offload)
+    count = devices or request.cluster.devices
+    limit = widest_tensor or request.cluster.domain_devices
+    degrees = [row for row in splits(request, count) if "tensor" in request.fixed or row[0] <= limit]
+    base, experts, of_expert = _base_table(request, degrees, most_micro)
+    choice, product = _choice_table(request, offload)
     return Space(
-        ask=ask,
+        request=request,
         devices=count,
         base=base,
         choice=choice,
@@ -139,41 +139,41 @@ def build_space(
     )
 
 
-def splits(ask: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
+def splits(request: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
     """(tensor, context, pipeline, data) with product `devices`, each legal for the model, the batch and the job."""
     found = []
-    for tp in tensor_sizes(ask, devices):
-        for cp in context_sizes(ask, devices // tp):
-            for pp in pipeline_sizes(ask, devices // (tp * cp)):
+    for tp in tensor_sizes(request, devices):
+        for cp in context_sizes(request, devices // tp):
+            for pp in pipeline_sizes(request, devices // (tp * cp)):
                 dp = devices // (tp * cp * pp)
-                if ask.fixed.get("data", dp) == dp and ask.global_sequences % dp == 0:
+                if request.fixed.get("data", dp) == dp and request.global_sequences % dp == 0:
                     found.append((tp, cp, pp, dp))
     return found
 
 
-def tensor_sizes(ask: PlanRequest, devices: int) -> list[int]:
+def tensor_sizes(request: PlanRequest, devices: int) -> list[int]:
     """Tensor sizes that give each rank whole heads."""
-    heads, kv_heads = ask.model.heads, ask.model.kv_heads
-    sizes = [n for n in _allowed(ask, "tensor", devices) if heads % n == 0]
-    copied = ask.limits.copies_kv_heads or "tensor" in ask.fixed
-    return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or ask.model.is_mla]
+    heads, kv_heads = request.model.heads, request.model.kv_heads
+    sizes = [n for n in _allowed_sizes(request, "tensor", devices) if heads % n == 0]
+    copied = request.limits.copies_kv_heads or "tensor" in request.fixed
+    return [n for n in sizes if kv_heads % n == 0 or (copied and n % kv_heads == 0) or request.model.is_mla]
 
 
-def context_sizes(ask: PlanRequest, devices: int) -> list[int]:
+def context_sizes(request: PlanRequest, devices: int) -> list[int]:
     """Context sizes; each rank takes two slices, one early and one late, so that causal work is even."""
-    if not ask.limits.context and "context" not in ask.fixed:
+    if not request.limits.context and "context" not in request.fixed:
         return [1]
-    return [n for n in _allowed(ask, "context", devices) if n == 1 or ask.sequence % (2 * n) == 0]
+    return [n for n in _allowed_sizes(request, "context", devices) if n == 1 or request.sequence % (2 * n) == 0]
 
 
-def pipeline_sizes(ask: PlanRequest, devices: int) -> list[int]:
+def pipeline_sizes(request: PlanRequest, devices: int) -> list[int]:
     """Pipeline depths with at least one layer per stage."""
-    return [n for n in _allowed(ask, "pipeline", devices) if n <= ask.model.layers]
+    return [n for n in _allowed_sizes(request, "pipeline", devices) if n <= request.model.layers]
 
 
-def _allowed(ask: PlanRequest, name: str, devices: int) -> list[int]:
-    if name in ask.fixed:
-        size = int(ask.fixed[name])
+def _allowed_sizes(request: PlanRequest, name: str, devices: int) -> list[int]:
+    if name in request.fixed:
+        size = int(request.fixed[name])
         return [size] if devices % size == 0 else []
     return list(divisors(devices))
 
@@ -189,58 +189,62 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def expert_sizes(ask: PlanRequest, ranks: int) -> list[int]:
+def expert_sizes(request: PlanRequest, ranks: int) -> list[int]:
     """Expert sizes: whole experts per rank, whole groups within data × context × tensor."""
-    if not ask.model.is_moe:
+    if not request.model.is_moe:
         return [1]
-    sizes = [n for n in divisors(ask.model.experts) if ranks % n == 0]
-    return [n for n in sizes if ask.fixed.get("expert", n) == n]
+    sizes = [n for n in divisors(request.model.experts) if ranks % n == 0]
+    return [n for n in sizes if request.fixed.get("expert", n) == n]
 
 
-def micro_batches(ask: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
+def micro_batches(request: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -> list[int]:
     """Micro-batch sizes that divide a data rank's share."""
-    share = ask.global_sequences // dp
-    if "micro" in ask.fixed:
-        return [int(ask.fixed["micro"])] if share % int(ask.fixed["micro"]) == 0 else []
+    share = request.global_sequences // dp
+    if "micro" in request.fixed:
+        return [int(request.fixed["micro"])] if share % int(request.fixed["micro"]) == 0 else []
     return [n for n in divisors(share) if n <= most]
 
 
-def schedules(ask: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
+def schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
     """(schedule, model chunks per stage) that a pipeline of this depth can run."""
-    wanted = ask.fixed.get("schedule")
+    wanted = request.fixed.get("schedule")
     if pp == 1:
         # One stage: every schedule is the same, and a fixed one is kept as written.
         only = SCHEDULES.index(str(wanted)) if wanted else SCHEDULES.index("1f1b")
-        return [(only, 1)] if ask.fixed.get("virtual_pipeline", 1) == 1 else []
+        return [(only, 1)] if request.fixed.get("virtual_pipeline", 1) == 1 else []
     found = []
-    for name in (str(wanted),) if wanted else ask.limits.schedules:
-        chunks = _chunks(ask, pp, accumulation) if name == "interleaved" else (1,)
-        found += [(SCHEDULES.index(name), n) for n in chunks if ask.fixed.get("virtual_pipeline", n) == n]
+    for name in (str(wanted),) if wanted else request.limits.schedules:
+        chunks = _chunk_counts(request, pp, accumulation) if name == "interleaved" else (1,)
+        found += [(SCHEDULES.index(name), n) for n in chunks if request.fixed.get("virtual_pipeline", n) == n]
     return found
 
 
-def _chunks(ask: PlanRequest, pp: int, accumulation: int) -> list[int]:
+def _chunk_counts(request: PlanRequest, pp: int, accumulation: int) -> list[int]:
     # Megatron's interleaved schedule takes micro-batches in groups of the pipeline's depth.
     if accumulation % pp:
         return []
-    per_stage = -(-ask.model.layers // pp)
+    per_stage = -(-request.model.layers // pp)
     # A job for another framework may fix chunks that hold the embedding or the head alone (job/cross_checks.py).
-    most = ask.model.layers + (2 if "virtual_pipeline" in ask.fixed and ask.limits.bare_ends else 0)
+    most = request.model.layers + (2 if "virtual_pipeline" in request.fixed and request.limits.bare_ends else 0)
     return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
 
 
-def _base(
-    ask: PlanRequest, degrees: list[tuple[int, int, int, int]], most_micro: int
+def _base_table(
+    request: PlanRequest, degrees: list[tuple[int, int, int, int]], most_micro: int
 ) -> tuple[dict[str, Ints], Ints, Ints]:
     """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
 
     @cache
     def inner(pp: int, dp: int) -> Ints:
-        micros = micro_batches(ask, dp, most_micro)
-        rows = [(micro, *one) for micro in micros for one in schedules(ask, pp, ask.global_sequences // (dp * micro))]
+        micros = micro_batches(request, dp, most_micro)
+        rows = [
+            (micro, *one)
+            for micro in micros
+            for one in schedules(request, pp, request.global_sequences // (dp * micro))
+        ]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
-    sizes = {ranks: expert_sizes(ask, ranks) for ranks in {tp * cp * dp for tp, cp, _, dp in degrees}}
+    sizes = {ranks: expert_sizes(request, ranks) for ranks in {tp * cp * dp for tp, cp, _, dp in degrees}}
     degrees = [(tp, cp, pp, dp) for tp, cp, pp, dp in degrees if sizes[tp * cp * dp]]
     experts = sorted({size for some in sizes.values() for size in some})
     has_size = np.array([[size in sizes[tp * cp * dp] for size in experts] for tp, cp, _, dp in degrees], dtype=bool)
@@ -253,7 +257,7 @@ def _base(
     own = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     of_expert = np.where(np.repeat(has_size, lengths, axis=0).T, np.repeat(start, lengths, axis=0).T + own, NO_ROW)
     table = np.zeros((int(blocks.sum()), 8), dtype=np.int64)
-    rest = np.concatenate((np.zeros((0, 7), dtype=np.int64), *_beside(degrees, parts)))
+    rest = np.concatenate((np.zeros((0, 7), dtype=np.int64), *_join_columns(degrees, parts)))
     for size, rows in zip(experts, of_expert, strict=True):
         used = rows != NO_ROW
         table[rows[used]] = np.insert(rest[used], 4, size, axis=1)
@@ -262,15 +266,15 @@ def _base(
     return columns, np.array(experts, dtype=np.int64), of_expert
 
 
-def _beside(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list[Ints]:
+def _join_columns(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list[Ints]:
     return [np.column_stack((np.tile(one, (len(part), 1)), part)) for one, part in zip(degrees, parts, strict=True)]
 
 
-def _choices(ask: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
+def _choice_table(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
     """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
-    fixed = ask.fixed
+    fixed = request.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
-    zeros = _zeros(ask)
+    zeros = _zero_stages(request)
     shared = [(zero, group) for zero in zeros for group in (groups if zero else (NONE,))]
     recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
     flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
@@ -291,16 +295,16 @@ def _choices(ask: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints
     return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
-def _zeros(ask: PlanRequest) -> tuple[int, ...]:
+def _zero_stages(request: PlanRequest) -> tuple[int, ...]:
     """ZeRO stages to try: parameters in host memory need the third, PowerSGD's whole gradients none."""
-    if "zero" in ask.fixed:
-        return (int(ask.fixed["zero"]),)
-    if ask.fixed.get("offload") == "parameters":
+    if "zero" in request.fixed:
+        return (int(request.fixed["zero"]),)
+    if request.fixed.get("offload") == "parameters":
         return (3,)
-    return (0,) if ask.fixed.get("compression") == "powersgd" else ask.limits.zero
+    return (0,) if request.fixed.get("compression") == "powersgd" else request.limits.zero
 
 
-def _single(column: Ints) -> Ints:
+def _single_value(column: Ints) -> Ints:
     """A column of one value as a scalar, so that it widens no term that looks at it."""
     return column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column
 
@@ -389,47 +393,47 @@ def cut(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
 NONE, FULL, DOMAIN, GIVEN = range(4)  # who shares a sharded copy
 
 
-def shard_size(ask: PlanRequest, c: dict[str, Ints]) -> Ints:
+def shard_size(request: PlanRequest, c: dict[str, Ints]) -> Ints:
     """Ranks that share one copy of the sharded state."""
     replicas = c["dp"] * c["cp"]
-    inside = np.maximum(1, ask.cluster.domain_devices // c["tp"])
-    given = int(ask.fixed.get("shard", 1))
+    inside = np.maximum(1, request.cluster.domain_devices // c["tp"])
+    given = int(request.fixed.get("shard", 1))
     return np.select([c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, inside, given], 1)
 
 
-def may_share(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
+def may_share(request: PlanRequest, c: dict[str, Ints]) -> Bools:
     """Whether the state can be sharded so."""
-    replicas, shard = c["dp"] * c["cp"], shard_size(ask, c)
+    replicas, shard = c["dp"] * c["cp"], shard_size(request, c)
     within = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
     alone = replicas == 1
     grouped: Bools = np.select(
         [c["group"] == DOMAIN, c["group"] == GIVEN], [within & ~alone, replicas % shard == 0], np.ones_like(within)
     ).astype(bool)
-    if "zero" in ask.fixed:
+    if "zero" in request.fixed:
         return grouped
-    staged = np.isin(c["zero"], ask.limits.zero_with_pipeline) | (c["pp"] == 1)
+    staged = np.isin(c["zero"], request.limits.zero_with_pipeline) | (c["pp"] == 1)
     # ZeRO-2 between micro-batches either keeps whole gradients (then it is ZeRO-1) or reduces them every time.
-    whole = (c["zero"] != 2) | (ask.global_sequences == c["dp"] * c["micro_batch"])
+    whole = (c["zero"] != 2) | (request.global_sequences == c["dp"] * c["micro_batch"])
     # One rank alone has nobody to share with, but may keep its parameters in host memory.
     hosted = c["offload"] == OFFLOAD.index("parameters")
     legal: Bools = grouped & staged & whole & ((c["zero"] == 0) | ~alone | hosted)
     return legal
 
 
-def may_split_sequence(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
+def may_split_sequence(request: PlanRequest, c: dict[str, Ints]) -> Bools:
     """Whether norms can be split along the sequence, or not."""
-    slices = (ask.sequence // c["cp"]) % c["tp"] == 0
+    slices = (request.sequence // c["cp"]) % c["tp"] == 0
     # Without tensor parallelism there is nothing for sequence parallelism to split: one of the two rows is kept.
     unsplit = (c["tp"] == 1) & (c["sp"] == 0)
-    if ask.fixed.get("sequence_parallel") is True:
+    if request.fixed.get("sequence_parallel") is True:
         unsplit = c["tp"] == 1
     legal: Bools = unsplit | ((c["tp"] > 1) & ((c["sp"] == 0) | slices))
     return legal
 
 
-def may_recompute(ask: PlanRequest, c: dict[str, Ints]) -> Bools:
+def may_recompute(request: PlanRequest, c: dict[str, Ints]) -> Bools:
     """Whether the schedule can recompute so."""
-    if ask.limits.selective_zero_bubble:
+    if request.limits.selective_zero_bubble:
         return np.ones_like(c["recompute"] + c["pp"], dtype=bool)
     bubble, kept = SCHEDULES.index("zero-bubble"), RECOMPUTE.index("selective")
     legal: Bools = ~((c["pp"] > 1) & (c["schedule"] == bubble) & (c["recompute"] == kept))

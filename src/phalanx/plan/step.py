@@ -120,7 +120,7 @@ class _State:
     adding: Floats  # gradients to those of the micro-batches before
 
 
-def _state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) -> _State:
+def _step_state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) -> _State:
     w = rank_weights(c, stage_layers=layers)
     hosted = c.offload == OFFLOAD_PARAMETERS
     fetch = (
@@ -147,10 +147,10 @@ def _state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Floats) 
 
 def _state_of(c: Cases, k: Physics, f: Profile, g: traffic.Groups, split: Split) -> _State:
     """The state of the fullest stage, which has one of two sizes."""
-    even = _state(c, k, f, g, split.even)
+    even = _step_state(c, k, f, g, split.even)
     if not split.uneven.any():
         return even
-    more = _state(c, k, f, g, split.even + 1.0)
+    more = _step_state(c, k, f, g, split.even + 1.0)
     pairs = {field.name: (getattr(more, field.name), getattr(even, field.name)) for field in fields(_State)}
     return _State(**{name: np.where(split.uneven, *pair) if pair[0].ndim else ZERO for name, pair in pairs.items()})
 

@@ -28,23 +28,23 @@ def plan_text(plan: Plan, *, top: int = 6) -> str:
     """The page; `top` limits runners-up and Pareto points."""
     sections = [
         ("STEP TIME", _step(plan)),
-        ("MEMORY PER DEVICE", _memory(plan)),
-        ("COMMUNICATION BY AXIS", _mapping(plan)),
-        ("ALTERNATIVES", _alternatives(plan.alternatives[:top])),
-        ("PARETO FRONT: TIME, COST AND MEMORY", _pareto(plan, top)),
-        ("FAILURES AND CHECKPOINTS", _failures(plan)),
-        ("COST AND ENERGY", _bill(plan)),
-        ("SEARCH", _search(plan)),
+        ("MEMORY PER DEVICE", _memory_lines(plan)),
+        ("COMMUNICATION BY AXIS", _mapping_lines(plan)),
+        ("ALTERNATIVES", _alternative_lines(plan.alternatives[:top])),
+        ("PARETO FRONT: TIME, COST AND MEMORY", _pareto_lines(plan, top)),
+        ("FAILURES AND CHECKPOINTS", _failure_lines(plan)),
+        ("COST AND ENERGY", _bill_lines(plan)),
+        ("SEARCH", _search_lines(plan)),
         ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap(line)]),
     ]
-    lines = [*_headline(plan), *(f"  {line}" for line in _derived(plan))]
+    lines = [*_headline_lines(plan), *(f"  {line}" for line in _derived_lines(plan))]
     for title, body in sections:
         if body:
             lines += ["", title, *(f"  {line}".rstrip() for line in body)]
     return "\n".join(lines)
 
 
-def _headline(plan: Plan) -> list[str]:
+def _headline_lines(plan: Plan) -> list[str]:
     p, d = plan.prediction, plan.duration
     size = format_count(p.parameters)
     if p.active_parameters != p.parameters:
@@ -62,7 +62,7 @@ def _headline(plan: Plan) -> list[str]:
         ("MFU", f"{p.mfu:.1%}"),
     ]
     right = [
-        ("time", f"{_between(d.wall_s_low, d.wall_s, d.wall_s_high)} for {format_count(d.tokens)} tokens"),
+        ("time", f"{_with_interval(d.wall_s_low, d.wall_s, d.wall_s_high)} for {format_count(d.tokens)} tokens"),
         ("cost", money),
         ("memory", f"{format_bytes(plan.memory.total_bytes)} of {format_bytes(plan.memory.usable_bytes)} usable"),
     ]
@@ -70,13 +70,13 @@ def _headline(plan: Plan) -> list[str]:
         f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} "
         f"({plural(plan.layout.devices, 'device')})",
         f"{plan.layout.name}",
-        *_simpler(plan),
+        *_simpler_lines(plan),
         "",
     ]
     return head + [f"  {a:<9}{b:<38}{c:<8}{e}".rstrip() for (a, b), (c, e) in zip(left, right, strict=True)]
 
 
-def _simpler(plan: Plan) -> list[str]:
+def _simpler_lines(plan: Plan) -> list[str]:
     """What was passed over for being faster on paper only."""
     s = plan.search
     if s.fastest == plan.layout:
@@ -91,7 +91,7 @@ def _simpler(plan: Plan) -> list[str]:
     return _wrap(f"{s.fastest.short} is {pace} on paper; chose the simpler layout", WIDTH)
 
 
-def _between(low_s: float, middle_s: float, high_s: float) -> str:
+def _with_interval(low_s: float, middle_s: float, high_s: float) -> str:
     """A duration and its interval in one unit, as `58.0 days (45.1 to 76.3)`."""
     middle = format_seconds(middle_s)
     if not low_s < high_s:
@@ -101,9 +101,9 @@ def _between(low_s: float, middle_s: float, high_s: float) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def _derived(plan: Plan) -> list[str]:
+def _derived_lines(plan: Plan) -> list[str]:
     """What the figures above rest on, and values that nobody wrote into the job, with their reason."""
-    lines = [_assumptions(plan)]
+    lines = [_assumptions_line(plan)]
     if isinstance(plan.job.data.tokens, str):
         lines.append(
             f"data.tokens = {plan.job.data.tokens}: {TOKENS_PER_PARAMETER} per parameter (Hoffmann et al. 2022) are "
@@ -115,7 +115,7 @@ def _derived(plan: Plan) -> list[str]:
     return [part for line in lines for part in _wrap(line)]
 
 
-def _assumptions(plan: Plan) -> str:
+def _assumptions_line(plan: Plan) -> str:
     """Whose speed, whose price and whose failures: another framework or price gives another step and another bill."""
     price = "price unknown"
     if plan.bill.usd_per_device_hour:
@@ -144,7 +144,7 @@ def _step(plan: Plan) -> list[str]:
     return [*lines, note, *_wrap(f"MFU counts {plan.prediction.mfu_convention}")]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory_lines(plan: Plan) -> list[str]:
     m = plan.memory
     rows = [(name, format_bytes(size), f"{size / m.usable_bytes:.1%}") for name, size in m.parts_bytes.items() if size]
     rows.append(("total", format_bytes(m.total_bytes), f"{m.total_bytes / m.usable_bytes:.1%}"))
@@ -155,7 +155,7 @@ def _memory(plan: Plan) -> list[str]:
     ]
 
 
-def _mapping(plan: Plan) -> list[str]:
+def _mapping_lines(plan: Plan) -> list[str]:
     if not plan.mapping:
         return ["one device: no communication"]
     head = ("axis", "size", "stride", "links", "operation", "algo", "sent", "on wire", "exposed")
@@ -163,7 +163,7 @@ def _mapping(plan: Plan) -> list[str]:
     for use in plan.mapping:
         exposed = f"{format_seconds(use.shown_s)} ({use.exposed:.0%})"
         rows.append(
-            (use.axis, str(use.size), str(use.stride), use.tier, _short(use.operation), use.algorithm,
+            (use.axis, str(use.size), str(use.stride), use.tier, _short_operation(use.operation), use.algorithm,
              format_bytes(use.bytes_per_step), format_seconds(use.wire_s), exposed)
         )  # fmt: skip
     notes = [f"{use.axis}: next best is {use.next_best}" for use in plan.mapping if use.next_best]
@@ -178,11 +178,11 @@ def amount(value: float) -> str:
     return format_count(value) if value >= 1 else f"{value:.2g}"
 
 
-def _short(operation: str) -> str:
+def _short_operation(operation: str) -> str:
     return operation.replace("reduce-scatter", "scatter").replace("all-gather", "gather").replace(" + ", "+")
 
 
-def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
+def _alternative_lines(alternatives: Sequence[Alternative]) -> list[str]:
     lines = []
     for one in alternatives:
         lines += _wrap(f"{one.idea}: {one.layout.short}")
@@ -191,11 +191,11 @@ def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
     return lines
 
 
-def _pareto(plan: Plan, top: int) -> list[str]:
+def _pareto_lines(plan: Plan, top: int) -> list[str]:
     if len(plan.pareto) < 2:
         return []
     rows = [("devices", "step", "training", "cost", "memory", "layout")]
-    for one in _spread(plan, max(2, top)):
+    for one in _pareto_choice(plan, max(2, top)):
         money = format_money(one.usd) if one.usd is not None else "-"
         rows.append(
             (f"{one.devices:,}", format_seconds(one.step_s), format_seconds(one.training_s), money,
@@ -207,7 +207,7 @@ def _pareto(plan: Plan, top: int) -> list[str]:
     return [*text_table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
 
 
-def _spread(plan: Plan, top: int) -> list[ParetoPoint]:
+def _pareto_choice(plan: Plan, top: int) -> list[ParetoPoint]:
     """The fastest of each device count first, then the next ones in turn, at most `top`."""
     counts = sorted({one.devices for one in plan.pareto}, reverse=True)
     queues = [[one for one in plan.pareto if one.devices == count] for count in counts]
@@ -217,7 +217,7 @@ def _spread(plan: Plan, top: int) -> list[ParetoPoint]:
     return sorted(picked, key=lambda one: (-one.devices, one.step_s))
 
 
-def _failures(plan: Plan) -> list[str]:
+def _failure_lines(plan: Plan) -> list[str]:
     r = plan.reliability
     if not math.isfinite(r.mtbf_s):
         return ["no failures expected (rate 0)"]
@@ -231,7 +231,8 @@ def _failures(plan: Plan) -> list[str]:
         f"{format_seconds(r.blocking_s)}, committed after {format_seconds(r.persist_s)}",
         *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
         f"time lost at multiples of the optimal interval: {costs}",
-        f"effective training time {r.effective_time:.1%}{_sites(r)}; {plural(r.spares, 'spare host')} (99% of days)",
+        f"effective training time {r.effective_time:.1%}{_site_range(r)}; {plural(r.spares, 'spare host')} (99% "
+        f"of days)",
     ]
     return [part for line in lines for part in _wrap(line)]
 
@@ -249,7 +250,7 @@ def _rate_range(r: Reliability) -> list[str]:
     ]
 
 
-def _sites(r: Reliability) -> str:
+def _site_range(r: Reliability) -> str:
     if r.effective_time_interval is None:
         return ""
     low, high = r.effective_time_interval
@@ -261,7 +262,7 @@ def _in_memory(every: int, step_s: float) -> str:
     return f"in-memory checkpoint {steps}, from which a lost rank is restored"
 
 
-def _bill(plan: Plan) -> list[str]:
+def _bill_lines(plan: Plan) -> list[str]:
     b = plan.bill
     lines = [
         f"{format_count(b.device_hours)} device-hours over {format_seconds(plan.duration.wall_s)} "
@@ -280,10 +281,10 @@ def _bill(plan: Plan) -> list[str]:
         lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spare hosts included; {b.price_source}")
     else:
         lines.append(b.price_source)
-    return [part for line in (*lines, *_energy(b)) for part in _wrap(line)]
+    return [part for line in (*lines, *_energy_lines(b)) for part in _wrap(line)]
 
 
-def _energy(b: Bill) -> list[str]:
+def _energy_lines(b: Bill) -> list[str]:
     if b.kwh is None or b.kgco2e is None or b.kwh_interval is None or b.watts_per_device is None:
         return [f"energy and carbon: {b.power_source}"]
     low, high = b.kwh_interval
@@ -295,11 +296,11 @@ def _energy(b: Bill) -> list[str]:
     ]
 
 
-def _search(plan: Plan) -> list[str]:
+def _search_lines(plan: Plan) -> list[str]:
     s = plan.search
     profile = plan.job.parallel.framework
     return [
-        f"{plural(s.legal, 'legal layout')}, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"
+        f"{plural(s.legal, 'valid layout')}, {s.fitting:,} fit, in {format_seconds(s.seconds)}; framework {profile}"
     ]
 
 
@@ -359,14 +360,14 @@ def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> tuple[Pla
         if len(set(shown)) > 1:
             rows.append(PlanDifference(name=f"layout {item.name}", shown=shown))
     for name in NUMBERS:
-        rows.append(_number(name, plans))
+        rows.append(_number_difference(name, plans))
         if name in INTERVALS:
             shown = tuple(INTERVALS[name](plan) for plan in plans)
             rows.append(PlanDifference(name=f"{name}, 80%", shown=shown))
     return tuple(rows)
 
 
-def _number(name: str, plans: Sequence[Plan]) -> PlanDifference:
+def _number_difference(name: str, plans: Sequence[Plan]) -> PlanDifference:
     read, written = NUMBERS[name]
     values = [read(plan) for plan in plans]
     first = values[0]
@@ -383,11 +384,11 @@ def comparison_text(differences: Sequence[PlanDifference]) -> str:
         cells = [one.name]
         for index, text in enumerate(one.shown):
             ratio = one.ratios[index] if one.ratios and index else 1.0
-            cells.append(text if ratio == 1.0 else f"{text} ({_change(ratio)})")
+            cells.append(text if ratio == 1.0 else f"{text} ({_change_text(ratio)})")
         rows.append(cells)
     return "\n".join(text_table(rows))
 
 
-def _change(ratio: float) -> str:
+def _change_text(ratio: float) -> str:
     """A difference in percent, or as a factor where percents stop meaning anything."""
     return f"{ratio - 1:+.1%}" if 0.1 < ratio < 10 else f"×{ratio:.3g}"

@@ -33,14 +33,14 @@ def layout_problems(shape: ModelShape, demand: Demand) -> list[Problem]:
     """Every reason why the trainer cannot run this layout of this model; none when it can."""
     layout = demand.layout
     return [
-        *_attention(shape),
-        *_tensor(shape, layout),
-        *_context(shape, demand),
-        *_pipeline(shape, layout),
-        *_expert(shape, demand),
-        *_data(layout),
-        *_reproducible(demand),
-        *_precision(demand),
+        *_attention_problems(shape),
+        *_tensor_problems(shape, layout),
+        *_context_problems(shape, demand),
+        *_pipeline_problems(shape, layout),
+        *_expert_problems(shape, demand),
+        *_data_problems(layout),
+        *_reproducible_problems(demand),
+        *_precision_problems(demand),
     ]
 
 
@@ -53,7 +53,12 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
         context_kind=job.parallel.context_kind,
         reproducible=job.numerics.reproducible,
     )
-    return [*_devices(cluster), *_compiled(job, layout), *precision_problems(job), *layout_problems(job.model, demand)]
+    return [
+        *_device_problems(cluster),
+        *_compile_problems(job, layout),
+        *precision_problems(job),
+        *layout_problems(job.model, demand),
+    ]
 
 
 def splits_backward(layout: Layout) -> bool:
@@ -61,7 +66,7 @@ def splits_backward(layout: Layout) -> bool:
     return layout.pipeline > 1 and layout.schedule == "zero-bubble"
 
 
-def _compiled(job: Job, layout: Layout) -> Iterator[Problem]:
+def _compile_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     if job.train.compile is True and splits_backward(layout):
         yield Problem(
             where="train.compile",
@@ -89,7 +94,7 @@ def precision_problems(job: Job) -> list[Problem]:
     return []
 
 
-def _devices(cluster: Cluster) -> Iterator[Problem]:
+def _device_problems(cluster: Cluster) -> Iterator[Problem]:
     if cluster.accelerator.family.startswith("tpu"):
         yield Problem(
             where=cluster.name,
@@ -99,7 +104,7 @@ def _devices(cluster: Cluster) -> Iterator[Problem]:
         )
 
 
-def _attention(shape: ModelShape) -> Iterator[Problem]:
+def _attention_problems(shape: ModelShape) -> Iterator[Problem]:
     if shape.is_mla:
         yield Problem(
             where="model",
@@ -109,7 +114,7 @@ def _attention(shape: ModelShape) -> Iterator[Problem]:
         )
 
 
-def _tensor(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
+def _tensor_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
     ranks = layout.tensor
     if ranks == 1:
         return
@@ -120,7 +125,7 @@ def _tensor(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
     }
     if shape.is_moe and shape.dense_layers == 0:
         del counts["columns of the MLP"]
-    common = _fitting(ranks, *(count for count, _ in counts.values()))
+    common = _largest_divisor(ranks, *(count for count, _ in counts.values()))
     for noun, (count, why) in counts.items():
         if count % ranks:
             yield Problem(
@@ -131,19 +136,19 @@ def _tensor(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
             )
 
 
-def _context(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
+def _context_problems(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
     layout, length = demand.layout, demand.sequence
     if layout.context > 1 and length % (2 * layout.context):
-        fit = _fitting(layout.context, length // 2) if length % 2 == 0 else 1
+        fit = _largest_divisor(layout.context, length // 2) if length % 2 == 0 else 1
         yield Problem(
             where="parallel.context",
             what=f"a sequence of {length:,} tokens does not divide into 2 × {layout.context} slices",
             why="each context rank takes an early and a late slice, so that causal work is even",
-            fix=f"use {fit} context ranks, or data.sequence = {_up(length, 2 * layout.context):,}",
+            fix=f"use {fit} context ranks, or data.sequence = {_round_up(length, 2 * layout.context):,}",
         )
     tokens = length // layout.context
     if layout.tensor > 1 and layout.sequence_parallel and tokens % layout.tensor:
-        whole = _up(length, 2 * layout.context * layout.tensor)
+        whole = _round_up(length, 2 * layout.context * layout.tensor)
         yield Problem(
             where="parallel.sequence_parallel",
             what=f"{tokens:,} tokens per context rank do not divide over {layout.tensor} tensor ranks",
@@ -156,7 +161,8 @@ def _context(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
             where="parallel.context",
             what=f"{layout.context} context ranks do not divide the {heads} query heads of each tensor rank",
             why="Ulysses gives every context rank whole heads",
-            fix=f'use {_fitting(layout.context, heads)}, or context_kind = "ring" or "allgather", which split no heads',
+            fix=f'use {_largest_divisor(layout.context, heads)}, or context_kind = "ring" or "allgather", which '
+            f"split no heads",
         )
     if shape.positions == "learned" and length > shape.max_positions:
         yield Problem(
@@ -167,7 +173,7 @@ def _context(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
         )
 
 
-def _pipeline(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
+def _pipeline_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
     ranks, chunks, count = layout.pipeline, max(layout.virtual_pipeline, 1), layout.accumulation
     if ranks == 1:
         if chunks > 1:
@@ -206,10 +212,10 @@ def _pipeline(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
             why="it splits backward in two, and what selective recompute keeps can be used once",
             fix='use recompute = "none" or "full", or schedule = "interleaved" or "1f1b"',
         )
-    yield from _rounds(layout.schedule, ranks, chunks, count)
+    yield from _round_problems(layout.schedule, ranks, chunks, count)
 
 
-def _rounds(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Problem]:
+def _round_problems(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Problem]:
     """Micro-batches that the schedule can order."""
     plain = schedule == "1f1b" or (schedule == "interleaved" and chunks == 1)
     fix = "change batch.global_sequences, batch.micro or the number of data ranks"
@@ -224,7 +230,7 @@ def _rounds(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Prob
         )
 
 
-def _expert(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
+def _expert_problems(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
     layout = demand.layout
     stage = layout.data * layout.context * layout.tensor
     if layout.expert > 1 and not shape.is_moe:
@@ -237,45 +243,45 @@ def _expert(shape: ModelShape, demand: Demand) -> Iterator[Problem]:
             where="parallel.expert",
             what=f"{layout.expert} expert ranks do not divide the model's {shape.experts} experts",
             why="each expert rank must hold whole experts",
-            fix=f"use {_fitting(layout.expert, shape.experts)}",
+            fix=f"use {_largest_divisor(layout.expert, shape.experts)}",
         )
     if stage % layout.expert:
         yield Problem(
             where="parallel.expert",
             what=f"{layout.expert} expert ranks do not divide the {stage} ranks of a stage (data × context × tensor)",
             why="experts are shared out among the ranks that see the tokens",
-            fix=f"use {_fitting(layout.expert, stage)}",
+            fix=f"use {_largest_divisor(layout.expert, stage)}",
         )
     if layout.expert > 1:
-        yield from _shares(layout, demand.sequence)
+        yield from _share_problems(layout, demand.sequence)
     if layout.expert == 1 and layout.tensor > 1 and shape.expert_ffn % layout.tensor:
         yield Problem(
             where="parallel.tensor",
             what=f"{layout.tensor} tensor ranks do not divide the experts' width of {shape.expert_ffn:,}",
             why="without expert ranks the tensor group splits every expert along its width",
-            fix=f"use {_fitting(layout.tensor, shape.expert_ffn)}, or expert ranks",
+            fix=f"use {_largest_divisor(layout.tensor, shape.expert_ffn)}, or expert ranks",
         )
 
 
-def _shares(layout: Layout, sequence: int) -> Iterator[Problem]:
+def _share_problems(layout: Layout, sequence: int) -> Iterator[Problem]:
     tokens = layout.micro_batch * sequence // layout.context
     if layout.tensor > 1 and tokens % layout.tensor:
         yield Problem(
             where="parallel.tensor",
             what=f"{tokens:,} tokens of a micro-batch do not divide over {layout.tensor} tensor ranks",
             why="each tensor rank sends its own share of the tokens to the experts",
-            fix=f"use {_fitting(layout.tensor, tokens)}, or another batch.micro",
+            fix=f"use {_largest_divisor(layout.tensor, tokens)}, or another batch.micro",
         )
 
 
-def _data(layout: Layout) -> Iterator[Problem]:
+def _data_problems(layout: Layout) -> Iterator[Problem]:
     replicas = layout.data * layout.context
     if layout.zero and replicas % layout.shard:
         yield Problem(
             where="parallel.shard",
             what=f"groups of {layout.shard} do not divide the {replicas} data × context ranks",
             why="each group shares one sharded copy",
-            fix=f"use {_fitting(layout.shard, replicas)}",
+            fix=f"use {_largest_divisor(layout.shard, replicas)}",
         )
     if layout.offload == "parameters" and not layout.zero:
         yield Problem(
@@ -286,7 +292,7 @@ def _data(layout: Layout) -> Iterator[Problem]:
         )
 
 
-def _reproducible(demand: Demand) -> Iterator[Problem]:
+def _reproducible_problems(demand: Demand) -> Iterator[Problem]:
     layout = demand.layout
     if not demand.reproducible:
         return
@@ -310,7 +316,7 @@ def _reproducible(demand: Demand) -> Iterator[Problem]:
             )
 
 
-def _precision(demand: Demand) -> Iterator[Problem]:
+def _precision_problems(demand: Demand) -> Iterator[Problem]:
     if demand.compute == "fp8" and demand.layout.tensor > 1:
         yield Problem(
             where="precision.compute",
@@ -341,10 +347,10 @@ def _precision(demand: Demand) -> Iterator[Problem]:
         )
 
 
-def _fitting(ranks: int, *counts: int) -> int:
+def _largest_divisor(ranks: int, *counts: int) -> int:
     """The largest number up to `ranks` that divides all counts."""
     return max(n for n in range(1, ranks + 1) if all(count % n == 0 for count in counts))
 
 
-def _up(count: int, unit: int) -> int:
+def _round_up(count: int, unit: int) -> int:
     return -(-count // unit) * unit

@@ -114,7 +114,7 @@ class EventColumns:
 
     def __init__(self, kind: str, events: Sequence[Any], *, names: tuple[str, ...] = ()) -> None:
         """With `names`, events are rows of these (typed.py), which the schema has nothing against."""
-        self.kind, self.names, self._told, self._is_typed = kind, names or tuple(events[0]), events, bool(names)
+        self.kind, self.names, self._reported, self._is_typed = kind, names or tuple(events[0]), events, bool(names)
         try:
             rows = events if names else list(map(_getter(self.names), events))
             self.is_even = self._is_typed or sum(map(len, events)) == len(events) * len(self.names)
@@ -129,17 +129,17 @@ class EventColumns:
         self.is_doubted = False
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._reported)
 
     @property
     def events(self) -> Sequence[Event]:
         """As tables."""
-        return [self.event(place) for place in range(len(self))] if self._is_typed else self._told
+        return [self.event(place) for place in range(len(self))] if self._is_typed else self._reported
 
     def event(self, place: int) -> Event:
         """One of them."""
-        told = self._told[place]
-        return {"event": self.kind, **dict(zip(self.names, told, strict=True))} if self._is_typed else told
+        reported = self._reported[place]
+        return {"event": self.kind, **dict(zip(self.names, reported, strict=True))} if self._is_typed else reported
 
     def get(self, name: str) -> Column:
         """A column."""
@@ -164,12 +164,12 @@ class EventColumns:
     def pick(self, places: Sequence[int]) -> EventColumns:
         """Those of some of the events."""
         return EventColumns(
-            self.kind, [self._told[place] for place in places], names=self.names if self._is_typed else ()
+            self.kind, [self._reported[place] for place in places], names=self.names if self._is_typed else ()
         )
 
     def tells(self, place: int, name: str) -> bool:
         """Whether an event has a field that any of them has."""
-        return self.is_even or name in self._told[place]
+        return self.is_even or name in self._reported[place]
 
     def doubts(self) -> list[int]:
         """Places of events that the whole schema must be asked about."""

@@ -63,7 +63,7 @@ class EventWriter:
         with self._lock:
             now = self._clock()
             line = {"v": VERSION, "event": event, "t": round(now, 6), "rank": self._rank, **fields}
-            data = _encoded(line)
+            data = _encode_line(line)
             if len(data) > MOST_LINE_BYTES:
                 self.lost += 1  # no reader would take it
                 return
@@ -101,7 +101,7 @@ class EventWriter:
     def _open(self) -> None:
         # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if _torn(self._file):
+        if _is_torn(self._file):
             self._pending.append(b"\n")  # ends the line that a killed process left half written
         if self._rank >= 0:  # the supervisor's few events need no index
             from phalanx.record.archive.index import IndexWriter
@@ -155,7 +155,7 @@ class EventWriter:
                 self._index.spoil()
 
 
-def _encoded(line: Event) -> bytes:
+def _encode_line(line: Event) -> bytes:
     try:
         text = _JSON.encode(line)
     except (
@@ -166,7 +166,7 @@ def _encoded(line: Event) -> bytes:
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
-def _torn(file: int) -> bool:
+def _is_torn(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 

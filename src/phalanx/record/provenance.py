@@ -20,7 +20,11 @@ MOST_BYTES = 2**22  # of packed-refs
 def provenance(job: Mapping[str, Any]) -> dict[str, Any]:
     """For `launch.json`; `commit` is empty where the package lies in no git checkout: `code` stands for it."""
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **_ours()},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+            **_own_version(),
+        },
         "commit": commit_of(Path(__file__).resolve().parents[3]),
         "code": our_code(),
         "job_digest": job_digest(job),
@@ -45,13 +49,13 @@ def commit_of(root: Path) -> str:
             folder = root / folder.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
         head = (folder / "HEAD").read_text(encoding="utf-8").strip()
         name = head.removeprefix("ref:").strip()
-        found = head if name == head else _ref(folder, name)
+        found = head if name == head else _git_ref(folder, name)
     except (OSError, ValueError):
         return ""
     return found if COMMIT.fullmatch(found) else ""
 
 
-def _ref(folder: Path, name: str) -> str:
+def _git_ref(folder: Path, name: str) -> str:
     """Of a branch: its own file, or a line of packed-refs; worktrees keep branches in the folder they share."""
     shared = folder / "commondir"
     roots = [folder, *([folder / shared.read_text(encoding="utf-8").strip()] if shared.is_file() else [])]
@@ -66,7 +70,7 @@ def _ref(folder: Path, name: str) -> str:
     return ""
 
 
-def _ours() -> dict[str, str]:
+def _own_version() -> dict[str, str]:
     """The version of Phalanx; of a source tree that was never installed, a digest of its files."""
     return {"phalanx": _version("phalanx") or f"source {our_code()}"}
 

@@ -11,7 +11,7 @@ runs/first-run-20261115-054500/
 ├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
 ├── errors/rank-00000.json … why a rank failed
-├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its formation ended badly
+├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its membership ended badly
 ├── checkpoints/
 └── stop                     create this file to stop the run at the next step
 """
@@ -223,7 +223,7 @@ class Run:
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
     def flight(self, epoch: int, rank: int) -> Path:
-        """The collectives a rank had begun last, when a formation ended badly (record/account/incidents.py)."""
+        """The collectives a rank had begun last, when a membership ended badly (record/account/incidents.py)."""
         return self.path / "flight" / f"epoch-{epoch:05d}-rank-{rank:05d}.json"
 
     @property
@@ -349,10 +349,14 @@ class Run:
         """Ranks by launch.json, or by the plan where that has fewer devices or alone tells; None when nobody does."""
         known = [planned] if (planned := self.planned_world()) is not None else []
         try:
-            told = integer(self.launch(), "world")
+            reported = integer(self.launch(), "world")
         except UserError:
-            told = None
-        return max(0, min([*known, told if told is not None else known[0]])) if known or told is not None else None
+            reported = None
+        return (
+            max(0, min([*known, reported if reported is not None else known[0]]))
+            if known or reported is not None
+            else None
+        )
 
     def planned_world(self) -> int | None:
         """Devices of the plan's layout."""
@@ -381,7 +385,9 @@ class Run:
                 self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
             return
         count = self.plan_count()
-        _put(self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8"))  # a copy: a run has a plan
+        _write_file(
+            self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8")
+        )  # a copy: a run has a plan
         self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
 
     def plan_count(self) -> int:
@@ -398,13 +404,13 @@ class Run:
         try:
             add_checksums(self.path, digests)
             for name, text in texts.items():
-                _put(self.path / name, text)
+                _write_file(self.path / name, text)
             write_checksums(self.path, digests)
         except OSError as error:
             raise _cannot_write(self.path / CHECKSUMS, error) from error
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        _put(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        _write_file(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -447,10 +453,10 @@ def create_run(
     """A new folder `root/name-<UTC time>`; an existing one is never touched."""
     require_name(name)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
-    run = Run(path=_fresh(root, f"{name}-{stamp}"))
+    run = Run(path=_new_folder(root, f"{name}-{stamp}"))
     for folder in ("logs", "errors", "checkpoints"):
         (run.path / folder).mkdir()
-    _put(run.path / RUN_ID, f"{secrets.token_hex(16)}\n")
+    _write_file(run.path / RUN_ID, f"{secrets.token_hex(16)}\n")
     run._fill(job_toml=job_toml, job=job, plan_json=plan_json)
     run.set_status("created")
     return run
@@ -463,7 +469,7 @@ def require_name(name: str) -> None:
         raise mistake("run name", f"{name[:60]!r} is not a name", why="it names a folder under --runs", fix=fix)
 
 
-def _fresh(root: Path, stem: str) -> Path:
+def _new_folder(root: Path, stem: str) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for count in range(1, MOST_TRIES):
@@ -487,11 +493,11 @@ def open_run(path: str | Path) -> Run:
     """The run in a folder; raises UserError when it is none."""
     folder = Path(path)
     if not folder.is_dir():
-        close = nearest(folder.name, _names(folder.parent))
+        close = nearest(folder.name, _folder_names(folder.parent))
         fix = f"did you mean {folder.parent / close}?" if close else "name a folder under runs/, as phalanx train made"
         raise mistake(str(folder), "there is no such run", fix=fix)
     if not (folder / "plan.json").is_file():
-        inside = [name for name in _names(folder) if (folder / name / "plan.json").is_file()]
+        inside = [name for name in _folder_names(folder) if (folder / name / "plan.json").is_file()]
         fix = f"name a run in it, such as {folder / inside[-1]}" if inside else "name a folder that phalanx train made"
         raise mistake(str(folder), "is not a run: it has no plan.json", fix=fix)
     return Run(path=folder)
@@ -504,7 +510,7 @@ def list_runs(root: Path) -> list[Run]:
         with os.scandir(root) as entries:
             for entry in entries:
                 if _is_run(entry):
-                    found.append((_began(Path(entry.path)), entry.name))
+                    found.append((_start_time(Path(entry.path)), entry.name))
     except OSError:
         return []
     return [Run(path=root / name) for _, name in sorted(found, reverse=True)]
@@ -528,7 +534,7 @@ def _is_run(entry: os.DirEntry[str]) -> bool:
     return is_folder and bool(NAME.fullmatch(entry.name)) and (Path(entry.path) / "plan.json").is_file()
 
 
-def _began(folder: Path) -> float:
+def _start_time(folder: Path) -> float:
     """When a run was made, as far as its files tell: the plan is written first, and hardly ever again."""
     try:
         return (folder / "plan.json").stat().st_mtime
@@ -536,7 +542,7 @@ def _began(folder: Path) -> float:
         return 0.0
 
 
-def _names(folder: Path) -> list[str]:
+def _folder_names(folder: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     except OSError:
@@ -560,7 +566,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _put(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
     except OSError as error:

@@ -41,10 +41,10 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, as `phalanx explain --json` prints it."""
-        told: dict[str, Any] = {"rule": self.rule.id, "slug": self.rule.slug}
+        statement: dict[str, Any] = {"rule": self.rule.id, "slug": self.rule.slug}
         if self.evidence is not None:
-            told |= {"limits": dict(self.limits.values), "findings": [finding_dict(one) for one in self.findings]}
-        return {**told, "sections": rule_sections(self.rule)}
+            statement |= {"limits": dict(self.limits.values), "findings": [finding_dict(one) for one in self.findings]}
+        return {**statement, "sections": rule_sections(self.rule)}
 
 
 def explain(

@@ -204,7 +204,7 @@ class Remedy:
     edits: tuple[Edit, ...]
 
     @property
-    def told(self) -> str:
+    def statement(self) -> str:
         """For a person."""
         return f"{self.rule} asks for {', '.join(shown_setting(edit) for edit in self.edits)}"
 
@@ -330,16 +330,16 @@ def _complaints(trial: _Trial, remedies: Sequence[Remedy], new: Sequence[Remedy]
     try:
         report = trial.judge(_sets(remedies))
     except UserError:
-        return f"{new[0].told}, with which the job cannot be read"
+        return f"{new[0].statement}, with which the job cannot be read"
     if harm := trial.harm(report):
-        return f"{new[0].told}, {harm}"
+        return f"{new[0].statement}, {harm}"
     again = [
         remedy
         for remedy in new
         for one in report.findings
         if one.verdict == "fail" and one.rule.id == remedy.rule and set(remedy.edits) & set(one.outcome.edits)
     ]
-    return f"{again[0].told}, which does not cure it" if again else ""
+    return f"{again[0].statement}, which does not cure it" if again else ""
 
 
 def _sets(remedies: Sequence[Remedy]) -> tuple[str, ...]:

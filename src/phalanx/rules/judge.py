@@ -78,8 +78,8 @@ class CheckReport:
         worst: dict[str, Verdict] = {}
         for one in self.findings:
             known = worst.get(one.rule.id, "pass")
-            told: Verdict = "pass" if is_remark(one) else one.verdict
-            worst[one.rule.id] = min(known, told, key=lambda verdict: order[verdict])
+            statement: Verdict = "pass" if is_remark(one) else one.verdict
+            worst[one.rule.id] = min(known, statement, key=lambda verdict: order[verdict])
         return worst
 
     @property
@@ -202,8 +202,8 @@ def judge(
     if spc003_own_rules.RULE.id in ids:
         found += [_placed(spc003_own_rules.RULE, evidence, outcome) for outcome in _own_outcomes(own)]
     if evidence.job is not None or evidence.waivers:
-        told = spc001_waivers.RULE.id in ids
-        found = _waive(found, evidence, asked, told=told, whole=whole and not own.left_out)
+        statement = spc001_waivers.RULE.id in ids
+        found = _waive(found, evidence, asked, statement=statement, whole=whole and not own.left_out)
     return CheckReport(
         edition=edition,
         target=evidence.target,
@@ -328,9 +328,9 @@ def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
 
 
 def _waive(
-    found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, told: bool, whole: bool
+    found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, statement: bool, whole: bool
 ) -> list[Finding]:
-    """Open findings that a waiver covers; and, where it is `told`, what is wrong with the waivers."""
+    """Open findings that a waiver covers; and, where it is `statement`, what is wrong with the waivers."""
     broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
     settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
@@ -338,7 +338,7 @@ def _waive(
         reason = settled.reasons.get(one.rule.id, "")
         waived = bool(reason) and one.verdict in ("fail", "unknown")
         result.append(replace(one, verdict="waived", reason=reason) if waived else one)
-    extra = [_placed(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if told else []
+    extra = [_placed(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if statement else []
     return [*result, *extra]
 
 
@@ -416,10 +416,10 @@ def _unused(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outco
     """Before the run a rule that also looks at the log may still need its waiver: said, and not held against it."""
     later = "L" in rule.uses and not evidence.has("L")
     severity: Severity = "info" if later else "warning"
-    told = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
+    statement = "waives nothing so far: the rule is met before the run" if later else "waives nothing: the rule is met"
     fix = "take it out, unless the run is known to need it" if later else "take it out"
     return failed(
-        f"the waiver of {waiver.rule} {told}",
+        f"the waiver of {waiver.rule} {statement}",
         value=waiver.rule,
         severity=severity,
         impact=COSTS_NO_TIME,

@@ -72,9 +72,9 @@ def _sizes(plan: Plan) -> Iterator[str]:
             yield f"{name} is {value:g}"
             return
     tokens = plan.job.batch.global_sequences * plan.job.data.sequence
-    told = plan.prediction.tokens_per_s * plan.prediction.step_s
-    if not _near(told, tokens):
-        yield f"a step has {tokens:,} tokens, and prediction.tokens_per_s × step_s is {told:,.0f}"
+    statement = plan.prediction.tokens_per_s * plan.prediction.step_s
+    if not _near(statement, tokens):
+        yield f"a step has {tokens:,} tokens, and prediction.tokens_per_s × step_s is {statement:,.0f}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -101,9 +101,9 @@ def _reliability(plan: Plan) -> Iterator[str]:
     ):
         yield f"reliability.mtbf_s is {known.mtbf_s:.4g} s at {known.failures_per_day:.4g} failures a day"
         return
-    told = effective_time(known.blocking_s, known.interval_s, known.mtbf_s, lost_s=known.lost_s)
-    if not _near(told, known.effective_time):
-        yield f"reliability.effective_time is {known.effective_time:.4g}, and its own parts give {told:.4g}"
+    statement = effective_time(known.blocking_s, known.interval_s, known.mtbf_s, lost_s=known.lost_s)
+    if not _near(statement, known.effective_time):
+        yield f"reliability.effective_time is {known.effective_time:.4g}, and its own parts give {statement:.4g}"
 
 
 def _duration(plan: Plan) -> Iterator[str]:

@@ -65,9 +65,9 @@ def _facts(rule: Rule) -> str:
 
 
 def _by_size(rule: Rule) -> str:
-    told = [f"warning in {', '.join(rule.softer_in)}"] if rule.softer_in else []
-    told += [f"warnings are errors from {rule.harder_from}"] if rule.harder_from else []
-    return f" ({'; '.join(told)})" if told else ""
+    statement = [f"warning in {', '.join(rule.softer_in)}"] if rule.softer_in else []
+    statement += [f"warnings are errors from {rule.harder_from}"] if rule.harder_from else []
+    return f" ({'; '.join(statement)})" if statement else ""
 
 
 def _looks_at(rule: Rule) -> str:

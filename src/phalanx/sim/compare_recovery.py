@@ -230,7 +230,7 @@ def values(question: RecoveryQuestion, run: RecoveryRun, healthy: RecoveryRun) -
         "finished_flows": len(done),
         "lost": round(run.lost),
         "touched_flows": run.touched,
-        **_watched(question, run),
+        **_watched_rates(question, run),
         "bars": run.course.bars(),
         "throughput_over_time": run.course.series(),
         "stopped": run.stopped,
@@ -244,7 +244,7 @@ def _later_s(times_s: Floats, healthy_s: Floats) -> float:
     return float(np.max(times_s[both] - healthy_s[both])) if both.any() else math.nan
 
 
-def _watched(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, float]:
+def _watched_rates(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, float]:
     """The mean rate of the flow that is watched, and as a share of what it would get alone."""
     if question.watched is None:
         return {}

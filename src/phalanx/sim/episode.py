@@ -97,18 +97,18 @@ def run_episode(
     account, parts, hops = None, None, np.zeros(len(flows), dtype=np.int64)
     touched, stopped = np.zeros(len(flows), dtype=bool), ""
     try:
-        for stage in _stages(links, faults, without, manner, wire):
+        for stage in _episode_stages(links, faults, without, manner, wire):
             case = _case(links, flows, manner, stage, wire)
             if account is None or parts is None:
                 parts = parts_of(case, wire_bits, manner.routing)
                 nothing = np.full(len(case.owner), np.nan)
                 account = _Account(left=parts.bits.copy(), times=np.full(len(parts.bits), np.inf), lost_at=nothing)
                 np.maximum.at(hops, case.owner, case.routes.hops)
-            useful, lost, survives = _fates(links, case, stage, manner, wire)
-            waits = _waits(parts, survives, manner, wire)
+            useful, lost, survives = _row_fates(links, case, stage, manner, wire)
+            waits = _row_waits(parts, survives, manner, wire)
             moving = np.isinf(account.times[parts.of_row])
             touched[case.owner[moving & (lost > 0)]] = True
-            idle = _idle(case, manner, stage.keeps) if stage.keeps else np.zeros(len(moving), dtype=bool)
+            idle = _idle_paths(case, manner, stage.keeps) if stage.keeps else np.zeros(len(moving), dtype=bool)
             _advance(account, case, parts, stage, manner, useful, lost, waits, idle)
             if not np.isinf(account.times).any():
                 break
@@ -116,10 +116,10 @@ def run_episode(
         stopped = "interrupted"
     if account is None or parts is None:
         raise KeyboardInterrupt  # before the first rates: nothing is finished
-    return _episode(fabric, flows, wire, account, parts, hops, touched, stopped)
+    return _make_episode(fabric, flows, wire, account, parts, hops, touched, stopped)
 
 
-def _episode(
+def _make_episode(
     fabric: Fabric,
     flows: Flows,
     wire: Wire,
@@ -143,8 +143,10 @@ def _episode(
     )
 
 
-def _stages(links: Links, faults: Sequence[Fault], without: Ints, manner: Manner, wire: Wire) -> Iterator[_Stage]:
-    found = [_Hit(fault, fault_links(links, fault), *_drought(links, fault, manner, wire)) for fault in faults]
+def _episode_stages(
+    links: Links, faults: Sequence[Fault], without: Ints, manner: Manner, wire: Wire
+) -> Iterator[_Stage]:
+    found = [_Hit(fault, fault_links(links, fault), *_loss_detected(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
     for fault, _, dry_s, _ in found:
         edges |= {fault.at_s, fault.until_s}
@@ -169,7 +171,7 @@ class _Hit(NamedTuple):
     keeps: int
 
 
-def _drought(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tuple[float, int]:
+def _loss_detected(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tuple[float, int]:
     """When losses have retired the paths that can be spared, and how many are left; never where probes bring them back
     sooner. Then as many are lost as return: rate·loss·probe_s = paths that can be spared, and the rate is that of so
     many planes, or of the least paths."""
@@ -212,7 +214,7 @@ def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begi
     )
 
 
-def _idle(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_]:
+def _idle_paths(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_]:
     """Paths that lose packets and are left, where a flow has enough others."""
     cut = case.routes.cut.reshape(-1, manner.routing.paths)
     good = (~cut).sum(axis=1, keepdims=True)
@@ -226,7 +228,9 @@ def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire)
     return replace(case, table=replace(case.table, pull=pulls))
 
 
-def _fates(links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: Wire) -> tuple[Floats, Floats, Floats]:
+def _row_fates(
+    links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: Wire
+) -> tuple[Floats, Floats, Floats]:
     """Of what each row sends: the share that counts, what is lost, and what gets over parts that only lose."""
     rows, hops = len(case.owner), case.routes.links
     survives = np.ones(rows)
@@ -240,7 +244,7 @@ def _fates(links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: W
     return useful, 1 - survives, alive
 
 
-def _waits(parts: FlowParts, survives: Floats, manner: Manner, wire: Wire) -> Floats:
+def _row_waits(parts: FlowParts, survives: Floats, manner: Manner, wire: Wire) -> Floats:
     """Seconds that each row waits for timers per bit it gets through: for every packet that is lost twice in a row, and
     for the last, behind which nothing comes that would show the gap. Luck is drawn once for the whole of a part."""
     if not (manner.go_back and manner.timeout_s) or survives.min(initial=1.0) >= 1:
@@ -275,7 +279,7 @@ def _advance(
     while begin_s < stage.end_s:
         rows, end_s = np.flatnonzero(np.isinf(account.times[parts.of_row]) & ~idle), stage.end_s
         if manner.routing.recovery != "edge":
-            rows, end_s = _patient(account, case, parts, replace(stage, begin_s=begin_s), manner, useful, rows)
+            rows, end_s = _patient_rows(account, case, parts, replace(stage, begin_s=begin_s), manner, useful, rows)
         while len(rows) and account.now < end_s:
             rates = _rates(case, rows, manner)
             rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
@@ -290,7 +294,7 @@ def _advance(
         begin_s = end_s
 
 
-def _patient(
+def _patient_rows(
     account: _Account, case: FluidCase, parts: FlowParts, stage: _Stage, manner: Manner, useful: Floats, rows: Ints
 ) -> tuple[Ints, float]:
     """Queue pairs on dead paths send what they have, lose it, and wait until a path works and their timer ends; the
@@ -324,16 +328,16 @@ def _step(
     first, now = float(needs.min()), account.now
     if now + first > end_s or not np.isfinite(first):
         if np.isfinite(end_s):
-            _keep(account, end_s - now, speed, needs, rates * lost)
+            _keep_step(account, end_s - now, speed, needs, rates * lost)
         return None
     leaves = needs <= min(first + batch_of(len(parts.of_row)) * (now + first), end_s - now)
     step = float(needs[leaves].max())
     account.times[leaves] = now + needs[leaves]
-    _keep(account, step, speed, needs, rates * lost)
+    _keep_step(account, step, speed, needs, rates * lost)
     return np.asarray(leaves)
 
 
-def _keep(account: _Account, step: float, speed: Floats, needs: Floats, losing: Floats) -> None:
+def _keep_step(account: _Account, step: float, speed: Floats, needs: Floats, losing: Floats) -> None:
     moved = speed * np.minimum(needs, step, where=speed > 0, out=np.zeros(len(speed)))
     account.left = np.where(np.isinf(account.times), account.left - moved, np.inf)
     account.lost_bits += float(losing.sum()) * step

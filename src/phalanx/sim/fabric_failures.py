@@ -104,12 +104,12 @@ def too_late(broken: FabricBreak, faults: Sequence[Fault], simulated_s: float) -
 
 def _fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fault:
     word, _, when = text.strip().lower().partition("@")
-    kind, numbers = _part(word, text, option)
+    kind, numbers = _parse_part(word, text, option)
     part = PARTS[kind][1]
     if part == "traffic" and broken.loss in (0, 1) and not broken.left:
         raise mistake("--fail all", "nothing would be left", fix="add --loss 0.01, or name parts")
     plane, number, port = (0, *numbers, 0) if kind == "transceiver" else (*numbers, 0, 0, 0)[:3]
-    at_s, until_s = _when(when, text)
+    at_s, until_s = _parse_time(when, text)
     return Fault(
         part=part,
         plane=plane,
@@ -122,7 +122,7 @@ def _fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fault:
     )
 
 
-def _part(word: str, text: str, option: str) -> tuple[str, tuple[int, ...]]:
+def _parse_part(word: str, text: str, option: str) -> tuple[str, tuple[int, ...]]:
     match = _PART.match(word)
     numbers = tuple(int(one) for one in match["numbers"].split("/")) if match and match["numbers"] else ()
     if match is None or match["kind"] not in PARTS or PARTS[match["kind"]][0] != len(numbers):
@@ -133,7 +133,7 @@ def _part(word: str, text: str, option: str) -> tuple[str, tuple[int, ...]]:
     return match["kind"], numbers
 
 
-def _when(when: str, text: str) -> tuple[float, float]:
+def _parse_time(when: str, text: str) -> tuple[float, float]:
     begin, dots, end = when.partition("..")
     at_s = _seconds(begin, text) if begin or "@" in text else 0.0
     until_s = _seconds(end, text) if dots else math.inf

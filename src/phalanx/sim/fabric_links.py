@@ -105,7 +105,7 @@ class Links:
 
 def links_of(fabric: Fabric) -> Links:
     """The links of a fabric; raises UserError when it cannot be one."""
-    _check(fabric)
+    _check_failures(fabric)
     deep = fabric.tiers == 3
     t1_per_pod = max(1, fabric.t1_per_pod)
     links = Links(
@@ -124,7 +124,7 @@ def links_of(fabric: Fabric) -> Links:
     return links
 
 
-def _check(f: Fabric) -> None:
+def _check_failures(f: Fabric) -> None:
     if not 1 <= f.tiers <= MOST_TIERS:
         raise mistake(f.name, f"{f.tiers} tiers: the fluid engine knows 1 to {MOST_TIERS}", fix="use 2 or 3 tiers")
     if f.hosts < 1 or f.planes < 1 or f.t0_down < 1 or f.port_gbps <= 0:
@@ -182,7 +182,12 @@ def shares(links: Links, broken: BrokenParts) -> Floats:
     left = np.ones(links.count) if broken.links is None else np.array(broken.links, dtype=np.float64)
     if left.shape != (links.count,):
         raise mistake("broken links", f"{left.size:,} shares were given for {links.count:,} links")
-    for found in (_nics(links, broken), _uplinks(links, broken), _t0(links, broken), _t1(links, broken)):
+    for found in (
+        _nic_links(links, broken),
+        _uplink_links(links, broken),
+        _t0_links(links, broken),
+        _t1_links(links, broken),
+    ):
         left[found] = broken.left
     return left
 
@@ -199,12 +204,12 @@ def _table(rows: tuple[tuple[int, ...], ...], limits: dict[str, int], what: str)
     return table
 
 
-def _nics(links: Links, broken: BrokenParts) -> Ints:
+def _nic_links(links: Links, broken: BrokenParts) -> Ints:
     table = _table(broken.nics, {"plane": links.fabric.planes, "host": links.fabric.hosts}, "NIC port")
     return np.concatenate([links.nic_up(table[:, 0], table[:, 1]), links.nic_down(table[:, 0], table[:, 1])])
 
 
-def _uplinks(links: Links, broken: BrokenParts) -> Ints:
+def _uplink_links(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
     table = _table(
         broken.uplinks, {"plane": f.planes, "T0": f.t0, "uplink": f.t0_up if f.tiers > 1 else 0}, "T0-T1 link"
@@ -213,7 +218,7 @@ def _uplinks(links: Links, broken: BrokenParts) -> Ints:
     return np.concatenate([links.t0_up(plane, t0, port), links.t0_down(plane, t0, port)])
 
 
-def _t0(links: Links, broken: BrokenParts) -> Ints:
+def _t0_links(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
     table = _table(broken.t0, {"plane": f.planes, "T0": f.t0}, "T0 switch")
     home = links.host_t0(np.arange(f.hosts))
@@ -224,7 +229,7 @@ def _t0(links: Links, broken: BrokenParts) -> Ints:
     return np.concatenate(found)
 
 
-def _t1(links: Links, broken: BrokenParts) -> Ints:
+def _t1_links(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
     table = _table(broken.t1, {"plane": f.planes, "T1": f.t1 if f.tiers > 1 else 0}, "T1 switch")
     t0, port = (grid.ravel() for grid in np.meshgrid(np.arange(f.t0), np.arange(f.t0_up), indexing="ij"))

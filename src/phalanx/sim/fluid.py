@@ -139,7 +139,7 @@ def solve_rates(
     fabric: Fabric, flows: Flows, *, routing: Routing, broken: BrokenParts = NOTHING, engine: str = "auto"
 ) -> Rates:
     """Rates while all flows are active."""
-    case = _case(fabric, flows, routing, broken)
+    case = _fluid_case(fabric, flows, routing, broken)
     rates = fair_rates_of(case.table, case.capacity, engine=engine)
     share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
     return Rates(share=share, load=_load(case, rates), stalled=int((share <= 0).sum()))
@@ -169,16 +169,16 @@ def complete_flows(
     Flows that finish before time has grown by `batch` leave together: each at its own time, but their shares are free
     only when the last of them is done. 0 is exact; one per cent needs at most a few hundred rounds at any size.
     """
-    case = _case(fabric, flows, routing, broken)
+    case = _fluid_case(fabric, flows, routing, broken)
     if routing.spread != "all":  # over many paths luck evens out
         case = replace(case, table=replace(case.table, pull=wire.pulls(len(case.owner), routing.seed)))
     parts = parts_of(case, 8.0 * wire.wire_bytes(flows.nbytes), routing)
     rates = fair_rates_of(case.table, case.capacity, engine=engine)
-    times, rounds, stopped = _drain(case, parts, rates, batch, engine)
+    times, rounds, stopped = _drain_flows(case, parts, rates, batch, engine)
     done, hops = np.zeros(len(flows)), np.zeros(len(flows), dtype=np.int64)
     np.maximum.at(done, parts.flow, times)
     np.maximum.at(hops, case.owner, case.routes.hops)
-    queued = _queued(case, rates, len(flows))
+    queued = _queued_flows(case, rates, len(flows))
     late_s = wire.latency_s(flows.nbytes, hops, fabric.port_gbps, queued)
     return Completion(times_s=done + late_s, rounds=rounds, stopped=stopped)
 
@@ -191,7 +191,9 @@ def parts_of(case: FluidCase, bits: Floats, routing: Routing) -> FlowParts:
     return FlowParts(of_row=owner, flow=np.arange(len(bits)), bits=bits)
 
 
-def _drain(case: FluidCase, parts: FlowParts, rates: Floats, batch: float, engine: str) -> tuple[Floats, int, str]:
+def _drain_flows(
+    case: FluidCase, parts: FlowParts, rates: Floats, batch: float, engine: str
+) -> tuple[Floats, int, str]:
     """Finish times of parts, how often rates were computed, and whether Ctrl-C ended it."""
     left, times = parts.bits.copy(), np.full(len(parts.bits), np.inf)
     now, rounds, rows = 0.0, 1, np.arange(len(case.owner))
@@ -223,7 +225,7 @@ def _load(case: FluidCase, rates: Floats) -> Floats:
     return np.asarray(np.divide(bits, case.capacity, out=np.zeros(len(bits)), where=works)[: case.links])
 
 
-def _queued(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool_]:
+def _queued_flows(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool_]:
     """Flows that meet a full link which is not theirs alone: there packets wait for each other."""
     owner = np.repeat(case.owner, np.diff(case.table.start))
     lowest, highest = np.full(len(case.capacity), flows), np.full(len(case.capacity), -1)
@@ -236,7 +238,7 @@ def _queued(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool_]:
     return queued
 
 
-def _case(fabric: Fabric, flows: Flows, routing: Routing, broken: BrokenParts) -> FluidCase:
+def _fluid_case(fabric: Fabric, flows: Flows, routing: Routing, broken: BrokenParts) -> FluidCase:
     links = links_of(fabric)
     left = None if broken.nothing else shares(links, broken)
     routes = route_flows(links, flows, routing, left)
@@ -292,11 +294,11 @@ def afford(links: Links, flows: int, routing: Routing, budget: PacketBudget) -> 
         f"{flows:,} flows on {routing.paths} paths each need about {cpu_s:,.0f} s of CPU and {nbytes / 1e9:,.1f} GB; "
         f"the budget is {budget.cpu_s:,.3g} s and {budget.memory_bytes / 1e9:,.1f} GB",
         why="every path of every flow is a row to be filled",
-        fix=" or ".join(_ways(links, flows, routing, share, enough=nbytes <= budget.memory_bytes)),
+        fix=" or ".join(_what_fits(links, flows, routing, share, enough=nbytes <= budget.memory_bytes)),
     )
 
 
-def _ways(links: Links, flows: int, routing: Routing, share: float, *, enough: bool) -> list[str]:
+def _what_fits(links: Links, flows: int, routing: Routing, share: float, *, enough: bool) -> list[str]:
     """What would fit: fewer paths, cables as one, fewer flows, or more time where memory is enough."""
     planes = links.fabric.planes
     fewer = int(routing.paths * share) // planes * planes

@@ -63,11 +63,11 @@ def time_on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire =
             fix=f"use a fabric of at least {plan.layout.devices:,} NICs",
         )
     return tuple(
-        _timed(one, one.flows, fabric, routing, wire) for one in plan_collectives(plan) if one.flows is not None
+        _axis_time(one, one.flows, fabric, routing, wire) for one in plan_collectives(plan) if one.flows is not None
     )
 
 
-def _timed(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire: Wire) -> AxisTime:
+def _axis_time(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire: Wire) -> AxisTime:
     done = complete_flows(fabric, sent, routing=routing, wire=wire)
     return AxisTime(
         axis=one.axis,
@@ -103,29 +103,25 @@ def phase(axis: str, *, size: int, stride: int, inside: int, ranks: int) -> tupl
 def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     """The flows of an axis between fast domains; None when there are none."""
     if "all-to-all" in use.operation:
-        return _everyone(use, ranks, domain)
+        return _all_to_all(use, ranks, domain)
     if use.operation == "send":
-        return _stages(use, ranks, domain)
+        return _stage_flows(use, ranks, domain)
     # Ring attention passes whole blocks from rank to rank; only collectives run several rings side by side.
-    together = 1 if use.operation == "ring send" else _together(use, domain)
+    together = 1 if use.operation == "ring send" else _members_together(use, domain)
     if together >= use.size or ranks <= domain:
         return None
     if use.algorithm in TREES:
-        return _tree(use, np.arange(ranks) // use.stride % use.size, together)
-    return _between(*neighbours(use.size, use.stride, together, ranks), _ring_bytes(use, together), domain)
+        return _tree_flows(use, np.arange(ranks) // use.stride % use.size, together)
+    # Bytes a NIC sends: its part of the ring.
+    return _flows_between(*neighbours(use.size, use.stride, together, ranks), use.bytes_per_step / together, domain)
 
 
-def _together(use: AxisUse, domain: int) -> int:
+def _members_together(use: AxisUse, domain: int) -> int:
     """Members of a group in one fast domain."""
     return max(1, min(use.size, domain // use.stride))
 
 
-def _ring_bytes(use: AxisUse, together: int) -> float:
-    """Bytes a NIC sends: its part of the ring."""
-    return use.bytes_per_step / together
-
-
-def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
+def _tree_flows(use: AxisUse, place: Ints, together: int) -> Flows:
     """Both directions of two binary trees of domains, in heap order and mirrored, each with half of the sum.
 
     As NCCL's double trees: a domain with two children in one is a leaf of the other, so a NIC sends two sums at most.
@@ -140,30 +136,30 @@ def _tree(use: AxisUse, place: Ints, together: int) -> Flows:
     return flows(np.concatenate([up, down]), np.concatenate([down, up]), half)
 
 
-def _stages(use: AxisUse, ranks: int, domain: int) -> Flows | None:
+def _stage_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     """Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour."""
     first, second = neighbours(use.size, use.stride, 1, ranks, wraps=False)
     source, target = np.concatenate([first, second]), np.concatenate([second, first])
-    return _between(source, target, use.bytes_per_step / 2, domain)
+    return _flows_between(source, target, use.bytes_per_step / 2, domain)
 
 
-def _everyone(use: AxisUse, ranks: int, domain: int) -> Flows | None:
+def _all_to_all(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     """An all-to-all; of what goes to another domain `network_copies` cross the network.
 
     Where a token crosses once for all that want it in a domain, it goes to the member with the sender's own place there
     and on over the fast links (DeepSeek-V3, arXiv:2412.19437 section 3.2.2): every NIC sends as much as with a flow to
     each member, and stays on its rail.
     """
-    away, together = use.bytes_per_step / (use.size - 1), _together(use, domain)
+    away, together = use.bytes_per_step / (use.size - 1), _members_together(use, domain)
     if use.network_copies >= 1:
-        return _between(*_pairs(use, range(1, use.size), ranks), away, domain)
-    if _tiles(use, ranks, domain):
+        return _flows_between(*_pairs(use, range(1, use.size), ranks), away, domain)
+    if _tiles_domains(use, ranks, domain):
         pairs = _pairs(use, range(together, use.size, together), ranks)
-        return _between(*pairs, away * together * use.network_copies, domain)
-    return _uneven(use, *_pairs(use, range(1, use.size), ranks), ranks, domain)
+        return _flows_between(*pairs, away * together * use.network_copies, domain)
+    return _uneven_flows(use, *_pairs(use, range(1, use.size), ranks), ranks, domain)
 
 
-def _uneven(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: int) -> Flows | None:
+def _uneven_flows(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: int) -> Flows | None:
     """Groups with more members in one domain than in another: a domain is sent as much whether it has few or many."""
     rank = np.arange(ranks)
     group = rank // (use.size * use.stride) * use.stride + rank % use.stride
@@ -176,9 +172,9 @@ def _uneven(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: int) -
     return flows(source, target, nbytes) if leaves.any() else None
 
 
-def _tiles(use: AxisUse, ranks: int, domain: int) -> bool:
+def _tiles_domains(use: AxisUse, ranks: int, domain: int) -> bool:
     """Whether every group fills two or more domains with the same places in each."""
-    together = _together(use, domain)
+    together = _members_together(use, domain)
     whole = ranks % (use.size * use.stride) == 0 and domain == together * use.stride
     return whole and together < use.size and use.size % together == 0
 
@@ -196,6 +192,6 @@ def _pairs(use: AxisUse, steps: range, ranks: int) -> tuple[Ints, Ints]:
     return source, target
 
 
-def _between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:
+def _flows_between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:
     leaves = source // domain != target // domain
     return flows(source[leaves], target[leaves], nbytes) if leaves.any() and nbytes > 0 else None

@@ -82,46 +82,48 @@ class Routes:
 
 def route_flows(links: Links, flows: Flows, routing: Routing, left: Floats | None = None) -> Routes:
     """Paths of all sub-flows; `left` is the share of each link that works."""
-    _check(links, flows, routing)
+    _check_routing(links, flows, routing)
     number = np.arange(len(flows) * routing.paths, dtype=np.int64)
     flow, turn = number // routing.paths, number % routing.paths
     source, target = flows.source[flow], flows.target[flow]
     if routing.rails and links.fabric.rails > 1:
         source = source // links.fabric.rails * links.fabric.rails + target % links.fabric.rails
-    drawn = _hash(number, routing.seed)
-    plane = _planes(links, source, turn, drawn, routing)
-    taken = _paths(links, source, target, plane, drawn, routing)
+    drawn = _hash_words(number, routing.seed)
+    plane = _sub_planes(links, source, turn, drawn, routing)
+    taken = _sub_paths(links, source, target, plane, drawn, routing)
     cut = np.zeros(len(number), dtype=bool)
     if left is not None and routing.spread != "all":  # there a bundle of cables is slower, not cut
-        taken, cut = _around(links, source, target, turn, number, plane, routing, taken, left)
+        taken, cut = _route_around(links, source, target, turn, number, plane, routing, taken, left)
     return Routes(flow=flow.astype(np.int32), links=taken, cut=cut)
 
 
-def _planes(links: Links, source: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Ints:
+def _sub_planes(links: Links, source: Ints, turn: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Ints:
     """The plane of each sub-flow, which its sender chooses: the port it leaves by."""
     planes = links.fabric.planes
-    return _digit(drawn, 0, planes) if routing.planes == "hash" else (turn + source) % planes
+    return _hash_digit(drawn, 0, planes) if routing.planes == "hash" else (turn + source) % planes
 
 
-def _paths(links: Links, source: Ints, target: Ints, plane: Ints, drawn: NDArray[np.uint64], routing: Routing) -> Hops:
+def _sub_paths(
+    links: Links, source: Ints, target: Ints, plane: Ints, drawn: NDArray[np.uint64], routing: Routing
+) -> Hops:
     f = links.fabric
     if routing.spread == "all":
         drawn = np.zeros_like(drawn)  # the first cable stands for all
     near, far = links.host_t0(source), links.host_t0(target)
     hops = [links.nic_up(plane, source)]
     if f.tiers > 1:
-        port = _digit(drawn, 1, f.t0_up)
+        port = _hash_digit(drawn, 1, f.t0_up)
         leaves = near != far
         hops.append(np.where(leaves, links.t0_up(plane, near, port), -1))
         if f.tiers == 3:
-            hops += _top(links, plane, near, far, port, _digit(drawn, 2, links.t1_up))
-        back = _back_port(port, f.t0_up, links.t1_per_pod, _digit(drawn, 3, f.t0_up))
+            hops += _top_hops(links, plane, near, far, port, _hash_digit(drawn, 2, links.t1_up))
+        back = _back_port(port, f.t0_up, links.t1_per_pod, _hash_digit(drawn, 3, f.t0_up))
         hops.append(np.where(leaves, links.t0_down(plane, far, back), -1))
     hops.append(links.nic_down(plane, target))
     return np.stack(hops, axis=1).astype(np.int32)
 
 
-def _top(links: Links, plane: Ints, near: Ints, far: Ints, port: Ints, up: Ints) -> list[Ints]:
+def _top_hops(links: Links, plane: Ints, near: Ints, far: Ints, port: Ints, up: Ints) -> list[Ints]:
     """T1 to T2 and back, for pairs in different pods; T2s join T1s of the same place in their pods."""
     leaves = near // links.t0_per_pod != far // links.t0_per_pod
     rises = links.t1_up_link(plane, links.t1_of(near, port), up)
@@ -138,7 +140,7 @@ def _back_port(port: Ints, ports: int, switches: int, drawn: Ints) -> Ints:
     return first + drawn % cables * switches
 
 
-def _around(
+def _route_around(
     links: Links,
     source: Ints,
     target: Ints,
@@ -151,26 +153,26 @@ def _around(
 ) -> tuple[Hops, NDArray[np.bool_]]:
     """Draws again for paths over a dead link; switches and senders both do, but only senders change the plane, since
     planes meet in the NIC alone."""
-    dead = _dead(taken, left)
+    dead = _dead_paths(taken, left)
     for attempt in range(1, ATTEMPTS + 1):
         if routing.recovery == "none" or not dead.any():
             break
         again = np.flatnonzero(dead)
-        drawn = _hash(number[again], routing.seed + attempt * 1_000_003)
+        drawn = _hash_words(number[again], routing.seed + attempt * 1_000_003)
         moved = plane[again]
         if routing.recovery == "edge":
-            moved = _planes(links, source[again], turn[again] + attempt, drawn, routing)
-        taken[again] = _paths(links, source[again], target[again], moved, drawn, routing)
-        dead[again] = _dead(taken[again], left)
+            moved = _sub_planes(links, source[again], turn[again] + attempt, drawn, routing)
+        taken[again] = _sub_paths(links, source[again], target[again], moved, drawn, routing)
+        dead[again] = _dead_paths(taken[again], left)
     return taken, dead
 
 
-def _dead(taken: Hops, left: Floats) -> NDArray[np.bool_]:
+def _dead_paths(taken: Hops, left: Floats) -> NDArray[np.bool_]:
     works = np.append(left, 1.0)  # -1 reads the last: a hop that is not there works
     return np.asarray((works[taken] <= 0).any(axis=1))
 
 
-def _hash(number: Ints, seed: int) -> NDArray[np.uint64]:
+def _hash_words(number: Ints, seed: int) -> NDArray[np.uint64]:
     """A well mixed 64-bit word per number (splitmix64, Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = number.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
@@ -179,13 +181,13 @@ def _hash(number: Ints, seed: int) -> NDArray[np.uint64]:
         return x ^ (x >> np.uint64(31))
 
 
-def _digit(drawn: NDArray[np.uint64], place: int, size: int) -> Ints:
+def _hash_digit(drawn: NDArray[np.uint64], place: int, size: int) -> Ints:
     """One of `size` from 16 bits of the word; ports are at most a few thousand, so the skew is below 1 %."""
     bits = (drawn >> np.uint64(16 * place)) & np.uint64(0xFFFF)
     return ((bits * np.uint64(max(size, 1))) >> np.uint64(16)).astype(np.int64)
 
 
-def _check(links: Links, flows: Flows, routing: Routing) -> None:
+def _check_routing(links: Links, flows: Flows, routing: Routing) -> None:
     f = links.fabric
     highest = int(max(flows.source.max(), flows.target.max()))
     if highest >= f.hosts or min(flows.source.min(), flows.target.min()) < 0:

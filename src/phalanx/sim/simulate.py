@@ -70,7 +70,7 @@ def simulate(
     chosen = {"spread": spread, "paths": routing.paths, "recovery": routing.recovery, "wire": wire}
     parts = {"failed": list(failed), "left": left, "denied": list(denied)}
     victim = {} if watched is None else {"victim_rate": float(rates.share[watched])}
-    return {**asked, **chosen, **parts, **_rates(rates), **victim, **_times(done)}
+    return {**asked, **chosen, **parts, **_rate_summary(rates), **victim, **_time_summary(done)}
 
 
 def asked_for(engine: str, fabric: Fabric, traffic_name: str, flows: Flows, seed: int) -> dict[str, object]:
@@ -124,7 +124,7 @@ def choice(option: str, word: str, choices: tuple[str, ...]) -> str:
     return word
 
 
-def _rates(rates: Rates) -> dict[str, object]:
+def _rate_summary(rates: Rates) -> dict[str, object]:
     low, middle = np.percentile(rates.share, [1, 50])
     return {
         "rate_mean": rates.mean,
@@ -137,7 +137,7 @@ def _rates(rates: Rates) -> dict[str, object]:
     }
 
 
-def _times(done: Completion) -> dict[str, object]:
+def _time_summary(done: Completion) -> dict[str, object]:
     finite = done.times_s[np.isfinite(done.times_s)]
     return {
         "mean_s": done.mean_s,
@@ -175,14 +175,14 @@ def transport_of(
     if routing == "flow" and paths > 1:
         raise mistake("--paths", f"{paths} paths, but --routing flow is one", fix="use --routing qp")
     if isinstance(made, Roce):
-        made = _roce(made, routing, paths, pfc, dcqcn)
+        made = _with_roce(made, routing, paths, pfc, dcqcn)
     elif pfc is not None or dcqcn is not None:
         option, what = ("--pfc", "drops and trims packets") if pfc is not None else ("--dcqcn", "has a window")
         raise mistake(option, f"{made.name} {what}", fix="add --transport roce")
     else:
-        made = _spread(made, routing)
+        made = _with_routing(made, routing)
         made = replace(made, paths=paths) if paths else made
-    return _converging(_recovering(made, recovery, converge_s), converge_s)
+    return _with_convergence(_with_recovery(made, recovery, converge_s), converge_s)
 
 
 def compared(fabric: Fabric, *, paths: int = 0, converge_s: float = SHORT_CONVERGE_S) -> tuple[Roce, Roce, Transport]:
@@ -217,7 +217,7 @@ def converge_of(transport: AnyTransport) -> float | None:
     return transport.converge_s if recovery_of(transport) == "conventional" else None
 
 
-def _roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | None) -> Roce:
+def _with_roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | None) -> Roce:
     if routing not in ("", "flow", "qp"):
         choice("--routing", routing, ROUTINGS)
         raise mistake("--routing", f"RoCE does not send by {routing}: a queue pair has one path", fix="use flow or qp")
@@ -229,7 +229,7 @@ def _roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | 
     return replace(made, name=name, qps=qps, pfc=paused, dcqcn=rate)
 
 
-def _spread(transport: Transport, routing: str) -> Transport:
+def _with_routing(transport: Transport, routing: str) -> Transport:
     """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
     if not routing:
         return transport
@@ -249,7 +249,7 @@ def _spread(transport: Transport, routing: str) -> Transport:
     )
 
 
-def _recovering(made: AnyTransport, recovery: str, converge_s: float | None) -> AnyTransport:
+def _with_recovery(made: AnyTransport, recovery: str, converge_s: float | None) -> AnyTransport:
     if not recovery:
         return made
     chosen = choice("--recovery", recovery, RECOVERIES)
@@ -266,7 +266,7 @@ def _recovering(made: AnyTransport, recovery: str, converge_s: float | None) -> 
     return made
 
 
-def _converging(made: AnyTransport, converge_s: float | None) -> AnyTransport:
+def _with_convergence(made: AnyTransport, converge_s: float | None) -> AnyTransport:
     if converge_s is None:
         return replace(made, converge_s=SHORT_CONVERGE_S) if recovery_of(made) == "conventional" else made
     if recovery_of(made) == "edge":
@@ -356,7 +356,7 @@ def _afford_waiting(
     fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: PacketBudget, *, alike: bool
 ) -> None:
     """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
-    links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
+    links, slot_s, expected = _expected_cost(fabric, flows, transport, alike=alike)
     wait_s = _wait_s(transport, faults, SOON * expected.slots * slot_s)
     slots = wait_s / slot_s
     cpu_s = expected.cpu_s + slots * links.count * LOOK_S
@@ -377,7 +377,7 @@ def expected_cpu_s(
     fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], *, alike: bool
 ) -> float:
     """Of a run, with what it waits; planes that are `alike` are simulated once."""
-    links, slot_s, expected = _expected(fabric, flows, transport, alike=alike)
+    links, slot_s, expected = _expected_cost(fabric, flows, transport, alike=alike)
     return expected.cpu_s + _wait_s(transport, faults, SOON * expected.slots * slot_s) / slot_s * links.count * LOOK_S
 
 
@@ -389,7 +389,9 @@ def _wait_s(transport: AnyTransport, faults: Sequence[Fault], soon_s: float) -> 
     return max(waits, default=0.0)
 
 
-def _expected(fabric: Fabric, flows: Flows, transport: AnyTransport, *, alike: bool) -> tuple[Links, float, PacketCost]:
+def _expected_cost(
+    fabric: Fabric, flows: Flows, transport: AnyTransport, *, alike: bool
+) -> tuple[Links, float, PacketCost]:
     if isinstance(transport, Roce):
         pairs = roce_sketch(fabric, flows, transport)
         return pairs.links, pairs.slots.slot_s, pairs.cost

@@ -88,7 +88,7 @@ def simulate_months(
     `progress` is told the number of finished runs. Raises UserError where it would take minutes, or the fabric is too
     small for the plan.
     """
-    network = _network(plan, fabric, edge_recovery, planes)
+    network = _network_causes(plan, fabric, edge_recovery, planes)
     chosen = months_policy(
         plan, network=network, shape=weibull, planned_per_day=planned_per_day, repair_s=repair_hours * HOUR_S
     )
@@ -138,7 +138,7 @@ def simulate_step(
     return StepSimulation(report=report, broken=broken, aftermath=tuple(found))
 
 
-def _network(plan: Plan, fabric: Fabric | str | None, edge: bool, planes: int | None) -> NetworkCauses:
+def _network_causes(plan: Plan, fabric: Fabric | str | None, edge: bool, planes: int | None) -> NetworkCauses:
     if fabric is None:
         return NetworkCauses(edge=edge, planes=planes or DEFAULT_PLANES)
     named = parse_fabric(fabric) if isinstance(fabric, str) else fabric

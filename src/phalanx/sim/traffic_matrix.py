@@ -55,7 +55,7 @@ def flows(source: Any, target: Any, nbytes: Any) -> Flows:
 
 def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     """Everyone sends to one other and receives from one other, at random."""
-    _least(hosts, 2)
+    _require_hosts(hosts, 2)
     order = np.random.default_rng(seed).permutation(hosts).astype(np.int64)
     # A cycle through all hosts in random order: nobody sends to itself.
     return flows(order, np.roll(order, -1), nbytes)
@@ -63,7 +63,7 @@ def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 def shift(hosts: int, nbytes: float, *, seed: int = 0, step: int | None = None) -> Flows:
     """Everyone sends to the host `step` further, half way round by default: all traffic crosses the top."""
-    _least(hosts, 2)
+    _require_hosts(hosts, 2)
     source = np.arange(hosts)
     return flows(source, (source + (step or hosts // 2)) % hosts, nbytes)
 
@@ -75,7 +75,7 @@ def ring(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     """Both directions of a binary tree in heap order: what a pipelined tree all-reduce has under way at once."""
-    _least(hosts, 2)
+    _require_hosts(hosts, 2)
     child = np.arange(1, hosts)
     parent = (child - 1) // 2
     return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), nbytes)
@@ -83,7 +83,7 @@ def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     """Everyone sends an equal part of `nbytes` to every other."""
-    _least(hosts, 2)
+    _require_hosts(hosts, 2)
     if hosts * (hosts - 1) > MOST_FLOWS:
         raise mistake(
             "all-to-all",
@@ -98,7 +98,7 @@ def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -> Flows:
     """A ring among NICs of the same place in each server: the network part of a hierarchical all-reduce."""
-    _least(hosts, 2 * server)
+    _require_hosts(hosts, 2 * server)
     whole = hosts // server * server
     source = np.arange(whole)
     return flows(source, (source + server) % whole, nbytes)
@@ -106,7 +106,7 @@ def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -
 
 def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Flows:
     """Activations between neighbouring stages, forward and back, when stages are the slowest axis."""
-    _least(hosts, max(stages, 2))
+    _require_hosts(hosts, max(stages, 2))
     width = hosts // stages
     first = np.arange(width * (stages - 1))
     return flows(np.concatenate([first, first + width]), np.concatenate([first + width, first]), nbytes)
@@ -151,7 +151,7 @@ def named_traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) ->
     return incast(fabric, nbytes) if name == INCAST else TRAFFIC[name](fabric.hosts, nbytes, seed=seed)
 
 
-def _least(hosts: int, least: int) -> None:
+def _require_hosts(hosts: int, least: int) -> None:
     if hosts < least:
         raise mistake("traffic", f"{plural(hosts, 'host')}: too few", fix=f"this traffic needs at least {least}")
 
@@ -166,14 +166,14 @@ MOST_PROBLEMS = 5  # that one message lists
 
 def read_matrix(path: Path, hosts: int) -> Flows:
     """Flows of a file with the columns src, dst and bytes, in any order; others are left out. `#` begins a comment."""
-    rows = _rows(path)
+    rows = _csv_rows(path)
     header = next(rows, (0, []))[1]
     names = [name.strip().lower() for name in header]
     if not set(COLUMNS) <= set(names):
         what = f"the first line is {','.join(header)[:60]!r}" if header else "is empty"
         raise mistake(f"{path}:1", what, fix=f"begin with {','.join(COLUMNS)}, then one transfer a line: 0,5,2000000")
     places = [names.index(column) for column in COLUMNS]
-    found, problems = _transfers(path, rows, places, hosts)
+    found, problems = _read_transfers(path, rows, places, hosts)
     if problems:
         raise UserError(problems)
     if not found:
@@ -182,7 +182,7 @@ def read_matrix(path: Path, hosts: int) -> Flows:
     return flows(table[:, 0], table[:, 1], table[:, 2])
 
 
-def _transfers(
+def _read_transfers(
     path: Path, rows: Iterable[tuple[int, list[str]]], places: list[int], hosts: int
 ) -> tuple[list[tuple[float, float, float]], list[Problem]]:
     """Transfers, and the first mistakes."""
@@ -191,7 +191,7 @@ def _transfers(
     for line, cells in rows:
         if len(found) >= MOST_FLOWS:
             raise mistake(str(path), f"has more than {MOST_FLOWS:,} transfers", fix="simulate a part of them")
-        made = _transfer(f"{path}:{line}", cells, places, hosts)
+        made = _read_transfer(f"{path}:{line}", cells, places, hosts)
         if isinstance(made, Problem):
             problems.append(made)
             if len(problems) >= MOST_PROBLEMS:
@@ -201,7 +201,7 @@ def _transfers(
     return found, problems
 
 
-def _transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tuple[float, float, float] | Problem:
+def _read_transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tuple[float, float, float] | Problem:
     if len(cells) <= max(places):
         return Problem(
             where=where, what=f"{len(cells)} columns, as {','.join(cells)[:60]!r}", fix="write src,dst,bytes"
@@ -224,7 +224,7 @@ def _transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tu
     return float(src), float(dst), nbytes
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Lines with something in them, by number."""
     try:
         if path.stat().st_size > MOST_FILE_BYTES:

@@ -129,15 +129,15 @@ class CallbackList:
 
     def call_after_failure(self, training: TrainingLoop, error: BaseException) -> list[str]:
         """`on_failure` of every callback; what goes wrong in one is told, and hides neither the error nor the rest."""
-        told = []
+        problems = []
         for callback, method in self._methods["on_failure"]:
             try:
                 method(training, error)
             except Exception as second:
-                told.append(
+                problems.append(
                     f"callback {type(callback).__name__} failed in on_failure: {type(second).__name__}: {second}"
                 )
-        return told
+        return problems
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every callback of the user's own, by name."""

@@ -20,7 +20,7 @@ from phalanx.train.callbacks import Callback
 if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
 
-WARM_UP_STEPS = 5  # of a formation, before its steps count as steady: as NVIDIA's resiliency extension
+WARM_UP_STEPS = 5  # of a membership, before its steps count as steady: as NVIDIA's resiliency extension
 
 
 def set_collective_timeouts(seconds: float) -> None:

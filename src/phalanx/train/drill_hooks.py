@@ -59,7 +59,7 @@ class DrillFaults(Callback):
 
     def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
         """Damage weights or moments."""
-        self._hooks.updated(report.step, training.engine.pieces, training.engine.optimizer.state())
+        self._hooks.updated(report.step, training.engine.shards, training.engine.optimizer.state())
 
 
 def drill_hooks_of(run: Run, rank: int, slot: int) -> DrillHooks:

@@ -129,15 +129,15 @@ class Engine:
         parameters = [held for held in self.held if held.is_parameter]
         masters = [self._master(held) for held in parameters]
         self._copies = [(held.local, one) for held, one in zip(parameters, masters, strict=True) if one is not None]
-        pieces = [held.piece(held.local if one is None else one) for held, one in zip(parameters, masters, strict=True)]
-        self.pieces: list[TensorShard] = [one for one, held in zip(pieces, parameters, strict=True) if held.trained]
+        shards = [held.shard(held.local if one is None else one) for held, one in zip(parameters, masters, strict=True)]
+        self.shards: list[TensorShard] = [one for one, held in zip(shards, parameters, strict=True) if held.trained]
         self._frozen: list[TensorShard] = [
-            one for one, held in zip(pieces, parameters, strict=True) if not held.trained
+            one for one, held in zip(shards, parameters, strict=True) if not held.trained
         ]
         # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
-        matrices = {piece.name for piece in self.pieces if len(piece.shape) > 1}
+        matrices = {shard.name for shard in self.shards if len(shard.shape) > 1}
         self.optimizer: Optimizer = build_optimizer(
-            self.pieces,
+            self.shards,
             optim=optim,
             state_dtype=state_dtype,
             decays=matrices.__contains__,
@@ -200,7 +200,7 @@ class Engine:
         if self.outline is not None:
             self._take_own(list(self.outline.tensors))
             return
-        draw_weights(self.pieces, seed=self.settings.seed, layers=self.shape.layers)
+        draw_weights(self.shards, seed=self.settings.seed, layers=self.shape.layers)
         self._clear_buffers()
         self.publish()
 
@@ -240,8 +240,8 @@ class Engine:
 
     def weights(self) -> list[TensorShard]:
         """The model as the optimizer sees it, frozen weights and buffers included."""
-        buffers = [held.piece(held.local) for held in self.held if not held.is_parameter]
-        return [*self.pieces, *self._frozen, *buffers]
+        buffers = [held.shard(held.local) for held in self.held if not held.is_parameter]
+        return [*self.shards, *self._frozen, *buffers]
 
     def state(self) -> list[TensorShard]:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
@@ -314,7 +314,7 @@ class Engine:
             moved = self._moved(loss_sum)
             grads = self._gradients()
             self.on_gradients_ready(grads)
-            norm_squared = squared_norm(self.pieces, grads)
+            norm_squared = squared_norm(self.shards, grads)
             heard = self._heard(targets_BS, grads, norm_squared)
         numbers = self._agree(norm_squared, loss_sum, targets_BS, requests=requests(), heard=[*moved, *heard])
         self.clock.settle()
@@ -539,9 +539,9 @@ class Engine:
     def _gradients(self) -> list[torch.Tensor]:
         """The summed gradient of every piece, in the optimizer's order; zeros where a parameter took no part."""
         found = []
-        for held, piece in zip(self._trained, self.pieces, strict=True):
+        for held, shard in zip(self._trained, self.shards, strict=True):
             grad = self.exchange.gradient(held.tensor) if self.exchange is not None else local_gradient(held.tensor)
-            found.append(torch.zeros_like(held.local, dtype=piece.tensor.dtype) if grad is None else grad)
+            found.append(torch.zeros_like(held.local, dtype=shard.tensor.dtype) if grad is None else grad)
         if self._tied is not None:
             self._tied.sum(self._trained, found)
         return found
@@ -578,8 +578,8 @@ class Engine:
             targets_BS, micro=self.settings.layout.micro_batch, ignored=IGNORED, speaks=self._scores
         )
         if not ear.hears_all:
-            kept = [(piece, grad) for piece, grad, own in zip(self.pieces, grads, ear.heard, strict=True) if own]
-            squared = squared_norm([piece for piece, _ in kept], [grad for _, grad in kept])
+            kept = [(shard, grad) for shard, grad, own in zip(self.shards, grads, ear.heard, strict=True) if own]
+            squared = squared_norm([shard for shard, _ in kept], [grad for _, grad in kept])
         return [local, squared.to(self.device), chunks, sequences]
 
     def _noise(self, heard: Sequence[float], *, valid: float, factor: float) -> Noise | None:
@@ -628,17 +628,17 @@ class Engine:
     def _hand_over(self, grads: Sequence[torch.Tensor]) -> None:
         """Give the optimizer its gradients; where it works in host memory, through buffers that are made once."""
         if self.device.type != "cuda" or self.settings.layout.offload != "optimizer":
-            for piece, grad in zip(self.pieces, grads, strict=True):
-                piece.tensor.grad = grad.to(piece.tensor)
+            for shard, grad in zip(self.shards, grads, strict=True):
+                shard.tensor.grad = grad.to(shard.tensor)
             return
         if not self._host_grads:
             self._host_grads = [
-                _host_or_device(grad, piece.tensor.dtype, piece.tensor.device)
-                for piece, grad in zip(self.pieces, grads, strict=True)
+                _host_or_device(grad, shard.tensor.dtype, shard.tensor.device)
+                for shard, grad in zip(self.shards, grads, strict=True)
             ]
-        for piece, host, grad in zip(self.pieces, self._host_grads, grads, strict=True):
+        for shard, host, grad in zip(self.shards, self._host_grads, grads, strict=True):
             host.copy_(grad, non_blocking=True)
-            piece.tensor.grad = host
+            shard.tensor.grad = host
         torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
@@ -671,9 +671,9 @@ class Engine:
         self._unit = unit
 
     def _clear(self) -> None:
-        for held, piece in zip(self._trained, self.pieces, strict=True):
+        for held, shard in zip(self._trained, self.shards, strict=True):
             held.tensor.grad = None
-            piece.tensor.grad = None
+            shard.tensor.grad = None
 
 
 def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:

@@ -97,13 +97,13 @@ def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dty
         name = ours.removeprefix(PREFIX)
         state[name] = tensor if name in buffers else _cast(tensor, dtype)
     save_named(state, out, tied=tied)
-    told = {
+    reported = {
         "module": shape.module,
         "arguments": json.loads(shape.arguments) if shape.arguments else {},
         "step": checkpoint.step,
         "tied": tied,
     }
-    replace_text(out / "model.json", json.dumps(told, indent=2) + "\n")
+    replace_text(out / "model.json", json.dumps(reported, indent=2) + "\n")
 
 
 def _add_tokenizer(out: Path, dataset: TokenDataset) -> None:

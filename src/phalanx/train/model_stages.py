@@ -48,7 +48,7 @@ class StageTensor:
         held = self.tensor
         return held._local_tensor if isinstance(held, DTensor) else held.detach()
 
-    def piece(self, tensor: torch.Tensor) -> TensorShard:
+    def shard(self, tensor: torch.Tensor) -> TensorShard:
         """This box with `tensor` as its values."""
         return TensorShard(
             name=self.name,
@@ -195,15 +195,15 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def draw_weights(pieces: Sequence[TensorShard], *, seed: int, layers: int) -> None:
+def draw_weights(shards: Sequence[TensorShard], *, seed: int, layers: int) -> None:
     """Give every weight its first value, drawn by name, so that all layouts start from the same model."""
-    for piece in pieces:
-        size = tuple(piece.tensor.shape)
-        rows = range(piece.start[0], piece.start[0] + size[0])
-        drawn = draw(piece.name, piece.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows)
+    for shard in shards:
+        size = tuple(shard.tensor.shape)
+        rows = range(shard.start[0], shard.start[0] + size[0])
+        drawn = draw(shard.name, shard.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows)
         for dim in range(1, len(size)):
-            drawn = drawn.narrow(dim, piece.start[dim], size[dim])
-        piece.tensor.copy_(drawn)
+            drawn = drawn.narrow(dim, shard.start[dim], size[dim])
+        shard.tensor.copy_(drawn)
 
 
 @torch.no_grad()
@@ -219,15 +219,15 @@ def copy_weights(
     Buffers that no checkpoint holds, and so no piece is of, are whole on every rank.
     """
     targets: dict[str, list[TensorShard]] = {}
-    for piece in weights:
-        targets.setdefault(piece.name, []).append(piece)
+    for shard in weights:
+        targets.setdefault(shard.name, []).append(shard)
     buffers = {name: buffer for part in parts for name, buffer in part.model.named_buffers()}
     for own_name, whole in values:
         name = prefix + own_name
-        for piece in targets.get(name, ()):
+        for shard in targets.get(name, ()):
             cut = whole
-            for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+            for dim, (start, size) in enumerate(zip(shard.start, shard.tensor.shape, strict=True)):
                 cut = cut.narrow(dim, start, size)
-            piece.tensor.copy_(cut)
+            shard.tensor.copy_(cut)
         if name in buffers and name not in targets:
             buffers[name].copy_(whole)

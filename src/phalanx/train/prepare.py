@@ -196,7 +196,10 @@ def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> 
     where, folder = f"checkpoint.path = {checkpoints!r}", base / checkpoints
     if Path(checkpoints).is_absolute() and not folder.parent.is_dir():
         raise mistake(
-            where, f"there is no folder {folder.parent}", why="is its disk mounted?", fix="mount it, or make the folder"
+            where,
+            f"there is no folder {folder.parent}",
+            why="is its disk mounted?",
+            fix="mount it, or create the folder",
         )
     _require_writable(where, folder, why="the run could not save")
 
@@ -283,7 +286,7 @@ def check_here(plan: Plan) -> None:
     if device.family == "cpu":
         most = MOST_RANKS_PER_CORE * machine.usable_cores
         if ranks > most:
-            why = f"{plural(machine.usable_cores, 'core')} run at most {plural(most, 'rank')} that get anything done"
+            why = f"{plural(machine.usable_cores, 'core')} can run at most {plural(most, 'rank')}"
             raise mistake(
                 plan.cluster.name, f"asks for {plural(ranks, 'rank')} on this machine", why=why, fix="use local:4"
             )
@@ -299,9 +302,9 @@ def check_here(plan: Plan) -> None:
             fix += f"; or let {-(-ranks // gpus)} ranks share a GPU with --ranks-per-gpu, which needs NCCL 2.30"
         raise mistake(
             plan.cluster.name,
-            f"the plan needs {ranks:,} × {device.name}, and this machine has {found}"
-            + (f", which {allowed} ranks each may share" if allowed > 1 and gpus else ""),
-            why="phalanx train starts the ranks of one machine",
+            f"the plan needs {ranks:,} × {device.name}, but this machine has {found}"
+            + (f", each shared by up to {allowed} ranks" if allowed > 1 and gpus else ""),
+            why="phalanx train starts ranks on one machine only",
             fix=fix,
         )
     _check_libraries(shared=ranks > gpus, where=f"{ranks} ranks on {gpus} GPU{'s' if gpus != 1 else ''}")
@@ -319,9 +322,9 @@ def check_gpus(allowed: int, *, where: str, tell: Callable[[str], None]) -> int:
     if not gpus:
         raise mistake(
             where,
-            "this machine has no GPU that can be seen",
+            "no GPU is visible on this machine",
             why="; ".join(machine.notes),
-            fix="use --device cpu, or look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+            fix="use --device cpu, or check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
     _check_libraries(shared=allowed > 1, where=f"{allowed} ranks per GPU")
     if allowed > 1:
@@ -341,7 +344,7 @@ def sharing_note(share: int, environ: Mapping[str, str]) -> str:
     ours = shared_settings(environ)
     names = " ".join(f"{name}={value}" for name, value in {**SHARED, **environ}.items() if name in SHARED)
     kept = "" if len(ours) == len(SHARED) else " (yours are kept)"
-    return f"  up to {share} ranks share a GPU, with {names}{kept}; they share its memory and its speed too"
+    return f"  up to {share} ranks share a GPU, with {names}{kept}; they also share its memory and speed"
 
 
 def _check_libraries(*, shared: bool, where: str) -> None:
@@ -361,7 +364,7 @@ def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: i
     old = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     if not run.saved_steps():
         lost = run.committed_step()
-        what = "has no checkpoint to go on from"
+        what = "has no checkpoint to resume from"
         raise mistake(
             str(run.path),
             what if lost is None else f"{what}: that of step {lost:,} was saved, and is gone",
@@ -386,7 +389,7 @@ def _refuse_finished(run: Run, plan: Plan) -> None:
         raise mistake(
             str(run.path),
             f"is finished: all {total:,} steps are done",
-            fix=f"train on with --steps N above {total:,}; phalanx train --report {run.path} shows the result",
+            fix=f"continue with --steps N above {total:,}; phalanx train --report {run.path} shows the result",
         )
 
 
@@ -401,7 +404,7 @@ def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
                 Problem(
                     where=str(run.path),
                     what=f"{key} = {after.get(key)!r} cannot replace {before.get(key)!r} in a resumed run",
-                    why="the checkpoint would not fit, or other data would be seen",
+                    why="the checkpoint would not match, or the data would change",
                     fix="start a new run; a resumed one may change parallel.*, batch.micro, train.* and the cluster",
                 )
                 for key in refused
@@ -410,7 +413,7 @@ def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
     return tuple(
         Problem(
             where=str(run.path),
-            what=f"{key} = {after.get(key)!r} instead of {before.get(key)!r}: the curve bends here",
+            what=f"{key} = {after.get(key)!r} instead of {before.get(key)!r}: the loss curve changes from here on",
         )
         for key in bends
     )

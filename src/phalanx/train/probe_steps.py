@@ -111,7 +111,7 @@ def time_jobs(rank: int, jobs: list[ReferenceJob], threads: int) -> list[tuple[f
         engine = Engine(job.shape(), settings, Optim(), device=torch.device("cpu"))
         engine.initialise()
         times = _time_steps(engine, job.vocab, job.micro * job.count, budget_s=BUDGET_S)
-        held = sum(piece.tensor.numel() for piece in engine.pieces) * (job.data if job.zero else 1)
+        held = sum(shard.tensor.numel() for shard in engine.shards) * (job.data if job.zero else 1)
         found.append((_usual(times), held))
     return found
 

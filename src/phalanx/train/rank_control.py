@@ -23,7 +23,7 @@ class RankControl:
     progress: Callable[[int, Phase], None]  # called after every step, and before and after everything that takes long
     epoch: int = 0
     went_s: float | None = None  # Unix time at which this launch began to train; None is now
-    reform: Callable[[], bool] = lambda: False  # the formation is to be left after this step
+    reform: Callable[[], bool] = lambda: False  # the membership is to be left after this step
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
     keeper: InMemoryCheckpointer | None = None  # copies in host memory
     case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
@@ -31,10 +31,10 @@ class RankControl:
     compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
     hooks: DrillHooks = field(default_factory=DrillHooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
-    over: Callable[[], bool] = lambda: False  # the formation has ended: others form the next one
+    over: Callable[[], bool] = lambda: False  # the membership has ended: others form the next one
 
     def check(self) -> None:
-        """Raise Interrupted when the formation has ended; called before a number is kept that ranks agreed on.
+        """Raise Interrupted when the membership has ended; called before a number is kept that ranks agreed on.
 
         Whoever waits in a collective of NCCL when it is aborted comes out of it as if all were well, with whatever the
         kernel had done by then. It is aborted only after `over` has become true.

@@ -191,13 +191,14 @@ class Rank:
             keeper = self._keeper(membership, rank, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
+            # Steps at which a replay changes its membership.
             control = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
                 epoch=membership.generation,
                 went_s=float(go["went_s"]),
                 reform=lambda: self.link.board.reforming,
-                leaves_at=_leaves_at(self.run),
+                leaves_at=frozenset(int(one["from_step"]) for one in self.run.launch().get("formations", ())) - {0},
                 keeper=keeper,
                 case=Divergence.from_json(go["case"]) if go.get("case") else None,
                 copies=self._host_copies,
@@ -445,11 +446,6 @@ def _other_size(job: Job, settings: Settings) -> list[str]:
     network = build_outline(job.model, allow_code=settings.allow_code)
     found = differs_from_shape(network, job.model)
     return [found.render()] if found is not None else []
-
-
-def _leaves_at(run: Run) -> frozenset[int]:
-    """Steps at which a replay changes its membership."""
-    return frozenset(int(one["from_step"]) for one in run.launch().get("formations", ())) - {0}
 
 
 def _device(plan: Plan, local_world: int) -> torch.device:

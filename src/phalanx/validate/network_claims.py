@@ -52,7 +52,7 @@ def read_claims(path: Path) -> tuple[Claim, ...]:
         reader.fieldnames = names
         rows: list[Claim] = []
         for raw in reader:
-            rows.append(_row(raw, reader.line_num, rows[-1] if rows else None))
+            rows.append(_read_claim(raw, reader.line_num, rows[-1] if rows else None))
             if len(rows) > MOST_ROWS:
                 raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
     except csv.Error as error:
@@ -65,20 +65,20 @@ def read_claims(path: Path) -> tuple[Claim, ...]:
 def _check_columns(path: Path, names: list[str]) -> None:
     missing = [name for name in COLUMNS if name not in names]
     if missing:
-        raise _lacks(path, missing, names)
+        raise _missing_columns(path, missing, names)
     repeated = sorted({name for name in names if name and names.count(name) > 1})
     if repeated:
         raise mistake(str(path), f"has the column {repeated[0]} twice", fix="keep one of them")
 
 
-def _lacks(path: Path, missing: list[str], names: list[str]) -> UserError:
+def _missing_columns(path: Path, missing: list[str], names: list[str]) -> UserError:
     near = nearest(missing[0], [name for name in names if name and name not in COLUMNS])
     fix = f'is "{near}" meant to be {missing[0]}?' if near else f"the columns are {', '.join(COLUMNS)}"
     plural = "column" if len(missing) == 1 else "columns"
     return mistake(str(path), f"lacks the {plural} {', '.join(missing)}", fix=fix)
 
 
-def _row(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
+def _read_claim(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
     cells = {name: (raw.get(name) or "").strip() for name in COLUMNS}
     conditions = cells["conditions"]
     first, _, rest = conditions.partition(",")
@@ -91,11 +91,11 @@ def _row(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
         value=_cell_number(cells["value"]),
         unit=cells["unit"],
         conditions=conditions,
-        rounding=_rounding(cells["value"]),
+        rounding=_half_digit(cells["value"]),
     )
 
 
-def _rounding(text: str) -> float:
+def _half_digit(text: str) -> float:
     """Half of the last digit: 6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5; a single digit may be a count."""
     digits = text.replace(",", "").replace("_", "").lstrip("+-")
     whole, point, part = digits.partition(".")
@@ -168,7 +168,7 @@ def pair_before(text: str, after: str) -> tuple[int, int] | None:
     ((64, 800), (32, 32), None)
     """
     found = re.search(rf"(\d+) ?[x×] ?(\d+)(?:{after})", text)
-    return (_whole(found[1]), _whole(found[2])) if found else None
+    return (_whole_number(found[1]), _whole_number(found[2])) if found else None
 
 
 def number_matching(text: str, pattern: str) -> float | None:
@@ -192,7 +192,7 @@ def without_size(text: str) -> str:
     return _SIZE.sub("", text, count=1)
 
 
-def _whole(digits: str) -> int:
+def _whole_number(digits: str) -> int:
     return int(re.sub(r"\D", "", digits)[:15] or "0")
 
 
@@ -257,7 +257,7 @@ def reproduced(
     inverse: bool = False,
 ) -> ClaimOutcome:
     """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate."""
-    return _judged(row, "reproduced", ours, note, tolerance, inverse=inverse)
+    return _judge_claim(row, "reproduced", ours, note, tolerance, inverse=inverse)
 
 
 def ranged(row: Claim, ours: float, note: str, *, between: tuple[float, float]) -> ClaimOutcome:
@@ -275,7 +275,7 @@ def ranged(row: Claim, ours: float, note: str, *, between: tuple[float, float]) 
 
 def calibrated(row: Claim, ours: float, note: str, *, tolerance: float = TOLERANCE) -> ClaimOutcome:
     """A number of ours that was taken from this source: agreement is no evidence."""
-    return _judged(row, "calibrated", ours, note, tolerance)
+    return _judge_claim(row, "calibrated", ours, note, tolerance)
 
 
 def skipped(row: Claim, reason: str) -> ClaimOutcome:
@@ -283,7 +283,7 @@ def skipped(row: Claim, reason: str) -> ClaimOutcome:
     return ClaimOutcome(row=row, status="not attempted", note=reason)
 
 
-def _judged(
+def _judge_claim(
     row: Claim,
     status: Status,
     ours: float,
@@ -325,11 +325,13 @@ REASONS = (
 )
 
 
-def _because(reason: str) -> ClaimReader:
+def _skip_because(reason: str) -> ClaimReader:
     def read(row: Claim, _: ClaimContext) -> ClaimOutcome:
         return skipped(row, reason)
 
     return read
 
 
-NOT_ATTEMPTED: tuple[tuple[str, ClaimReader], ...] = tuple((pattern, _because(reason)) for pattern, reason in REASONS)
+NOT_ATTEMPTED: tuple[tuple[str, ClaimReader], ...] = tuple(
+    (pattern, _skip_because(reason)) for pattern, reason in REASONS
+)

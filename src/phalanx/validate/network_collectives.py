@@ -57,17 +57,17 @@ _RACK = re.compile(r"\bNVL(\d+)\b")
 
 def machine(text: str, *, nvls: bool = True) -> NcclSystem | None:
     """`4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; None where there is no such thing."""
-    shape = _shape(text)
+    shape = _system_shape(text)
     if shape is None:
         return None
     nodes, per_node, gpu = shape
     family = FAMILY_OF.get(gpu)
     if family is None or not 0 < nodes * per_node <= MOST or nodes * per_node < 2:
         return None
-    return build_system(nodes=nodes, per_node=per_node, family=family, nic_gbps=_nic(text, per_node), nvls=nvls)
+    return build_system(nodes=nodes, per_node=per_node, family=family, nic_gbps=_nic_gbps(text, per_node), nvls=nvls)
 
 
-def _shape(text: str) -> tuple[int, int, str] | None:
+def _system_shape(text: str) -> tuple[int, int, str] | None:
     if found := _NODES.search(text):
         first = found[1] or found[4]
         if first:
@@ -78,7 +78,7 @@ def _shape(text: str) -> tuple[int, int, str] | None:
     return None
 
 
-def _nic(text: str, per_node: int) -> float:
+def _nic_gbps(text: str, per_node: int) -> float:
     if found := re.search(r"\b\d+x(\d+)G\b", text):
         return float(found[1])
     whole = number_matching(text, r"([\d.]+)T (?:IB|RoCE|EFA)")
@@ -114,7 +114,7 @@ def hop_latency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 def by_nodes(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     """Limits by family and number of nodes."""
-    table, family = BY_NODES.get(row.quantity), _family(row.conditions)
+    table, family = BY_NODES.get(row.quantity), _device_family(row.conditions)
     nodes = number_matching(row.conditions, r"(\d+) nodes?\b")
     if table is None or family is None or not nodes:
         return None
@@ -123,7 +123,7 @@ def by_nodes(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 def efficiency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     """Of sums in the switch."""
-    family = _family(row.conditions)
+    family = _device_family(row.conditions)
     return None if family is None else calibrated(row, tables.NVLS_EFFICIENCY[family], SAME, tolerance=EXACT)
 
 
@@ -146,11 +146,11 @@ def tree_correction(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     return None
 
 
-def _family(text: str) -> tables.Family | None:
+def _device_family(text: str) -> tables.Family | None:
     return next((one for one in tables.FAMILIES if text.lower().startswith(one)), None)
 
 
-def _ranked(row: Claim) -> NcclSystem | None:
+def _ranked_system(row: Claim) -> NcclSystem | None:
     """A system of ranks whose channels the row names; rows without them are about latency, where they do not count."""
     ranks = count_before(row.conditions, "ranks?")
     per_node = count_before(row.conditions, "per node") or PER_NODE
@@ -170,7 +170,7 @@ def _ranked(row: Claim) -> NcclSystem | None:
 
 def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     """The first power of two at which NCCL's model has the ring faster than the tree."""
-    comm = _ranked(row)
+    comm = _ranked_system(row)
     if comm is None:
         return None
     for power in range(10, LARGEST_POWER):
@@ -183,7 +183,7 @@ def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     """Latency of one pair for a message of nothing."""
     name, protocol = row.quantity.split(" ")[:2]
-    comm = _ranked(row)
+    comm = _ranked_system(row)
     if comm is None or protocol not in tables.PROTOCOLS:
         return None
     algorithm: tables.Algorithm = "Ring" if name == "ring" else "Tree"
@@ -255,15 +255,15 @@ def bus_bandwidth(row: Claim, context: ClaimContext) -> ClaimOutcome | None:
         return skipped(row, "its GPUs are not among those of NCCL's model")
     nbytes, measured = size_bytes(row.conditions), "computed" not in row.source
     if measured and nbytes is not None and nbytes < LEAST_BYTES:
-        return _small(row, comm, operation, nbytes)
-    series = _series(row, context) if measured and nbytes is not None else ()
-    picked = fit_ends(_points(series, operation, comm.ranks))
+        return _small_message(row, comm, operation, nbytes)
+    series = _claim_series(row, context) if measured and nbytes is not None else ()
+    picked = fit_ends(_series_points(series, operation, comm.ranks))
     if nbytes is not None and picked is not None:
-        return _fitted(row, comm, operation, nbytes, picked)
-    return _modelled(row, comm, operation, nbytes or LARGE)
+        return _fitted_claim(row, comm, operation, nbytes, picked)
+    return _modelled_claim(row, comm, operation, nbytes or LARGE)
 
 
-def _small(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome:
+def _small_message(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome:
     """Below 16 MiB the range is what the model stands for, not its middle: the call depends on the network."""
     found = expect_collective(comm, nbytes, operation=operation)
     assert found is not None  # rings exist for every operation
@@ -274,7 +274,7 @@ def _small(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) ->
     return calibrated(row, ours, note, tolerance=found.high_s / found.seconds - 1 if held else 0.0)
 
 
-def _series(row: Claim, context: ClaimContext) -> tuple[Claim, ...]:
+def _claim_series(row: Claim, context: ClaimContext) -> tuple[Claim, ...]:
     key = (row.source, row.quantity, without_size(row.conditions))
     return tuple(
         one
@@ -283,7 +283,7 @@ def _series(row: Claim, context: ClaimContext) -> tuple[Claim, ...]:
     )
 
 
-def _points(series: tuple[Claim, ...], operation: Operation, ranks: int) -> tuple[Point, ...]:
+def _series_points(series: tuple[Claim, ...], operation: Operation, ranks: int) -> tuple[Point, ...]:
     share = wire_share(operation, ranks)
     found = []
     for one in series:
@@ -293,7 +293,7 @@ def _points(series: tuple[Claim, ...], operation: Operation, ranks: int) -> tupl
     return tuple(found)
 
 
-def _fitted(
+def _fitted_claim(
     row: Claim, comm: NcclSystem, operation: Operation, nbytes: float, picked: tuple[Point, Point]
 ) -> ClaimOutcome:
     try:
@@ -301,15 +301,15 @@ def _fitted(
     except UserError as error:
         return skipped(row, f"its series makes no fit: {error.problems[0].what}")
     ours = fit.bus_bytes_per_s(nbytes) / GB
-    sizes = " and ".join(_named(one.nbytes) for one in picked)
+    sizes = " and ".join(_size_name(one.nbytes) for one in picked)
     if nbytes in (picked[0].nbytes, picked[1].nbytes):
         return calibrated(row, ours, "one of the two points its series is fitted on")
     return reproduced(row, ours, f"fitted on {sizes}", tolerance=allowed_error(nbytes), inverse=True)
 
 
-def _modelled(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome | None:
+def _modelled_claim(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome | None:
     wanted = _named_algorithm(row.quantity)
-    best = _best(comm, nbytes, operation, wanted)
+    best = _best_choice(comm, nbytes, operation, wanted)
     if best is None:
         return skipped(row, f"NCCL has no {wanted} for it")
     # Rows computed from NCCL's model have its rounded rates and no filling; measured ones have the wire's.
@@ -334,14 +334,14 @@ def _named_algorithm(quantity: str) -> str | None:
     return "Ring" if "ring" in rest else None
 
 
-def _best(comm: NcclSystem, nbytes: float, operation: Operation, wanted: str | None) -> AlgorithmChoice | None:
+def _best_choice(comm: NcclSystem, nbytes: float, operation: Operation, wanted: str | None) -> AlgorithmChoice | None:
     if wanted is None:
         return choose_pair(comm, nbytes, operation=operation)
     found = [one for one in possible_pairs(comm, nbytes, operation=operation) if one.algorithm == wanted]
     return min(found, key=lambda one: one.seconds, default=None)
 
 
-def _named(nbytes: float) -> str:
+def _size_name(nbytes: float) -> str:
     mib = nbytes / 2**20
     return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB"
 

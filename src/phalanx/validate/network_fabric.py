@@ -76,11 +76,14 @@ def said_planes(row: Claim) -> int:
 def radix(row: Claim) -> int:
     """Ports of a switch: said, or those of a 51.2T box at the speed of a port."""
     text = words(row)
-    ports = count_before(text, "ports?") or _after(text, r"(?:radix|k ?=) ?(\d+)")
-    if not ports and (box := _switch(text)):
+    ports = count_before(text, "ports?") or _number_after(text, r"(?:radix|k ?=) ?(\d+)")
+    if not ports and (box := _switch_ports(text)):
         ports = box[0]
     if not ports:
-        ports = int(_box_gbps(text) / stated(_port_gbps(text), "ports, planes or the speed of a port"))
+        ports = int(
+            (1000.0 * (number_matching(text, r"(\d+(?:\.\d+)?)T\b(?! IB)") or BOX_GBPS / 1000))
+            / stated(_port_gbps(text), "ports, planes or the speed of a port")
+        )
     if not 2 <= ports <= MOST_PORTS:
         raise NotStated(f"a switch: {ports:,} ports are none")
     return ports
@@ -112,10 +115,6 @@ def fabric(row: Claim) -> Fabric:
     return size_fabric(hosts, 100.0 * made.planes, unnamed(ports, 100.0), made)
 
 
-def _box_gbps(text: str) -> float:
-    return 1000.0 * (number_matching(text, r"(\d+(?:\.\d+)?)T\b(?! IB)") or BOX_GBPS / 1000)
-
-
 def _port_gbps(text: str) -> float | None:
     if speed := number_matching(text, r"planes? ?(?:x|×|of) ?(\d+)G") or number_matching(
         text, r"(\d+)G (?:planes?|ports?)"
@@ -132,12 +131,12 @@ def _nic_in_planes(text: str) -> tuple[int, int] | None:
     return found if found and found[0] * found[1] <= MOST_NIC_GBPS else None
 
 
-def _switch(text: str) -> tuple[int, int] | None:
+def _switch_ports(text: str) -> tuple[int, int] | None:
     found = pair_before(text, "G")
     return found if found and found[0] * found[1] > MOST_NIC_GBPS else None
 
 
-def _after(text: str, pattern: str) -> int | None:
+def _number_after(text: str, pattern: str) -> int | None:
     found = re.search(pattern, text)
     return int(found[1][:9]) if found else None
 
@@ -159,7 +158,7 @@ def hosts(row: Claim, _: ClaimContext) -> ClaimOutcome:
     return reproduced(row, found, "fabric/sizing", tolerance=EXACT)
 
 
-def _full(radix: int, shape: ClosShape) -> Fabric:
+def _full_fabric(radix: int, shape: ClosShape) -> Fabric:
     gbps = NIC_GBPS if NIC_GBPS % shape.planes == 0 else 100.0 * shape.planes
     return size_fabric(most_hosts(radix, shape), gbps, unnamed(radix, gbps / shape.planes), shape)
 
@@ -167,8 +166,8 @@ def _full(radix: int, shape: ClosShape) -> Fabric:
 def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches or optics per host of eight planes against one plane of so many tiers."""
     against = count_before(row.quantity, "tiers?") or 3
-    many = _full(MULTI_RADIX, MULTI_PLANE)
-    one = _full(SINGLE_RADIX, ClosShape(planes=1, tiers=against))
+    many = _full_fabric(MULTI_RADIX, MULTI_PLANE)
+    one = _full_fabric(SINGLE_RADIX, ClosShape(planes=1, tiers=against))
     if row.quantity.startswith("optics"):
         ours = fabric_bill(many).optics_800g / many.hosts / (fabric_bill(one).optics_800g / one.hosts)
         return reproduced(row, ours, "fabric/bill", tolerance=EXACT)
@@ -188,13 +187,13 @@ def under_t0(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 def uplink_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Share of a T0's uplinks that one is."""
-    made = _full(radix(row), ClosShape(planes=planes(row), tiers=2))
+    made = _full_fabric(radix(row), ClosShape(planes=planes(row), tiers=2))
     return reproduced(row, 100 * failure_loss(made).t0_t1_link, "fabric/bill; the row is rounded")
 
 
 def nic_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Share of a NIC that a plane is."""
-    made = _full(SINGLE_RADIX, ClosShape(planes=said_planes(row), tiers=2))
+    made = _full_fabric(SINGLE_RADIX, ClosShape(planes=said_planes(row), tiers=2))
     return reproduced(row, 100 * failure_loss(made).nic_link, "fabric/bill; the row is rounded")
 
 
@@ -215,7 +214,7 @@ def total(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 def per_host(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches or 800G-class optics for one NIC of a full fabric."""
-    made = _full(radix(row), shape(row))
+    made = _full_fabric(radix(row), shape(row))
     whole = made.switches if row.quantity.startswith("switches") else fabric_bill(made).optics_800g
     return reproduced(row, whole / made.hosts, "fabric/bill", tolerance=EXACT)
 
@@ -363,11 +362,11 @@ def llama(row: Claim, _: ClaimContext) -> ClaimOutcome:
 def _interruptions_per_day(row: Claim) -> float:
     gpus = stated(count_before(row.conditions, "GPUs?"), "how many GPUs")
     everything = "all cause" in f"{row.quantity} {row.conditions}".lower().replace("-", " ")
-    return gpus * (_llama_all() if everything else LLAMA_COUNT) / llama_device_days()
-
-
-def _llama_all() -> float:
-    return next(one.value for one in site_figures() if one.site == HOPPER_SITE)
+    return (
+        gpus
+        * (next(one.value for one in site_figures() if one.site == HOPPER_SITE) if everything else LLAMA_COUNT)
+        / llama_device_days()
+    )
 
 
 def interruptions(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -407,7 +406,7 @@ def mean_time(row: Claim, _: ClaimContext) -> ClaimOutcome:
     return reproduced(row, scale * years / parts, "years / parts", tolerance=0.02)
 
 
-def _taken(ours: float, note: str) -> ClaimReader:
+def _taken_from_source(ours: float, note: str) -> ClaimReader:
     def read(row: Claim, _: ClaimContext) -> ClaimOutcome:
         return calibrated(row, ours, note)
 
@@ -429,13 +428,13 @@ GIVEN_READERS: tuple[tuple[str, ClaimReader], ...] = (
     (r"lost to (the )?network", lost_share),
     (r"MTTF|between (NIC )?link failures", mean_time),
     (r"^link failures per day", link_failures),
-    (r"^entropy values per QP, low", _taken(ENTROPY[0], "the lower end of what the paper gives")),
-    (r"^entropy values per QP, high", _taken(MRC.paths, "our default number of paths")),
-    (r"^path failure bypass", _taken(1e6 * EDGE_RECOVERY_S, "our default of recovery at the edge")),
-    (r"^conventional fabric reroute", _taken(CONVERGE_S, "our default of routing's convergence")),
-    (r"^link recovery time, most", _taken(FLAP_S / 60, "our default time until a link is back")),
-    (r"^NIC port failure QP remap", _taken(REMAP_S, "our default time for moving a NIC's connections")),
-    (r"^T1 forwarding restored", _taken(T1_BACK_S / 60, "our default time until a T1 is back")),
+    (r"^entropy values per QP, low", _taken_from_source(ENTROPY[0], "the lower end of what the paper gives")),
+    (r"^entropy values per QP, high", _taken_from_source(MRC.paths, "our default number of paths")),
+    (r"^path failure bypass", _taken_from_source(1e6 * EDGE_RECOVERY_S, "our default of recovery at the edge")),
+    (r"^conventional fabric reroute", _taken_from_source(CONVERGE_S, "our default of routing's convergence")),
+    (r"^link recovery time, most", _taken_from_source(FLAP_S / 60, "our default time until a link is back")),
+    (r"^NIC port failure QP remap", _taken_from_source(REMAP_S, "our default time for moving a NIC's connections")),
+    (r"^T1 forwarding restored", _taken_from_source(T1_BACK_S / 60, "our default time until a T1 is back")),
 )
 
 
@@ -459,12 +458,12 @@ def cage_flaps(row: Claim, _: ClaimContext) -> ClaimOutcome:
         still_s = TRANSCEIVER_BACK_S + REMAP_S
         note = f"fabric/recovery: all {planes} links of a NIC, {still_s:g} s of the minute; that time was set here"
         return calibrated(row, 100 * still_s / MINUTE_S, note)
-    low, high = _slow(1 / planes, waits=WAITS), _slow(lanes / planes, waits=1.0)
+    low, high = _slow_share(1 / planes, waits=WAITS), _slow_share(lanes / planes, waits=1.0)
     note = f"fabric/recovery: {low:.1f} if links are of as many NICs, {high:.1f} if of one and the job is all network"
     return ranged(row, (low + high) / 2, note, between=(low, high))
 
 
-def _slow(lost: float, *, waits: float) -> float:
+def _slow_share(lost: float, *, waits: float) -> float:
     """Per cent of a minute with moved connections and a NIC that lacks a share."""
     return 100 * (REMAP_S + (MINUTE_S - REMAP_S) * (1 - pace(lost, waits=waits))) / MINUTE_S
 

@@ -79,7 +79,7 @@ class Case:
 
 def read_case(command: str) -> Case | str:
     """The case of a command line, or the reason why there is none."""
-    values = _options(command)
+    values = _command_options(command)
     if isinstance(values, str):
         return values
     sent = read_sent(command)
@@ -87,7 +87,7 @@ def read_case(command: str) -> Case | str:
         return sent
     if not 2 <= sent.hosts <= MOST_HOSTS:
         return f"{sent.hosts:,} hosts are not between 2 and {MOST_HOSTS:,}"
-    tree = _tree(command, sent.hosts, values)
+    tree = _command_tree(command, sent.hosts, values)
     if tree is None:
         return f"{sent.hosts:,} hosts are no full fat tree, or the .topo file's name does not give its shape"
     packet_bytes = int(values.get("mtu", PACKET_BYTES))
@@ -96,18 +96,18 @@ def read_case(command: str) -> Case | str:
         tree=tree,
         hop_s=1e-6 * values.get("hop_latency", HOP_US),
         paths=int(values.get("paths", HTSIM.paths)),
-        spray=_spray(command),
+        spray=_command_spray(command),
         ack_every=max(1, math.ceil(values.get("sack_threshold", SACK_BYTES) / packet_bytes)),
         packet_bytes=packet_bytes,
-        queue=_whole(values, "q"),
-        window=_whole(values, "cwnd"),
+        queue=_whole_option(values, "q"),
+        window=_whole_option(values, "cwnd"),
         credits="-sender_cc_only" not in command,
         failed=int(values.get("failed", 0)),
         end_s=1e-6 * values.get("end", END_US),
     )
 
 
-def _options(command: str) -> dict[str, float] | str:
+def _command_options(command: str) -> dict[str, float] | str:
     """Numbers by option; or the first word that is not known here."""
     found: dict[str, float] = {}
     for name, value in re.findall(r"(?:^|\s)-([a-z]\w*)(?:\s+([^\s-]\S*))?", command):
@@ -130,12 +130,12 @@ def _options(command: str) -> dict[str, float] | str:
     return found
 
 
-def _spray(command: str) -> Spray:
+def _command_spray(command: str) -> Spray:
     found = re.search(r"-load_balancing_algo (\w+)", command)
     return SPRAYS[found[1]] if found else HTSIM.spray
 
 
-def _whole(values: dict[str, float], name: str) -> int | None:
+def _whole_option(values: dict[str, float], name: str) -> int | None:
     return int(values[name]) if values.get(name) else None
 
 
@@ -162,7 +162,7 @@ def fabric_of(case: Case) -> Fabric:
     )
 
 
-def _tree(command: str, hosts: int, values: dict[str, float]) -> Tree | None:
+def _command_tree(command: str, hosts: int, values: dict[str, float]) -> Tree | None:
     """Two tiers where a leaf-spine file or `-tiers 2` is named, else uet-htsim's own fat tree of three.
 
     None where hosts do not fill it, or a file's name does not say what is in it.
@@ -172,24 +172,24 @@ def _tree(command: str, hosts: int, values: dict[str, float]) -> Tree | None:
     if found is None:
         if ".topo" in command:
             return None
-        return _three(hosts, gbps) if values.get("tiers", 3) == 3 else _two(hosts, gbps)
+        return _three_tiers(hosts, gbps) if values.get("tiers", 3) == 3 else _two_tiers(hosts, gbps)
     if int(found[2][:9]) != hosts:
         return None
     name = found[3]
-    speed, ratio, flat = re.search(r"_(\d{1,4})g(?![a-z])", name), _oversubscription(name), "_2t" in name
+    speed, ratio, flat = re.search(r"_(\d{1,4})g(?![a-z])", name), _oversubscription_of(name), "_2t" in name
     if speed:
         gbps = float(speed[1])
     if found[1] == "leaf_spine" or (speed and flat):
         return _leaf_spine(hosts, gbps, ratio)
-    return _three(hosts, gbps) if speed and ratio == 1 else None
+    return _three_tiers(hosts, gbps) if speed and ratio == 1 else None
 
 
-def _three(hosts: int, gbps: float) -> Tree | None:
+def _three_tiers(hosts: int, gbps: float) -> Tree | None:
     half = round((hosts / 2) ** (1 / 3))
     return Tree(tiers=3, gbps=gbps, down=half, up=half) if 2 * half**3 == hosts else None
 
 
-def _two(hosts: int, gbps: float) -> Tree | None:
+def _two_tiers(hosts: int, gbps: float) -> Tree | None:
     """`-tiers 2` without a file: K switches with K/2 hosts each."""
     half = math.isqrt(hosts // 2)
     return Tree(tiers=2, gbps=gbps, down=half, up=half) if 2 * half**2 == hosts else None
@@ -203,7 +203,7 @@ def _leaf_spine(hosts: int, gbps: float, ratio: int) -> Tree | None:
     return Tree(tiers=2, gbps=gbps, down=down, up=down // ratio)
 
 
-def _oversubscription(name: str) -> int:
+def _oversubscription_of(name: str) -> int:
     """`_oversub_8-1`, `_8_to_1` and `_8os` are 8:1; `_oversub` alone is 4:1 in the file of that name."""
     if found := re.search(r"_(?:oversub_)?(\d{1,4})(?:-1|_to_1|os\b|os_)", name):
         return max(1, int(found[1]))
@@ -285,14 +285,14 @@ def read_sent(command: str) -> Sent | str:
     if file == "incast.cm":
         return Sent(pattern="incast", hosts=16, connections=15, nbytes=NBYTES)
     if found := _PERMUTATION.match(file):
-        return _permutation(file, found)
+        return _file_permutation(file, found)
     if found := _INCAST.match(file):
         hosts = int(found[1][:9])
-        return Sent(pattern="incast", hosts=hosts, connections=hosts - 1, nbytes=_nbytes(found[2], found[3]))
+        return Sent(pattern="incast", hosts=hosts, connections=hosts - 1, nbytes=_byte_count(found[2], found[3]))
     return f"who sends what is in {file[:60]}, which is not in the table"
 
 
-def _permutation(file: str, found: re.Match[str]) -> Sent | str:
+def _file_permutation(file: str, found: re.Match[str]) -> Sent | str:
     hosts, connections = int(found[1][:9]), int(found[2][:9])
     if not 0 < connections <= hosts:
         return f"{file[:60]}: {connections:,} connections of {hosts:,} hosts are no permutation"
@@ -300,12 +300,12 @@ def _permutation(file: str, found: re.Match[str]) -> Sent | str:
         pattern="permutation",
         hosts=hosts,
         connections=connections,
-        nbytes=_nbytes(found[3], found[4]),
+        nbytes=_byte_count(found[3], found[4]),
         seed=int(found[5][:9]) if found[5] else SEED,
     )
 
 
-def _nbytes(digits: str | None, unit: str | None) -> int:
+def _byte_count(digits: str | None, unit: str | None) -> int:
     return int(digits[:12]) * UNITS[(unit or "b").lower()] if digits else NBYTES
 
 
@@ -369,24 +369,24 @@ def completion(row: Claim, context: ClaimContext) -> ClaimOutcome:
     case = read_case(row.conditions)
     if isinstance(case, str):
         return skipped(row, case)
-    if reason := context.refuses(_simulation(case)):
+    if reason := context.refuses(_needed_simulation(case)):
         return skipped(row, reason)
     measure = row.quantity.split(" ")[0]
     if case.credits and case.sent.pattern != "permutation" and measure != "tail":
         return skipped(row, "in which order a receiver grants credits to several senders is not modelled")
-    results = [_run(case, seed) for seed in _seeds(case)]
+    results = [_run(case, seed) for seed in _case_seeds(case)]
     if stopped := [result.stopped for result in results if result.stopped]:
         return skipped(row, f"the simulation ended early: {stopped[0]}")
     ours_us = [1e6 * _measured(result, measure, case.end_s) for result in results]
     loose = case.paths < MANY_PATHS or case.failed
     tolerance = FEW if loose else TAIL if measure == "tail" else MEAN
     if measure == "min" and case.paths >= MANY_PATHS and case.sent.listed == LISTED[CHOSEN][1]:
-        note = f"{_note(case, ours_us)}; which of three copies of the file it is was told by this"
+        note = f"{_case_note(case, ours_us)}; which of three copies of the file it is was told by this"
         return calibrated(row, median(ours_us), note, tolerance=tolerance)
-    return reproduced(row, median(ours_us), _note(case, ours_us), tolerance=tolerance)
+    return reproduced(row, median(ours_us), _case_note(case, ours_us), tolerance=tolerance)
 
 
-def _note(case: Case, ours_us: list[float]) -> str:
+def _case_note(case: Case, ours_us: list[float]) -> str:
     parts = ["sim/packets"]
     if len(ours_us) > 1:
         parts.append(f"median of {len(ours_us)} hashes: {min(ours_us):.0f} to {max(ours_us):.0f}")
@@ -397,7 +397,7 @@ def _note(case: Case, ours_us: list[float]) -> str:
     return "; ".join(parts)
 
 
-def _seeds(case: Case) -> range:
+def _case_seeds(case: Case) -> range:
     return SEEDS if case.paths < MANY_PATHS else SEEDS[:1]
 
 
@@ -435,10 +435,10 @@ def _transport(case: Case) -> Transport:
         queue_packets=case.queue,
         window_packets=case.window,
     )
-    return _credited(case, made) if case.credits else made
+    return _credited_transport(case, made) if case.credits else made
 
 
-def _credited(case: Case, made: Transport) -> Transport:
+def _credited_transport(case: Case, made: Transport) -> Transport:
     """A receiver grants what its link can take in a round trip, to all its senders together, and marks do not matter.
 
     With one sender each, as in a permutation, that is a window that stays.
@@ -461,13 +461,13 @@ def _faults(case: Case) -> tuple[Fault, ...]:
 def htsim_need(row: Claim) -> NeededSimulation | None:
     """What a row would have simulated."""
     case = read_case(row.conditions)
-    return None if isinstance(case, str) else _simulation(case)
+    return None if isinstance(case, str) else _needed_simulation(case)
 
 
 @functools.lru_cache(maxsize=4096)
-def _simulation(case: Case) -> NeededSimulation:
+def _needed_simulation(case: Case) -> NeededSimulation:
     made = sketch(fabric_of(case), flows_of(case.sent), _transport(case), alike=True)
-    return NeededSimulation(key=case, cpu_s=made.cost.cpu_s * len(_seeds(case)))
+    return NeededSimulation(key=case, cpu_s=made.cost.cpu_s * len(_case_seeds(case)))
 
 
 HTSIM_READERS: tuple[tuple[str, ClaimReader], ...] = ((r"^(mean|tail|min) FCT", completion),)

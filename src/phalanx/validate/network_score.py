@@ -106,11 +106,11 @@ def plan_simulations(rows: Sequence[Claim], *, simulate: bool = False) -> Simula
 
 def simulation_of(row: Claim) -> NeededSimulation | None:
     """What a row needs simulated, if anything."""
-    found = (_wanted(wanted, row) for pattern, wanted in NEEDS if re.search(pattern, row.quantity))
+    found = (_wanted_simulation(wanted, row) for pattern, wanted in NEEDS if re.search(pattern, row.quantity))
     return next((one for one in found if one is not None), None)
 
 
-def _wanted(wanted: SimulationNeed, row: Claim) -> NeededSimulation | None:
+def _wanted_simulation(wanted: SimulationNeed, row: Claim) -> NeededSimulation | None:
     try:
         return wanted(row)
     except (NotStated, *FAILURES):
@@ -164,10 +164,10 @@ def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
             return found
     if known:
         return skipped(row, "its conditions do not say enough")
-    return skipped(row, f"no reader for '{row.quantity[:60]}'{_strange(row.quantity)}")
+    return skipped(row, f"no reader for '{row.quantity[:60]}'{_unknown_words(row.quantity)}")
 
 
-def _strange(quantity: str) -> str:
+def _unknown_words(quantity: str) -> str:
     """Words that no quantity we know has."""
     known = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
     odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known]
@@ -183,14 +183,14 @@ def count_outcomes(outcomes: Sequence[ClaimOutcome], *, interrupted: bool = Fals
     names = list(dict.fromkeys(one.row.source for one in outcomes))
     by_source = {name: [one for one in outcomes if one.row.source == name] for name in names}
     return NetworkCard(
-        total=_score("all", outcomes),
-        sources=tuple(_score(name, found) for name, found in by_source.items()),
+        total=_claim_counts("all", outcomes),
+        sources=tuple(_claim_counts(name, found) for name, found in by_source.items()),
         outcomes=tuple(outcomes),
         interrupted=interrupted,
     )
 
 
-def _score(name: str, outcomes: Sequence[ClaimOutcome]) -> ClaimCounts:
+def _claim_counts(name: str, outcomes: Sequence[ClaimOutcome]) -> ClaimCounts:
     ours = [one for one in outcomes if one.status == "reproduced"]
     wide = [one for one in outcomes if one.status == "range"]
     errors = sorted(abs(one.error) for one in ours if one.error is not None)
@@ -220,7 +220,7 @@ def network_card_text(card: NetworkCard) -> str:
     for score in card.sources:
         lines += [one_line(score.source) or "(no source)"]
         mine = [one for one in card.outcomes if one.row.source == score.source]
-        lines += ["  " + line for line in text_table([_cells(one) for one in mine], right=(1, 2, 3))]
+        lines += ["  " + line for line in text_table([_claim_cells(one) for one in mine], right=(1, 2, 3))]
         lines += [""]
     return "\n".join(lines + network_card_summary(card))
 
@@ -230,10 +230,10 @@ def network_card_summary(card: NetworkCard) -> list[str]:
     counts = ("rows", "reproduced", "within", "by range", "covered", "calibrated", "not attempted")
     head = ("source", *counts, "median error", "worst")
     rows = [head, *(_count_cells(one) for one in (*card.sources, card.total))]
-    return [*text_table(rows, right=range(1, len(head))), "", *_words(card)]
+    return [*text_table(rows, right=range(1, len(head))), "", *_card_lines(card)]
 
 
-def _words(card: NetworkCard) -> list[str]:
+def _card_lines(card: NetworkCard) -> list[str]:
     whole = card.total
     return [
         f"{whole.rows:,} rows: {whole.reproduced:,} reproduced ({whole.within:,} within their tolerance), "
@@ -243,42 +243,46 @@ def _words(card: NetworkCard) -> list[str]:
     ]
 
 
-def _cells(one: ClaimOutcome) -> tuple[str, ...]:
+def _claim_cells(one: ClaimOutcome) -> tuple[str, ...]:
     row = one.row
-    named = _cut(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
-    theirs = f"{_number(row.value)} {row.unit}".strip()
+    named = _cut_words(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
+    theirs = f"{_number_text(row.value)} {row.unit}".strip()
     if one.status == "not attempted":
         return named, theirs, "", "", f"not attempted: {one.note}"
-    return named, theirs, _number(one.ours), _error(one), f"{_verdict(one)}: {one.note}"
+    return named, theirs, _number_text(one.ours), _error_text(one), f"{_claim_verdict(one)}: {one.note}"
 
 
-def _verdict(one: ClaimOutcome) -> str:
+def _claim_verdict(one: ClaimOutcome) -> str:
     if one.status == "range":
         return "range covers it" if one.within else "range misses it"
     where = "within" if one.within else "outside"
     if one.tolerance is None:
         return f"{one.status}, {where} what the row allows"
-    if one.within and _off(one) > one.tolerance and _off(one) * abs(one.row.value or 0.0) <= one.row.rounding:
+    if (
+        one.within
+        and _claim_error(one) > one.tolerance
+        and _claim_error(one) * abs(one.row.value or 0.0) <= one.row.rounding
+    ):
         return f"{one.status}, rounds to it"
     held = f"{100 * one.tolerance:.3g} %" if one.row.value else f"{one.tolerance:g} {one.row.unit}"
     return f"{one.status}, {where} ±{held}"
 
 
-def _off(one: ClaimOutcome) -> float:
+def _claim_error(one: ClaimOutcome) -> float:
     return abs(one.error or 0.0)
 
 
-def _cut(words: str) -> str:
+def _cut_words(words: str) -> str:
     return words if len(words) <= WIDTH else words[: WIDTH - 1] + "…"
 
 
-def _number(value: float | None) -> str:
+def _number_text(value: float | None) -> str:
     if value is None:
         return "?"
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e12 else f"{value:.4g}"
 
 
-def _error(one: ClaimOutcome) -> str:
+def _error_text(one: ClaimOutcome) -> str:
     if one.error is None:
         return ""
     return f"{100 * one.error:+.1f} %" if one.row.value else f"{one.error:+.3g}"
@@ -287,4 +291,4 @@ def _error(one: ClaimOutcome) -> str:
 def _count_cells(one: ClaimCounts) -> tuple[str, ...]:
     errors = (f"{100 * value:.1f} %" if value is not None else "" for value in (one.median_error, one.worst_error))
     counts = (one.rows, one.reproduced, one.within, one.ranged, one.covered, one.calibrated, one.not_attempted)
-    return (_cut(one.source), *(f"{number:,}" for number in counts), *errors)
+    return (_cut_words(one.source), *(f"{number:,}" for number in counts), *errors)

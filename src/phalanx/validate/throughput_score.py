@@ -95,7 +95,7 @@ def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, 
     low, high = step_interval(found.cases, found.times, found.frameworks)
     seconds = found.times.step_s
     if known:
-        seconds, low, high = _calibrated(rows, found, known, low, high)
+        seconds, low, high = _calibrated_rows(rows, found, known, low, high)
     predictions = [Prediction(id=row["id"], reason=reason) for row, reason in zip(rows, found.reason, strict=True)]
     for at, index in enumerate(found.priced):
         predictions[index] = Prediction(
@@ -124,7 +124,7 @@ def fit_sources(known: tuple[PublishedRun, ...]) -> dict[str, Calibration]:
     return fitted
 
 
-def _calibrated(
+def _calibrated_rows(
     rows: tuple[PublishedRun, ...], found: RowPredictions, known: tuple[PublishedRun, ...], low: Floats, high: Floats
 ) -> tuple[Floats, Floats, Floats]:
     seconds, low, high = found.times.step_s.copy(), low.copy(), high.copy()
@@ -157,9 +157,9 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[Predic
     inside: list[bool] = []
     for row, guess in zip(rows, predictions, strict=True):
         seconds = number(row, "step_s")
-        if not _comparable(row) or not seconds or not guess.step_s:
+        if not _is_comparable(row) or not seconds or not guess.step_s:
             continue
-        if not _idle(row):
+        if not _is_idle(row):
             by_source[row.get("source", "") or "unnamed"].append(guess.step_s / seconds - 1.0)
         inside.append((guess.step_s_lo or 0.0) <= seconds <= (guess.step_s_hi or 0.0))
         measured_gb = number(row, "measured_mem_gb")
@@ -167,8 +167,8 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[Predic
             memory.append(abs(guess.mem_gb / measured_gb - 1.0))
     sources = [_source_score(name, errors) for name, errors in sorted(by_source.items())]
     large = [one for one in sources if one.rows >= LEAST_ROWS]
-    precision, recall = _oom(rows, predictions)
-    regrets = _regrets(rows, predictions)
+    precision, recall = _oom_scores(rows, predictions)
+    regrets = _cell_regrets(rows, predictions)
     lost = [one.regret for one in regrets]
     reasons: dict[str, int] = defaultdict(int)
     for guess in predictions:
@@ -179,14 +179,14 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[Predic
         priced=sum(1 for guess in predictions if guess.step_s),
         unpriced=dict(reasons),
         sources=sources,
-        mean_median=_mean([one.median for one in large]),
-        mean_p90=_mean([one.p90 for one in large]),
+        mean_median=_mean_or_none([one.median for one in large]),
+        mean_p90=_mean_or_none([one.p90 for one in large]),
         memory_rows=len(memory),
         memory_median=float(np.median(memory)) if memory else None,
         memory_p90=quantile(memory, 0.9) if memory else None,
         oom_precision=precision,
         oom_recall=recall,
-        coverage=_mean([float(one) for one in inside]),
+        coverage=_mean_or_none([float(one) for one in inside]),
         regret_cells=len(regrets),
         regret_median=float(np.median(lost)) if lost else None,
         regret_p90=quantile(lost, 0.9) if lost else None,
@@ -194,16 +194,16 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[Predic
     )
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _comparable(row: PublishedRun) -> bool:
+def _is_comparable(row: PublishedRun) -> bool:
     ran = row.get("status", "ok") in ("ok", "")
     return ran and row.get("tier", "A") in ("A", "B", "") and row.get("task", "") in ("", "pretrain")
 
 
-def _idle(row: PublishedRun) -> bool:
+def _is_idle(row: PublishedRun) -> bool:
     mfu = number(row, "measured_mfu_pct")
     return row.get("source") in IDLE_SOURCES and mfu is not None and mfu < IDLE_MFU
 
@@ -216,27 +216,27 @@ def _source_score(name: str, errors: Sequence[float]) -> SourceScore:
     )
 
 
-def _failed(row: PublishedRun) -> bool:
+def _has_failed(row: PublishedRun) -> bool:
     return row.get("status", "ok") not in ("ok", "")
 
 
-def _sweeps(rows: Sequence[PublishedRun]) -> set[str]:
+def _sweep_sources(rows: Sequence[PublishedRun]) -> set[str]:
     """Sources that report failures beside successes: only there does a missing run mean anything."""
-    failed = {row.get("source", "") for row in rows if _failed(row)}
+    failed = {row.get("source", "") for row in rows if _has_failed(row)}
     counts: dict[str, int] = defaultdict(int)
     for row in rows:
-        counts[row.get("source", "")] += _failed(row)
+        counts[row.get("source", "")] += _has_failed(row)
     return {name for name in failed if counts[name] >= 20}
 
 
-def _oom(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> tuple[float | None, float | None]:
+def _oom_scores(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> tuple[float | None, float | None]:
     """Precision and recall of "does not fit" over the sweeps."""
-    sweeps = _sweeps(rows)
+    sweeps = _sweep_sources(rows)
     hit = false = missed = 0
     for row, guess in zip(rows, predictions, strict=True):
         if row.get("source", "") not in sweeps or guess.fits is None:
             continue
-        failed = _failed(row)
+        failed = _has_failed(row)
         hit += failed and not guess.fits
         false += not failed and not guess.fits
         missed += failed and bool(guess.fits)
@@ -252,25 +252,27 @@ class _Run:
     measured: float | None  # seconds per token; None where the run failed
 
 
-def _cells(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], list[_Run]]:
+def _run_cells(
+    rows: Sequence[PublishedRun], predictions: Sequence[Prediction]
+) -> dict[tuple[str, str, str], list[_Run]]:
     """The runs of every (source, model, GPUs) cell of a sweep."""
-    sweeps = _sweeps(rows)
+    sweeps = _sweep_sources(rows)
     cells: dict[tuple[str, str, str], list[_Run]] = defaultdict(list)
     for row, guess in zip(rows, predictions, strict=True):
         batch, seq, seconds = number(row, "global_batch"), number(row, "seq"), number(row, "step_s")
         if row.get("source", "") not in sweeps or not guess.step_s or not batch or not seq:
             continue
-        measured = None if _failed(row) or not seconds else seconds / (batch * seq)
+        measured = None if _has_failed(row) or not seconds else seconds / (batch * seq)
         key = (row.get("source", ""), row.get("model_name", ""), row.get("gpus", ""))
         run = _Run(id=guess.id, predicted=guess.step_s / (batch * seq), fits=bool(guess.fits), measured=measured)
         cells[key].append(run)
     return cells
 
 
-def _regrets(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> list[Regret]:
+def _cell_regrets(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> list[Regret]:
     """Per cell: how much slower the predicted best really ran than the real best; 100 % where it failed."""
     found = []
-    for (source, model, gpus), cell in _cells(rows, predictions).items():
+    for (source, model, gpus), cell in _run_cells(rows, predictions).items():
         finished = [run for run in cell if run.measured]
         if len(finished) < LEAST_CELL:
             continue
@@ -288,7 +290,7 @@ def draw_known(
     chooser = random.Random(seed)
     by_source: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        if _comparable(row) and not _idle(row) and number(row, "step_s"):
+        if _is_comparable(row) and not _is_idle(row) and number(row, "step_s"):
             by_source[row.get("source", "")].append(index)
     taken: set[int] = set()
     for name in sorted(by_source):
@@ -310,32 +312,30 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     writer = csv.writer(scorecard_text, lineterminator="\n")
     writer.writerow(HEADER)
     for one in predictions:
-        numbers = [_number(value) for value in (one.step_s, one.step_s_lo, one.step_s_hi, one.mem_gb)]
+        numbers = [
+            ("" if value is None else f"{value:.6g}")
+            for value in (one.step_s, one.step_s_lo, one.step_s_hi, one.mem_gb)
+        ]
         writer.writerow([one.id, *numbers, "" if one.fits is None else str(one.fits).lower()])
     write_text(path, scorecard_text.getvalue())
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
 def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
     """What a person reads: coverage of the table first, then errors, worst last."""
-    lines = [f"{card.priced:,} of {card.rows:,} rows priced" + _calibration(calibrated_on)]
+    lines = [
+        f"{card.priced:,} of {card.rows:,} rows priced"
+        + (f", each source calibrated on its measured rows ({calibrated_on:,} in all)" if calibrated_on else "")
+    ]
     for reason, count in sorted(card.unpriced.items(), key=lambda item: -item[1])[:MOST_REASONS]:
         lines.append(f"  {count:,} not: {reason}")
     if len(card.unpriced) > MOST_REASONS:
         lines.append(f"  and {len(card.unpriced) - MOST_REASONS} other reasons; --json names all")
-    lines += _errors(card) if card.sources else ["", "no row of this table has a measured step_s that counts"]
-    lines += _rest(card)
+    lines += _error_lines(card) if card.sources else ["", "no row of this table has a measured step_s that counts"]
+    lines += _rest_lines(card)
     return "\n".join(lines)
 
 
-def _calibration(rows: int) -> str:
-    return f", each source calibrated on its measured rows ({rows:,} in all)" if rows else ""
-
-
-def _errors(card: Scorecard) -> list[str]:
+def _error_lines(card: Scorecard) -> list[str]:
     width = max(len(one.source) for one in card.sources)
     lines = [
         "",
@@ -351,7 +351,7 @@ def _errors(card: Scorecard) -> list[str]:
     return lines
 
 
-def _rest(card: Scorecard) -> list[str]:
+def _rest_lines(card: Scorecard) -> list[str]:
     lines = [""]
     if card.coverage is not None:
         lines.append(f"80 % interval holds      {card.coverage:6.1%} of measured steps")

@@ -142,10 +142,10 @@ def why_not_priced(row: PublishedRun) -> str:
         return f"tp x pp x cp x dp = {product:g} is not gpus = {gpus:g}"
     if gpus % product:
         return f"tp x pp x cp = {product:g} does not divide gpus = {gpus:g}"
-    return _contradiction(row, split[0], gpus / (split[0] * split[1] * split[2]))
+    return _size_contradiction(row, split[0], gpus / (split[0] * split[1] * split[2]))
 
 
-def _contradiction(row: PublishedRun, tp: float, dp: float) -> str:
+def _size_contradiction(row: PublishedRun, tp: float, dp: float) -> str:
     """Stated sizes that cannot hold together."""
     heads, experts, ep = number(row, "heads"), number(row, "experts"), number(row, "ep") or 1.0
     if heads and heads % tp:
@@ -166,11 +166,11 @@ def published_cluster(row: PublishedRun) -> Cluster:
     gpus = int(number(row, "gpus") or 1)
     stated_domain = int(number(row, "nodes_gpu") or 0)
     nic_gbps = number(row, "inter_link_gbps_per_gpu") or 0.0
-    return _cluster(row["gpu"], gpus, stated_domain, nic_gbps)
+    return _row_cluster(row["gpu"], gpus, stated_domain, nic_gbps)
 
 
 @lru_cache(maxsize=4096)
-def _cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> Cluster:
+def _row_cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> Cluster:
     accelerator = find_accelerator(name)
     per_domain = stated_domain or accelerator.domain_devices
     if gpus > per_domain and gpus % per_domain:
@@ -205,7 +205,7 @@ def model_shape(row: PublishedRun) -> ModelShape:
     """The shape a row describes; a preset of the same name and size supplies what the columns cannot say."""
     layers, hidden = (int(number(row, name) or 1) for name in ("layers", "hidden"))
     heads = int(number(row, "heads") or max(1, round(hidden / USUAL_HEAD_DIM)))
-    known = _preset(row.get("model_name", ""), layers, hidden)
+    known = _row_preset(row.get("model_name", ""), layers, hidden)
     if known is not None:
         vocab = int(number(row, "vocab") or known.vocab)
         return replace(known, vocab=vocab)
@@ -227,7 +227,7 @@ def model_shape(row: PublishedRun) -> ModelShape:
     return _by_parameters(shape, (number(row, "params_b") or 0.0) * 1e9)
 
 
-def _preset(name: str, layers: int, hidden: int) -> ModelShape | None:
+def _row_preset(name: str, layers: int, hidden: int) -> ModelShape | None:
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
     for known, preset in known_presets().items():
         model = preset.model()

@@ -29,7 +29,7 @@ class AnswerParts:
         try:
             return work()
         except Exception as error:  # everything in a run folder may be damaged in ways nobody thought of
-            self.add(where, _told(error))
+            self.add(where, _error_text(error))
             return otherwise
 
     def add(self, where: str, what: str, count: int = 1) -> None:
@@ -48,7 +48,7 @@ class AnswerParts:
             self.add("", "more is damaged in the same way", len(found) - MOST_TOLD)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """In words that name no path of the machine: of a foreign exception only its kind."""
     if isinstance(error, PhalanxError):
         return error.problems[0].what[:300]
@@ -60,9 +60,9 @@ def _told(error: Exception) -> str:
 def encode_answer(value: Any, *, root: Path) -> bytes:
     """One JSON document; infinities and NaN become null, the root's own path is cut from every text."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain_value)
     except (ValueError, TypeError):
-        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(_finite_value(value), ensure_ascii=False, separators=(",", ":"))
     for path in {str(root.absolute()), str(root.resolve())}:
         if len(path) > 1:
             text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1] + "/", "")
@@ -70,7 +70,7 @@ def encode_answer(value: Any, *, root: Path) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         found = {item.name: getattr(value, item.name) for item in fields(value)}
         return {**found, "error": value.error} if isinstance(value, Pair) else found
@@ -81,13 +81,13 @@ def _plain(value: Any) -> Any:
     return to_list() if callable(to_list) else str(value)
 
 
-def _finite(value: Any) -> Any:
+def _finite_value(value: Any) -> Any:
     if isinstance(value, str | int | None):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _finite_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return _finite(_plain(value))
+        return [_finite_value(item) for item in value]
+    return _finite_value(_plain_value(value))

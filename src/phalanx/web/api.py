@@ -62,52 +62,52 @@ class QueryParameters:
         return self._given.get(name, "")[:100] or default
 
 
-def api_routes(shelf: RunStore, hub: NewsHub, *, complain: Callable[[str], None]) -> list[Route]:
+def api_routes(store: RunStore, hub: NewsHub, *, complain: Callable[[str], None]) -> list[Route]:
     """All addresses below /api."""
     base = "/api/runs/{name}"
-    desk = ApiContext(shelf=shelf, complain=complain)
-    tell = partial(_route, desk)
+    context = ApiContext(store=store, complain=complain)
+    tell = partial(_json_route, context)
     return [
         tell("/api/runs", _runs),
-        tell("/api/compare", _compare),
-        tell(base, _plainly(run_views.run_view)),
-        tell(f"{base}/curves", _curves),
-        tell(f"{base}/marks", _plainly(run_views.marks_view)),
-        tell(f"{base}/mesh", _mesh),
+        tell("/api/compare", _compare_answer),
+        tell(base, _run_only_view(run_views.run_view)),
+        tell(f"{base}/curves", _curves_answer),
+        tell(f"{base}/marks", _run_only_view(run_views.marks_view)),
+        tell(f"{base}/mesh", _mesh_answer),
         tell(f"{base}/ranks/{{rank}}", _rank),
         tell(f"{base}/step", _step),
-        tell(f"{base}/ledger", _plainly(run_views.ledger_view)),
-        tell(f"{base}/plan", _plainly(detail_views.plan_view)),
-        tell(f"{base}/findings", _plainly(check_views.findings_view)),
-        tell(f"{base}/verdicts", _plainly(check_views.counts_view)),
-        tell("/api/rules/{rule}", _rule),
-        tell(f"{base}/cost", _plainly(run_views.cost_view)),
-        _live(desk, hub, f"{base}/stream"),
+        tell(f"{base}/ledger", _run_only_view(run_views.ledger_view)),
+        tell(f"{base}/plan", _run_only_view(detail_views.plan_view)),
+        tell(f"{base}/findings", _run_only_view(check_views.findings_view)),
+        tell(f"{base}/verdicts", _run_only_view(check_views.counts_view)),
+        tell("/api/rules/{rule}", _rule_answer),
+        tell(f"{base}/cost", _run_only_view(run_views.cost_view)),
+        _stream_route(context, hub, f"{base}/stream"),
     ]
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------
 
 
-def _plainly(view: View) -> View:
+def _run_only_view(view: View) -> View:
     """A view that takes nothing but the run."""
 
-    def ask(shelf: RunStore, request: Request) -> Any:
+    def ask(store: RunStore, request: Request) -> Any:
         QueryParameters(request.query_params)
-        return view(shelf, request.path_params["name"])
+        return view(store, request.path_params["name"])
 
     return ask
 
 
-def _runs(shelf: RunStore, request: Request) -> Any:
+def _runs(store: RunStore, request: Request) -> Any:
     QueryParameters(request.query_params)
-    return run_views.runs_view(shelf)
+    return run_views.runs_view(store)
 
 
-def _curves(shelf: RunStore, request: Request) -> Any:
+def _curves_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "names", "rank", "first", "last", "points")
     return run_views.curves_view(
-        shelf,
+        store,
         request.path_params["name"],
         names=query.listed("names"),
         rank=query.whole("rank", 0) or 0,
@@ -117,10 +117,10 @@ def _curves(shelf: RunStore, request: Request) -> Any:
     )
 
 
-def _mesh(shelf: RunStore, request: Request) -> Any:
+def _mesh_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "name", "columns", "first", "last")
     return detail_views.mesh_view(
-        shelf,
+        store,
         request.path_params["name"],
         series=query.text("name", "compute_s"),
         columns=query.whole("columns", 120, least=1, most=MOST_COLUMNS) or 1,
@@ -129,53 +129,53 @@ def _mesh(shelf: RunStore, request: Request) -> Any:
     )
 
 
-def _rank(shelf: RunStore, request: Request) -> Any:
+def _rank(store: RunStore, request: Request) -> Any:
     QueryParameters(request.query_params)
     rank = QueryParameters({"rank": request.path_params["rank"]}, "rank").whole("rank", None)
     if rank is None:
         raise BadRequestError("which rank?")
-    return detail_views.rank_view(shelf, request.path_params["name"], rank)
+    return detail_views.rank_view(store, request.path_params["name"], rank)
 
 
-def _step(shelf: RunStore, request: Request) -> Any:
+def _step(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "step", "rank")
     name, rank = request.path_params["name"], query.whole("rank", 0) or 0
-    return detail_views.step_view(shelf, name, rank=rank, step=query.whole("step", None))
+    return detail_views.step_view(store, name, rank=rank, step=query.whole("step", None))
 
 
-def _rule(shelf: RunStore, request: Request) -> Any:
+def _rule_answer(store: RunStore, request: Request) -> Any:
     QueryParameters(request.query_params)
     return check_views.rule_view(request.path_params["rule"])
 
 
-def _compare(shelf: RunStore, request: Request) -> Any:
+def _compare_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "runs", "name", "points")
     points = query.whole("points", 800, least=1, most=MOST_POINTS) or 1
-    return run_views.compare_view(shelf, query.listed("runs"), name=query.text("name", "loss"), points=points)
+    return run_views.compare_view(store, query.listed("runs"), name=query.text("name", "loss"), points=points)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def _route(desk: ApiContext, path: str, ask: View) -> Route:
+def _json_route(context: ApiContext, path: str, ask: View) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
-            return _json(200, await to_thread.run_sync(lambda: desk.encode(ask(desk.shelf, request))))
+            return _json_response(200, await to_thread.run_sync(lambda: context.encode(ask(context.store, request))))
         except Exception as error:
-            return desk.sorry(request, error)
+            return context.sorry(request, error)
 
     return Route(path, endpoint, methods=["GET"])
 
 
-def _live(desk: ApiContext, hub: NewsHub, path: str) -> Route:
+def _stream_route(context: ApiContext, hub: NewsHub, path: str) -> Route:
     async def endpoint(request: Request) -> Response:
         try:
             QueryParameters(request.query_params)
-            await to_thread.run_sync(desk.shelf.run, request.path_params["name"])
+            await to_thread.run_sync(context.store.run, request.path_params["name"])
         except Exception as error:
-            return desk.sorry(request, error)
+            return context.sorry(request, error)
         if hub.is_full:
-            return _json(503, desk.encode({"error": "too many pages listen already; close some"}))
+            return _json_response(503, context.encode({"error": "too many pages listen already; close some"}))
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not hold news back
         if request.method == "HEAD":
             return Response(headers=headers, media_type="text/event-stream")
@@ -189,22 +189,22 @@ def _live(desk: ApiContext, hub: NewsHub, path: str) -> Route:
 class ApiContext:
     """Where answers are made: the runs, and whom to tell of a fault of our own."""
 
-    shelf: RunStore
+    store: RunStore
     complain: Callable[[str], None]
 
     def encode(self, value: Any) -> bytes:
         """As JSON."""
-        return encode_answer(value, root=self.shelf.root)
+        return encode_answer(value, root=self.store.root)
 
     def sorry(self, request: Request, error: Exception) -> Response:
         """Why there is no answer."""
-        status, text = _reason(error)
+        status, text = _error_reason(error)
         if status == 500:
             self.complain(f"phalanx web: {request.url.path}: {type(error).__name__}: {error}")
-        return _json(status, self.encode({"error": text}))
+        return _json_response(status, self.encode({"error": text}))
 
 
-def _reason(error: Exception) -> tuple[int, str]:
+def _error_reason(error: Exception) -> tuple[int, str]:
     if isinstance(error, BadRequestError):
         return 400, str(error)
     if isinstance(error, NotYetError):
@@ -219,5 +219,5 @@ def _reason(error: Exception) -> tuple[int, str]:
     return 500, f"this could not be worked out ({type(error).__name__}); the server's terminal says more"
 
 
-def _json(status: int, body: bytes) -> Response:
+def _json_response(status: int, body: bytes) -> Response:
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")

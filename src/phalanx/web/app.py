@@ -39,16 +39,16 @@ class AccessPolicy:
     key: AccessKey | None = None
 
 
-def create_app(shelf: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
+def create_app(store: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
     """Everything behind the guard."""
     files = _files()
 
     async def page(request: Request) -> Response:
         name = request.path_params.get("path", "index.html")
-        return await _serve(files.get(name), request) if name in files else _nothing()
+        return await _serve_file(files.get(name), request) if name in files else _empty_response()
 
-    found = [Route("/", page), Route("/static/{path:path}", page), *api_routes(shelf, hub, complain=complain)]
-    inner = Starlette(routes=found, exception_handlers={404: _lost, 405: _lost})
+    found = [Route("/", page), Route("/static/{path:path}", page), *api_routes(store, hub, complain=complain)]
+    inner = Starlette(routes=found, exception_handlers={404: _not_found, 405: _not_found})
     inner.router.redirect_slashes = False  # an address has one spelling
     return RequestGuard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
 
@@ -61,9 +61,9 @@ def _files() -> dict[str, Path]:
     return {path.relative_to(STATIC).as_posix(): path for path in found}
 
 
-async def _serve(path: Path | None, request: Request) -> Response:
+async def _serve_file(path: Path | None, request: Request) -> Response:
     if path is None:
-        return _nothing()
+        return _empty_response()
     body = await to_thread.run_sync(path.read_bytes)
     tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
     headers = {"etag": tag, "cache-control": "no-cache"}  # asked for again each time: an upgrade shows at once
@@ -72,9 +72,9 @@ async def _serve(path: Path | None, request: Request) -> Response:
     return Response(body, headers=headers, media_type=TYPES[path.suffix])
 
 
-async def _lost(request: Request, error: Exception) -> Response:
-    return _nothing()
+async def _not_found(request: Request, error: Exception) -> Response:
+    return _empty_response()
 
 
-def _nothing() -> Response:
+def _empty_response() -> Response:
     return JSONResponse({"error": "there is nothing at this address"}, 404)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from phalanx.io.values import printable
 from phalanx.record.run import Run
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.formats.text import report_dict
 from phalanx.rules.live import Verdicts
-from phalanx.rules.rule import GROUPS, Limit, Rule
+from phalanx.rules.rule import GROUPS, Limit
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.detail_views import remarks
 from phalanx.web.run_store import NotYetError, RunStore, run_stamp, state_of
@@ -21,44 +20,44 @@ MOST_FINDINGS = 500
 OTHER = "waivers and the specification itself"
 
 
-def verdicts(shelf: RunStore, run: Run, *, wait_s: float) -> Verdicts:
+def verdicts(store: RunStore, run: Run, *, wait_s: float) -> Verdicts:
     """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
-    turns, over = shelf.checks.turns(run), not state_of(run)[1]
+    turns, over = store.checks.turns(run), not state_of(run)[1]
     asked = (run_stamp(run), turns.number)
-    found: Verdicts = shelf.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
+    found: Verdicts = store.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
     return found
 
 
-def soon(shelf: RunStore, run: Run) -> Verdicts | None:
+def soon(store: RunStore, run: Run) -> Verdicts | None:
     """`verdicts`, or None while they are worked out."""
     try:
-        return verdicts(shelf, run, wait_s=PATIENCE_S)
+        return verdicts(store, run, wait_s=PATIENCE_S)
     except NotYetError:
         return None
 
 
-def findings_view(shelf: RunStore, name: str) -> Json:
+def findings_view(store: RunStore, name: str) -> Json:
     """Every verdict, by group; beside them the plan's warnings and who was shut out."""
-    parts, run = AnswerParts(), shelf.run(name)
-    found = parts.read("check", lambda: soon(shelf, run))
-    told = report_dict(found.report) if found is not None else {}
-    listed = told.pop("findings", [])
-    said = remarks(shelf, name, parts)
+    parts, run = AnswerParts(), store.run(name)
+    found = parts.read("check", lambda: soon(store, run))
+    report = report_dict(found.report) if found is not None else {}
+    listed = report.pop("findings", [])
+    said = remarks(store, name, parts)
     return {
         **_stand(found, parts),
-        "report": _without_places(told),
-        "groups": _groups(listed, run.path),
+        "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
+        "groups": _finding_groups(listed, run.path),
         "remarks": said,
         "damage": parts.damage,
     }
 
 
-def counts_view(shelf: RunStore, name: str) -> Json:
+def counts_view(store: RunStore, name: str) -> Json:
     """The counts alone, for the head of every page of a run."""
-    parts, run = AnswerParts(), shelf.run(name)
-    found = parts.read("check", lambda: soon(shelf, run))
-    told = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
-    return {**_stand(found, parts), "counts": told["counts"], "errors": told["errors"], "damage": parts.damage}
+    parts, run = AnswerParts(), store.run(name)
+    found = parts.read("check", lambda: soon(store, run))
+    report = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
+    return {**_stand(found, parts), "counts": report["counts"], "errors": report["errors"], "damage": parts.damage}
 
 
 def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
@@ -71,20 +70,16 @@ def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
     }
 
 
-def _without_places(told: Mapping[str, Any]) -> Json:
-    return {key: value for key, value in told.items() if key not in ("target", "unmapped", "notes")}
-
-
-def _groups(listed: Sequence[Json], folder: Path) -> list[Json]:
+def _finding_groups(listed: Sequence[Json], folder: Path) -> list[Json]:
     """Findings under the names of their groups, in the order of the specification."""
     own = {one["group"]: "your own rules" for one in listed if one.get("origin")}
     titles = {**GROUPS, "SPC": OTHER, **own}
-    kept = [_told(one, folder) for one in listed[:MOST_FINDINGS]]
+    kept = [_finding_view(one, folder) for one in listed[:MOST_FINDINGS]]
     by_group = {group: [one for one in kept if one["group"] == group] for group in titles}
     return [{"group": key, "title": titles[key], "findings": found} for key, found in by_group.items() if found]
 
 
-def _told(one: Json, folder: Path) -> Json:
+def _finding_view(one: Json, folder: Path) -> Json:
     """A finding as the page shows it: no control characters, and no path but those inside the run."""
     cleaned = {key: printable(value) if isinstance(value, str) else value for key, value in one.items()}
     path = Path(one["file"]) if one["file"] else None
@@ -107,29 +102,25 @@ def rule_view(name: str) -> Json:
         "group": GROUPS.get(found.group, OTHER),
         "severity": found.severity,
         **{key: getattr(found, key).strip() for key in TEXTS},
-        "limits": [_limit(key, one) for key, one in found.limits.items()],
+        "limits": [_limit_view(key, one) for key, one in found.limits.items()],
         "references": [{"text": one.text, "mark": one.mark} for one in found.references],
-        "evidence": _evidence(found),
+        "evidence": {"requires": found.requires, "uses": found.uses},
     }
 
 
 TEXTS = ("requirement", "why", "how", "bad", "good", "fix", "waive", "history")
 
 
-def _limit(name: str, limit: Limit) -> Json:
+def _limit_view(name: str, limit: Limit) -> Json:
     special = {**limit.classes, **limit.profiles}
     return {
         "name": name,
-        "value": _value(limit.value),
+        "value": _limit_value(limit.value),
         "unit": limit.unit,
         "note": limit.note,
-        "special": {key: _value(value) for key, value in special.items()},
+        "special": {key: _limit_value(value) for key, value in special.items()},
     }
 
 
-def _value(value: object) -> object:
+def _limit_value(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _evidence(found: Rule) -> Json:
-    return {"requires": found.requires, "uses": found.uses}

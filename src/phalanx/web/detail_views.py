@@ -25,11 +25,11 @@ class NoRankError(Exception):
     """The run has no such rank."""
 
 
-def mesh_view(shelf: RunStore, name: str, *, series: str, columns: int, first: int | None, last: int | None) -> Json:
+def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: int | None, last: int | None) -> Json:
     """One series of every rank; a row per rank, a column per range of steps."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         missing = series not in history.names()
         drawn = None if missing else history.mesh(series, columns=columns, first=first, last=last)
         where = places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
@@ -52,11 +52,11 @@ def mesh_view(shelf: RunStore, name: str, *, series: str, columns: int, first: i
     }
 
 
-def rank_view(shelf: RunStore, name: str, number_: int) -> Json:
+def rank_view(store: RunStore, name: str, number_: int) -> Json:
     """One rank: where it stands, who it talks to, and its newest numbers. Raises NoRankError."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         sizes = [max(1, integer(at(plan, "layout"), axis) or 1) for axis in AXES]
         world = run.world() or len(history.ranks) or prod(sizes)
         if number_ not in history.ranks and number_ >= world:
@@ -68,9 +68,9 @@ def rank_view(shelf: RunStore, name: str, number_: int) -> Json:
         "place": where.place(number_),
         "host": where.host(number_),
         "peers": parts.read("peers", lambda: peers(number_, where.layout, world), {}),
-        "latency": _latency(events["peers"]),
-        "latest": _numbers(events["step"]),
-        "monitor": _numbers(events["monitor"]),
+        "latency": _latency_rows(events["peers"]),
+        "latest": _event_numbers(events["step"]),
+        "monitor": _event_numbers(events["monitor"]),
         "damage": parts.damage,
     }
 
@@ -95,7 +95,7 @@ def peers(rank: int, layout: Mapping[str, Any], world: int) -> dict[str, list[in
     return found
 
 
-def _latency(event: Event) -> list[Json]:
+def _latency_rows(event: Event) -> list[Json]:
     pairs = event.get("pairs")
     found = []
     for one in pairs if isinstance(pairs, list) else ():
@@ -106,7 +106,7 @@ def _latency(event: Event) -> list[Json]:
     return found
 
 
-def _numbers(event: Event) -> Json:
+def _event_numbers(event: Event) -> Json:
     """The numbers and short texts of an event; lists and whatever a stranger put there stay out."""
     found: Json = {}
     for key in event:
@@ -128,14 +128,16 @@ MOST_SPANS = 4000
 MOST_COLLECTIVES = 200
 
 
-def step_view(shelf: RunStore, name: str, *, rank: int, step: int | None) -> Json:
+def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Json:
     """The timeline of a step that was recorded: the one asked for, the nearest to it, or the newest."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         taken = parts.read("timelines", lambda: history.steps_with("timeline", rank), ())
         event = (
-            parts.read("timeline", lambda: history.at_step("timeline", _nearest(taken, step), rank)) if taken else None
+            parts.read("timeline", lambda: history.at_step("timeline", _nearest_step(taken, step), rank))
+            if taken
+            else None
         )
         parts.note(parts.read("events", history.damage, ()))
         if event is not None:  # the step may have been done in another layout than the newest
@@ -145,28 +147,28 @@ def step_view(shelf: RunStore, name: str, *, rank: int, step: int | None) -> Jso
         "available": taken,
         "rank": rank,
         "step": None if event is None else integer(event, "step"),
-        "measured": None if event is None else _measured(parts, event),
-        "predicted": {"seconds": number(at(plan, "prediction"), "step_s"), "spans": _spans(guess)},
-        "collectives": _collectives(event),
+        "measured": None if event is None else _measured_step(parts, event),
+        "predicted": {"seconds": number(at(plan, "prediction"), "step_s"), "spans": _span_rows(guess)},
+        "collectives": _collective_rows(event),
         "damage": parts.damage,
     }
 
 
-def _nearest(steps: Sequence[int], asked: int | None) -> int:
+def _nearest_step(steps: Sequence[int], asked: int | None) -> int:
     return steps[-1] if asked is None else min(steps, key=lambda one: abs(one - asked))
 
 
-def _measured(parts: AnswerParts, event: Event) -> Json:
+def _measured_step(parts: AnswerParts, event: Event) -> Json:
     spans = parts.read("timeline", lambda: measured(event), [])
-    return {"seconds": number(event, "seconds"), "spans": _spans(spans), "dropped": integer(event, "dropped") or 0}
+    return {"seconds": number(event, "seconds"), "spans": _span_rows(spans), "dropped": integer(event, "dropped") or 0}
 
 
-def _spans(spans: Sequence[Span]) -> list[Json]:
+def _span_rows(spans: Sequence[Span]) -> list[Json]:
     names = ("kind", "name", "start_s", "duration_s", "bytes", "group")
     return [{name: getattr(one, name) for name in names} for one in spans[:MOST_SPANS]]
 
 
-def _collectives(event: Event | None) -> list[Json]:
+def _collective_rows(event: Event | None) -> list[Json]:
     found: Any = (event or {}).get("collectives")
     rows = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return [
@@ -185,9 +187,9 @@ LISTED = ("alternatives", "pareto", "warnings")
 MOST_REMARKS = 200
 
 
-def plan_view(shelf: RunStore, name: str) -> Json:
+def plan_view(store: RunStore, name: str) -> Json:
     """Layout, prediction, memory and the alternatives."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     found = parts.read("plan.json", run.plan, {})
     lists = {key: found.get(key) if isinstance(found.get(key), list) else [] for key in LISTED}
     return {
@@ -195,22 +197,22 @@ def plan_view(shelf: RunStore, name: str) -> Json:
         "model": text(at(found, "job", "model"), "name"),
         "cluster": {key: at(found, "cluster").get(key) for key in ("name", "source", "domains", "domain_devices")},
         **{key: found.get(key) for key in PASSED},
-        "pareto": [_named(one) for one in lists["pareto"]],
-        "alternatives": [_named(one) for one in lists["alternatives"]],
-        "reasons": [*_searched(at(found, "search")), *(one for one in lists["warnings"] if isinstance(one, str))],
+        "pareto": [_named_value(one) for one in lists["pareto"]],
+        "alternatives": [_named_value(one) for one in lists["alternatives"]],
+        "reasons": [*_search_lines(at(found, "search")), *(one for one in lists["warnings"] if isinstance(one, str))],
         "damage": parts.damage,
     }
 
 
-def _searched(search: Mapping[str, Any]) -> list[str]:
+def _search_lines(search: Mapping[str, Any]) -> list[str]:
     legal, fitting, seconds = (number(search, key) for key in ("legal", "fitting", "seconds"))
     if not legal or fitting is None:
         return []
     spent = f", searched in {format_seconds(seconds)}" if seconds else ""
-    return [f"the best of {legal:,.0f} legal layouts, of which {fitting:,.0f} fit into memory{spent}"]
+    return [f"the best of {legal:,.0f} valid layouts, of which {fitting:,.0f} fit into memory{spent}"]
 
 
-def _named(one: Any) -> Any:
+def _named_value(one: Any) -> Any:
     return {**one, "name": short(one.get("layout"))} if isinstance(one, dict) else one
 
 
@@ -222,20 +224,22 @@ def short(layout: Any) -> str:
         return ""
 
 
-def remarks(shelf: RunStore, name: str, parts: AnswerParts) -> list[Json]:
+def remarks(store: RunStore, name: str, parts: AnswerParts) -> list[Json]:
     """The warnings of a run's plan, and the places that were shut out while it went on."""
-    run = shelf.run(name)
+    run = store.run(name)
     warnings = parts.read("plan.json", run.plan, {}).get("warnings")
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         shut_out = [
             one for one in parts.read("supervisor.jsonl", history.supervisor, []) if one["event"] == "quarantine"
         ]
-    found = [_remark("plan", one) for one in (warnings if isinstance(warnings, list) else ()) if isinstance(one, str)]
-    found += [_remark("run", f"{text(one, 'host')}: {one.get('reason')}") for one in shut_out]
+    found = [
+        _remark_view("plan", one) for one in (warnings if isinstance(warnings, list) else ()) if isinstance(one, str)
+    ]
+    found += [_remark_view("run", f"{text(one, 'host')}: {one.get('reason')}") for one in shut_out]
     return found[:MOST_REMARKS]
 
 
-def _remark(source: str, rendered: str) -> Json:
+def _remark_view(source: str, rendered: str) -> Json:
     """A problem as it was written: what is wrong in its first line, then why and what to do."""
     what, *hints = [printable(line) for line in rendered.splitlines() if line.strip()] or [""]
     return {"source": source, "level": "warning", "what": what, "hints": [hint.strip() for hint in hints]}

@@ -94,7 +94,7 @@ class RequestGuard:
         headers = dict(reversed(scope["headers"]))
         refusal = self._refusal(scope, headers) or self._locked(scope, headers)
         if refusal is not None:
-            return await _refuse(scope, sealed(send), refusal)
+            return await _send_refusal(scope, sealed(send), refusal)
         return await self._app(scope, receive, sealed(send))
 
     def _refusal(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> Refusal | None:
@@ -182,7 +182,7 @@ def _same_origin(headers: MutableMapping[bytes, bytes], host: str) -> bool:
     return site in (b"none", b"same-origin") or is_visit
 
 
-async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
+async def _send_refusal(scope: Scope, send: Send, refusal: Refusal) -> None:
     key = "error" if refusal.status >= 400 else "text"
     body = json.dumps({key: refusal.text}).encode() + b"\n" if refusal.text else b""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *refusal.headers]

@@ -216,11 +216,11 @@ class RunStore:
     def run(self, name: str) -> Run:
         """A run by its name; raises UserError for a name that is none, or leads elsewhere."""
         if self._only and name != self._only:
-            raise _unknown(name)
+            raise _unknown_run(name)
         try:
             return run_in(self.root, name)
         except UserError as error:
-            raise _unknown(name) from error
+            raise _unknown_run(name) from error
 
     @contextmanager
     def history(self, name: str) -> Iterator[RunHistory]:
@@ -254,7 +254,7 @@ class RunStore:
         return found
 
 
-def _unknown(name: str) -> UserError:
+def _unknown_run(name: str) -> UserError:
     return mistake("", f"there is no run called {name[:100]!r} here")
 
 
@@ -270,10 +270,10 @@ def state_of(run: Run) -> tuple[str, bool]:
 def run_stamp(run: Run) -> Mark:
     """Changes whenever the run has grown: size and time of the files that every run keeps writing."""
     files = (run.events(0), run.supervisor, run.path / "status.json", run.plan_json, run.path / "launch.json")
-    return tuple(_stamp(path) for path in files)
+    return tuple(_file_stamp(path) for path in files)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _file_stamp(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
     except OSError:
@@ -281,14 +281,14 @@ def _stamp(path: Path) -> tuple[int, int]:
     return (found.st_size, found.st_mtime_ns)
 
 
-def open_shelf(path: str | Path) -> RunStore:
+def open_run_store(path: str | Path) -> RunStore:
     """A folder of runs, or one run; raises UserError when it is neither."""
     folder = Path(path)
     if (folder / "plan.json").is_file():
         whole = folder.resolve()
-        shelf = RunStore(whole.parent, only=whole.name)
-        shelf.run(whole.name)
-        return shelf
+        store = RunStore(whole.parent, only=whole.name)
+        store.run(whole.name)
+        return store
     if not folder.is_dir():
         try:
             open_run(folder)  # knows the near misses
@@ -312,17 +312,17 @@ class RunAccount:
     effective: Effective
 
 
-def run_account(shelf: RunStore, run: Run, *, wait_s: float) -> RunAccount:
+def run_account(store: RunStore, run: Run, *, wait_s: float) -> RunAccount:
     """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
     over = not state_of(run)[1]
-    found: RunAccount = shelf.memo.get(("story", run.name), run_stamp(run), lambda: _tell(run), wait_s=wait_s, now=over)
+    found: RunAccount = store.memo.get(("story", run.name), run_stamp(run), lambda: _tell(run), wait_s=wait_s, now=over)
     return found
 
 
-def account_soon(shelf: RunStore, run: Run, *, wait_s: float) -> RunAccount | None:
+def account_soon(store: RunStore, run: Run, *, wait_s: float) -> RunAccount | None:
     """`run_account`, or None while it is being worked out."""
     try:
-        return run_account(shelf, run, wait_s=wait_s)
+        return run_account(store, run, wait_s=wait_s)
     except NotYetError:
         return None
 

@@ -88,23 +88,23 @@ WHERE = ("step", "steps", "loss", "tokens_per_s", "mfu", "incidents", "damage")
 EMPTY = dict.fromkeys((*WHAT, *WHERE, "effective", "usd"))
 
 
-def runs_view(shelf: RunStore) -> Json:
+def runs_view(store: RunStore) -> Json:
     """Every run under the root. `settled` is false while some numbers are still being worked out."""
     until_s = time.monotonic() + LIST_PATIENCE_S
-    found = shelf.runs()
+    found = store.runs()
     # Where all of them stand before what any of them cost: that takes longer, and is less waited for.
-    passes = [[_soon(run, partial(work, shelf), until_s) for run in found] for work in (_now, _spent)]
-    rows = [_row(run, now, spent) for run, now, spent in zip(found, *passes, strict=True)]
-    return {"root": shelf.title, "runs": rows, "settled": None not in (*passes[0], *passes[1])}
+    passes = [[_within_time(run, partial(work, store), until_s) for run in found] for work in (_run_now, _run_spent)]
+    rows = [_run_row(run, now, spent) for run, now, spent in zip(found, *passes, strict=True)]
+    return {"root": store.title, "runs": rows, "settled": None not in (*passes[0], *passes[1])}
 
 
-def _row(run: Run, now: Json | None, spent: Json | None) -> Json:
+def _run_row(run: Run, now: Json | None, spent: Json | None) -> Json:
     state, live = state_of(run)
     fresh = {"name": run.name, "state": state, "live": live, "updated": last_written(run) or None}
     return fresh | EMPTY | (now or {}) | (spent or {})
 
 
-def _soon(run: Run, work: Callable[[Run, float], Json], until_s: float) -> Json | None:
+def _within_time(run: Run, work: Callable[[Run, float], Json], until_s: float) -> Json | None:
     """What `work` finds, or None when that takes too long."""
     try:
         return work(run, max(0.0, until_s - time.monotonic()))
@@ -114,25 +114,25 @@ def _soon(run: Run, work: Callable[[Run, float], Json], until_s: float) -> Json 
         return {"damage": 1}
 
 
-def _now(shelf: RunStore, run: Run, wait_s: float) -> Json:
+def _run_now(store: RunStore, run: Run, wait_s: float) -> Json:
     over = not state_of(run)[1]
-    found: Json = shelf.memo.get(("row", run.name), run_stamp(run), lambda: _stand(shelf, run), wait_s=wait_s, now=over)
+    found: Json = store.memo.get(("row", run.name), run_stamp(run), lambda: _stand(store, run), wait_s=wait_s, now=over)
     return found
 
 
-def _spent(shelf: RunStore, run: Run, wait_s: float) -> Json:
+def _run_spent(store: RunStore, run: Run, wait_s: float) -> Json:
     """Dollars, the share of the time that was of use, and of a run that is over its mean rates."""
-    told = run_account(shelf, run, wait_s=wait_s).summary
-    means = {"tokens_per_s": told.tokens_per_s.measured, "mfu": told.mfu.measured}
-    spent = {"effective": told.effective_time.measured, "usd": told.cost.usd if told.cost else None}
+    summary = run_account(store, run, wait_s=wait_s).summary
+    means = {"tokens_per_s": summary.tokens_per_s.measured, "mfu": summary.mfu.measured}
+    spent = {"effective": summary.effective_time.measured, "usd": summary.cost.usd if summary.cost else None}
     return spent if state_of(run)[1] else spent | means
 
 
-def _stand(shelf: RunStore, run: Run) -> Json:
+def _stand(store: RunStore, run: Run) -> Json:
     """What the run is, and where it stands."""
     parts, going = AnswerParts(), state_of(run)[1]
     plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)
-    with shelf.history(run.name) as history:
+    with store.history(run.name) as history:
         now = parts.read("steps", lambda: progress(run, plan, history), {})
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
         parts.read("events", history.look, None)
@@ -147,7 +147,7 @@ def _stand(shelf: RunStore, run: Run) -> Json:
         "step": now.get("step"),
         "steps": now.get("steps") or integer(at(plan, "duration"), "steps"),
         "loss": now.get("loss"),
-        # As it goes now; once it is over, `_spent` tells what it came to.
+        # As it goes now; once it is over, `_run_spent` tells what it came to.
         "tokens_per_s": now.get("tokens_per_s") if going else None,
         "mfu": measured_mfu(plan, now.get("tokens_per_s") or None) if going else None,
         "incidents": sum(one.get("event") == "incident" for one in supervisor),
@@ -163,21 +163,21 @@ PATIENCE_S = 1.0  # for the story of a run; without it, what is quickly known
 MOST_RANKS = 256  # rows of the summary's table
 
 
-def run_view(shelf: RunStore, name: str) -> Json:
+def run_view(store: RunStore, name: str) -> Json:
     """Everything about a run that is one number or one line. `settled` is false while some are still worked out."""
-    parts, found = AnswerParts(), shelf.run(name)
+    parts, found = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", found.plan, {})
     launch = parts.read("launch.json", found.launch, {})
     parts.read("status.json", partial(read_json, found.path / "status.json"))
-    told = parts.read("summary", partial(account_soon, shelf, found, wait_s=PATIENCE_S))
-    with shelf.history(name) as history:
+    account = parts.read("summary", partial(account_soon, store, found, wait_s=PATIENCE_S))
+    with store.history(name) as history:
         now = parts.read("steps", lambda: progress(found, plan, history), {})
         names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
-        summary = told.summary if told else parts.read("summary", lambda: summarize_briefly(found, history))
+        summary = account.summary if account else parts.read("summary", lambda: summarize_briefly(found, history))
         parts.note(parts.read("events", history.damage, ()))
         ranks = len(history.ranks)
-    if told is not None and not now.get("live"):
-        _count_torn(parts, told.summary)
+    if account is not None and not now.get("live"):
+        _count_torn(parts, account.summary)
     return {
         "name": name,
         "summary": replace(summary, run=name, ranks=summary.ranks[:MOST_RANKS]) if summary else None,
@@ -188,7 +188,7 @@ def run_view(shelf: RunStore, name: str) -> Json:
         "damage": parts.damage,
         "launched": number(launch, "started"),
         "live": bool(now.get("live")),
-        "settled": told is not None or any(one["where"] == "summary" for one in parts.damage),
+        "settled": account is not None or any(one["where"] == "summary" for one in parts.damage),
     }
 
 
@@ -200,35 +200,35 @@ def _count_torn(parts: AnswerParts, summary: Summary) -> None:
 
 
 def curves_view(
-    shelf: RunStore, name: str, *, names: Sequence[str], rank: int, first: int | None, last: int | None, points: int
+    store: RunStore, name: str, *, names: Sequence[str], rank: int, first: int | None, last: int | None, points: int
 ) -> Json:
     """Some series of one rank; `missing` are those this run does not have."""
     parts = AnswerParts()
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         known = set(parts.read("series", history.names, ()))
         found = {
-            one: parts.read(one, partial(_curve, history, one, rank=rank, first=first, last=last, points=points))
+            one: parts.read(one, partial(_curve_view, history, one, rank=rank, first=first, last=last, points=points))
             for one in names
             if one in known
         }
         span = {"first_step": history.first_step, "last_step": history.last_step}
     drawn = {one: curve for one, curve in found.items() if curve is not None}
     missing = [one for one in names if one not in drawn]
-    tokens = tokens_per_step(plan_of(shelf.run(name)))
+    tokens = tokens_per_step(plan_of(store.run(name)))
     return {"curves": drawn, "missing": missing, "tokens_per_step": tokens, **span, "damage": parts.damage}
 
 
-def _curve(history: RunHistory, name: str, *, rank: int, first: int | None, last: int | None, points: int) -> Json:
+def _curve_view(history: RunHistory, name: str, *, rank: int, first: int | None, last: int | None, points: int) -> Json:
     return curve_json(history.curve(name, rank=rank, first=first, last=last, points=points))
 
 
-def marks_view(shelf: RunStore, name: str) -> Json:
+def marks_view(store: RunStore, name: str) -> Json:
     """What happened between steps, with its place on the axes."""
-    parts, found = AnswerParts(), shelf.run(name)
-    with shelf.history(name) as history:
+    parts, found = AnswerParts(), store.run(name)
+    with store.history(name) as history:
         count = parts.read("marks", lambda: mark_count(history), 0)
-        saved = parts.read("checkpoints", lambda: _checkpoints(history.events("checkpoint")), [])
-        seen = parts.read("evaluations", lambda: [_evaluation(one) for one in history.events("evaluate")], [])
+        saved = parts.read("checkpoints", lambda: _checkpoint_marks(history.events("checkpoint")), [])
+        seen = parts.read("evaluations", lambda: [_evaluation_mark(one) for one in history.events("evaluate")], [])
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
         launches = parts.read("starts", lambda: history.events("run_start"), [])
         parts.note(parts.read("events", history.damage, ()))
@@ -236,10 +236,10 @@ def marks_view(shelf: RunStore, name: str) -> Json:
     restored = {integer(one, "epoch"): integer(one, "step") for one in supervisor if one["event"] == "restore"}
     fallen = [one for one in supervisor if one["event"] == "incident"]
     rest = {
-        "incidents": parts.read("incidents", lambda: _incidents(shelf, found, fallen), []) if fallen else [],
+        "incidents": parts.read("incidents", lambda: _incident_marks(store, found, fallen), []) if fallen else [],
         "checkpoints": saved[-MOST_MARKS:],
         "evaluations": seen[-MOST_MARKS:],
-        "epochs": parts.read("epochs", lambda: [_epoch(one, restored) for one in formed], [])[-MOST_MARKS:],
+        "epochs": parts.read("epochs", lambda: [_epoch_mark(one, restored) for one in formed], [])[-MOST_MARKS:],
     }
     return {"count": count, **rest, "damage": parts.damage}
 
@@ -253,20 +253,20 @@ def mark_count(history: RunHistory) -> int:
     return rare - underway + sum(one.get("event") in ("incident", "epoch") for one in history.supervisor())
 
 
-def _incidents(shelf: RunStore, found: Run, fallen: Sequence[Event]) -> list[Json]:
-    told = account_soon(shelf, found, wait_s=PATIENCE_S)
-    after = {(one.t, one.rank): one for one in told.summary.incidents} if told else {}
+def _incident_marks(store: RunStore, found: Run, fallen: Sequence[Event]) -> list[Json]:
+    account = account_soon(store, found, wait_s=PATIENCE_S)
+    after = {(one.t, one.rank): one for one in account.summary.incidents} if account else {}
     marked = []
     for event in fallen[-MOST_MARKS:]:
         one = after.get((number(event, "t") or 0.0, integer(event, "rank") or 0))
         what = {"rank": integer(event, "rank"), "host": text(event, "host")}
         came = {key: getattr(one, key, None) for key in ("world", "source", "restored_step", "recovery_s")}
         came["lost_steps"] = max(0, one.step - one.restored_step) if one and one.restored_step is not None else None
-        marked.append({**_place(event), "text": printable(incident_text(event)), **what, **came})
+        marked.append({**_event_place(event), "text": printable(incident_text(event)), **what, **came})
     return marked
 
 
-def _checkpoints(events: Sequence[Event]) -> list[Json]:
+def _checkpoint_marks(events: Sequence[Event]) -> list[Json]:
     """One mark per checkpoint: when it was safe, or taken where that is all that is known."""
     by_step: dict[int, Json] = {}
     for event in events:
@@ -274,61 +274,70 @@ def _checkpoints(events: Sequence[Event]) -> list[Json]:
         if step is not None:
             before = by_step.get(step, {"blocked_s": None})
             blocked_s = number(event, "blocked_s")
-            by_step[step] = _checkpoint(event) | {"blocked_s": before["blocked_s"] if blocked_s is None else blocked_s}
+            by_step[step] = _checkpoint_mark(event) | {
+                "blocked_s": before["blocked_s"] if blocked_s is None else blocked_s
+            }
     return list(by_step.values())
 
 
-def _checkpoint(event: Event) -> Json:
+def _checkpoint_mark(event: Event) -> Json:
     seconds, size = number(event, "seconds"), number(event, "bytes")
     error = text(event, "error")
     cost = [format_bytes(size)] if size else []
     cost += [format_seconds(seconds)] if seconds else []
     what = f"checkpoint NOT saved: {error}" if error else "checkpoint saved" if cost else "checkpoint taken"
-    told = what + (f" ({', '.join(cost)})" if cost and not error else "")
-    return {**_place(event), "text": told, "seconds": seconds, "bytes": size, "error": error or None}
+    words = what + (f" ({', '.join(cost)})" if cost and not error else "")
+    return {**_event_place(event), "text": words, "seconds": seconds, "bytes": size, "error": error or None}
 
 
-def _evaluation(event: Event) -> Json:
+def _evaluation_mark(event: Event) -> Json:
     loss, bits = number(event, "loss"), number(event, "bits_per_byte")
-    told = [f"loss {loss:.4f}"] if loss is not None else []
-    told += [f"{bits:.3f} bits per byte"] if bits is not None else []
-    return {**_place(event), "text": f"held-out {', '.join(told)}".strip(), "loss": loss, "bits_per_byte": bits}
+    words = [f"loss {loss:.4f}"] if loss is not None else []
+    words += [f"{bits:.3f} bits per byte"] if bits is not None else []
+    return {**_event_place(event), "text": f"held-out {', '.join(words)}".strip(), "loss": loss, "bits_per_byte": bits}
 
 
-def _epoch(event: Event, restored: Mapping[int | None, int | None]) -> Json:
+def _epoch_mark(event: Event, restored: Mapping[int | None, int | None]) -> Json:
     epoch, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
-    told = f"generation {epoch}: " if epoch is not None else ""
-    told += plural(world, "rank") if world is not None else "ranks join"
-    told += f" ({reason})" if reason else ""
+    words = f"generation {epoch}: " if epoch is not None else ""
+    words += plural(world, "rank") if world is not None else "ranks join"
+    words += f" ({reason})" if reason else ""
     step = restored.get(epoch, integer(event, "step"))
-    return {**_place(event), "step": step, "text": told, "epoch": epoch, "world": world, "layout": event.get("layout")}
+    return {
+        **_event_place(event),
+        "step": step,
+        "text": words,
+        "epoch": epoch,
+        "world": world,
+        "layout": event.get("layout"),
+    }
 
 
-def _place(event: Event) -> Json:
+def _event_place(event: Event) -> Json:
     return {"t": number(event, "t"), "step": integer(event, "step")}
 
 
-def compare_view(shelf: RunStore, names: Sequence[str], *, name: str, points: int) -> Json:
+def compare_view(store: RunStore, names: Sequence[str], *, name: str, points: int) -> Json:
     """One series of several runs, with the tokens each had seen."""
     parts = AnswerParts()
-    found = [parts.read(one, partial(_compared, shelf, one, name=name, points=points)) for one in names]
+    found = [parts.read(one, partial(_compared_run, store, one, name=name, points=points)) for one in names]
     runs = {one["run"]: one for one in found if one is not None}
     return {"name": name, "unit": unit_of(name), "runs": runs, "damage": parts.damage}
 
 
-def _compared(shelf: RunStore, run_name: str, *, name: str, points: int) -> Json:
-    run = shelf.run(run_name)
-    with shelf.history(run_name) as history:
+def _compared_run(store: RunStore, run_name: str, *, name: str, points: int) -> Json:
+    run = store.run(run_name)
+    with store.history(run_name) as history:
         missing = name not in history.names()
         drawn = None if missing else history.curve(name, points=points)
         tokens = history.curve("tokens", points=points) if drawn and "tokens" in history.names() else None
     started = number(launch_of(run), "started")
     model = text(at(plan_of(run), "job", "model"), "name")
     known = {"run": run_name, "model": model, "started": started, "missing": missing}
-    return known if drawn is None else {**known, **curve_json(drawn), "tokens": _seen(tokens, drawn)}
+    return known if drawn is None else {**known, **curve_json(drawn), "tokens": _tokens_seen(tokens, drawn)}
 
 
-def _seen(tokens: Curve | None, drawn: Curve) -> list[float | None]:
+def _tokens_seen(tokens: Curve | None, drawn: Curve) -> list[float | None]:
     """Tokens up to the end of each bucket: mean per step times the steps in it."""
     if tokens is None or tokens.step != drawn.step:
         return [None] * len(drawn.step)
@@ -349,24 +358,24 @@ NO_BILL: Mapping[str, Any] = {"so_far": Amount(), "projected": Amount(), "predic
 LEDGER_PATIENCE_S = 15.0
 
 
-def ledger_view(shelf: RunStore, name: str) -> Json:
+def ledger_view(store: RunStore, name: str) -> Json:
     """Every second of the run in one account, and effective training time over the run."""
-    parts, run = AnswerParts(), shelf.run(name)
-    told = parts.read("ledger", lambda: account_soon(shelf, run, wait_s=LEDGER_PATIENCE_S))
-    book = told.summary.ledger.to_json() if told and told.summary.ledger else dict(NO_LEDGER)
+    parts, run = AnswerParts(), store.run(name)
+    account = parts.read("ledger", lambda: account_soon(store, run, wait_s=LEDGER_PATIENCE_S))
+    book = account.summary.ledger.to_json() if account and account.summary.ledger else dict(NO_LEDGER)
     share = book.pop("effective", None)
-    curve = {key: getattr(told.effective, key) for key in NO_CURVE} if told else NO_CURVE
-    return {**book, "effective_share": share, "effective": curve, **_state(parts, told)}
+    curve = {key: getattr(account.effective, key) for key in NO_CURVE} if account else NO_CURVE
+    return {**book, "effective_share": share, "effective": curve, **_settled_state(parts, account)}
 
 
-def cost_view(shelf: RunStore, name: str) -> Json:
+def cost_view(store: RunStore, name: str) -> Json:
     """Dollars, energy and carbon, so far and to the end, and where each number comes from."""
-    parts, run = AnswerParts(), shelf.run(name)
-    told = parts.read("cost", lambda: account_soon(shelf, run, wait_s=LEDGER_PATIENCE_S))
-    bill = told.summary.cost if told else None
+    parts, run = AnswerParts(), store.run(name)
+    account = parts.read("cost", lambda: account_soon(store, run, wait_s=LEDGER_PATIENCE_S))
+    bill = account.summary.cost if account else None
     known = {one.name: getattr(bill, one.name) for one in fields(bill)} if bill else {}
-    return {**NO_BILL, **known, **_state(parts, told)}
+    return {**NO_BILL, **known, **_settled_state(parts, account)}
 
 
-def _state(parts: AnswerParts, told: RunAccount | None) -> Json:
-    return {"settled": told is not None or bool(parts.damage), "damage": parts.damage}
+def _settled_state(parts: AnswerParts, account: RunAccount | None) -> Json:
+    return {"settled": account is not None or bool(parts.damage), "damage": parts.damage}

@@ -26,39 +26,39 @@ MOST_CONNECTIONS = 512
 SHUTDOWN_S = 1  # for answers that are on their way
 
 
-def serve(listener: socket.socket, shelf: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]) -> None:
+def serve(listener: socket.socket, store: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]) -> None:
     """Answer until SIGINT or SIGTERM, which takes its usual course afterwards."""
     # A walk over a long run holds the interpreter; a request that reads ten files waits for a turn ten times. Turns of
     # 1 ms instead of 5 keep those waits short.
     sys.setswitchinterval(0.001)
-    asyncio.run(serving(listener, shelf, door=door, complain=complain))
+    asyncio.run(serving(listener, store, door=door, complain=complain))
 
 
 async def serving(
     listener: socket.socket,
-    shelf: RunStore,
+    store: RunStore,
     *,
     door: AccessPolicy,
     complain: Callable[[str], None],
     stop: threading.Event | None = None,
 ) -> None:
     """`serve` inside an event loop; also ends when `stop` is set."""
-    hub = NewsHub(shelf)
-    server = uvicorn.Server(_config(create_app(shelf, hub, door=door, complain=complain)))
+    hub = NewsHub(store)
+    server = uvicorn.Server(_server_config(create_app(store, hub, door=door, complain=complain)))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not task.done() and not server.should_exit and not (stop is not None and stop.is_set()):
         await asyncio.sleep(0.05)
     # uvicorn waits for open answers, and a stream never ends by itself.
     server.should_exit = True
     hub.close()
-    shelf.memo.close()
+    store.memo.close()
     await task
 
 
-def _config(app: Any) -> uvicorn.Config:
+def _server_config(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_protocol,  # type: ignore[arg-type]  # called like the class it makes
+        http=_watched_protocol,  # type: ignore[arg-type]  # called like the class it makes
         ws="none",
         lifespan="off",
         log_config=None,
@@ -73,10 +73,10 @@ def _config(app: Any) -> uvicorn.Config:
     )
 
 
-def _protocol(**settings: Any) -> H11Protocol:
+def _watched_protocol(**settings: Any) -> H11Protocol:
     """A connection that is looked at now and then: uvicorn itself waits for a slow client for ever."""
     protocol = H11Protocol(**settings)
-    protocol.loop.call_later(LOOK_S, _look, protocol, _Seen(cycle=None, pending=0, idle=True))
+    protocol.loop.call_later(LOOK_S, _drop_idle_client, protocol, _Seen(cycle=None, pending=0, idle=True))
     return protocol
 
 
@@ -89,7 +89,7 @@ class _Seen:
     idle: bool  # no request is being answered
 
 
-def _look(protocol: H11Protocol, before: _Seen) -> None:
+def _drop_idle_client(protocol: H11Protocol, before: _Seen) -> None:
     """Drop a client that finished no request, or took no byte, between two looks."""
     transport = protocol.transport
     if transport is None or protocol not in protocol.connections:
@@ -101,7 +101,7 @@ def _look(protocol: H11Protocol, before: _Seen) -> None:
     if is_stuck or is_silent:
         transport.abort()  # close() would wait for the bytes to be taken
         return
-    protocol.loop.call_later(LOOK_S, _look, protocol, now)
+    protocol.loop.call_later(LOOK_S, _drop_idle_client, protocol, now)
 
 
 # ---- the names a browser may call the dashboard by -------------------------------------------------------------------
@@ -115,7 +115,7 @@ def allowed_hosts(bound: Address, *, asked: str = "") -> frozenset[str]:
 
     A foreign name that resolves to us is an attack (DNS rebinding).
     """
-    if _numeric(bound).is_loopback:
+    if _numeric_address(bound).is_loopback:
         return LOOPBACK_NAMES | {bound.host}
     own = socket.gethostname().lower()
     return LOOPBACK_NAMES | {bound.host, own, own.partition(".")[0], *([asked.lower()] if asked else [])}
@@ -123,8 +123,8 @@ def allowed_hosts(bound: Address, *, asked: str = "") -> frozenset[str]:
 
 def is_any(bound: Address) -> bool:
     """Whether the socket listens on every address of the machine."""
-    return _numeric(bound).is_unspecified
+    return _numeric_address(bound).is_unspecified
 
 
-def _numeric(bound: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _numeric_address(bound: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(bound.host.partition("%")[0])  # without the zone of a link-local address

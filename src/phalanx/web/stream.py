@@ -32,11 +32,11 @@ class News:
         return f"{self.progress.get('step') or 0}-{self.marks}"
 
 
-def read_news(shelf: RunStore, name: str) -> News:
+def read_news(store: RunStore, name: str) -> News:
     """Look at a run; damage leaves holes, never an error."""
-    parts, run = AnswerParts(), shelf.run(name)
+    parts, run = AnswerParts(), store.run(name)
     state, live = state_of(run)
-    with shelf.history(name) as history:
+    with store.history(name) as history:
         now = parts.read("steps", lambda: progress(run, plan_of(run), history), {"state": state, "live": live})
         marks = parts.read("marks", lambda: mark_count(history), 0)
     # Silence alone ends nothing: a step may take minutes. `live` says what is thought of it.
@@ -57,8 +57,8 @@ class _Watch:
 class NewsHub:
     """Hands out streams. Every method runs in the server's event loop."""
 
-    def __init__(self, shelf: RunStore) -> None:
-        self._shelf = shelf
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
         self._watches: dict[str, _Watch] = {}
         self._streams = 0
         self._closing = asyncio.Event()
@@ -85,18 +85,18 @@ class NewsHub:
 
     async def _tell(self, watch: _Watch, last_id: str) -> AsyncIterator[bytes]:
         yield b"retry: 2000\n\n"
-        told: News | None = None
+        sent: News | None = None
         while not self._closing.is_set():
-            news = await self._next(watch, told)
+            news = await self._next(watch, sent)
             if news is None:
                 yield b": still here\n\n"
                 continue
-            marks_before = told.marks if told else _marks_of(last_id)
-            if told is None or news.progress != told.progress:
+            marks_before = sent.marks if sent else _marks_of(last_id)
+            if sent is None or news.progress != sent.progress:
                 yield self._message("progress", news.progress, news)
             if news.marks != marks_before:
                 yield self._message("marks", {"count": news.marks}, news)
-            told = news
+            sent = news
             if news.is_over:
                 yield self._message("end", {"state": news.progress.get("state")}, news)
                 return
@@ -106,16 +106,16 @@ class NewsHub:
         return b"event: %s\nid: %s\ndata: %s\n\n" % (
             event.encode(),
             news.id.encode(),
-            encode_answer(data, root=self._shelf.root),
+            encode_answer(data, root=self._store.root),
         )
 
-    async def _next(self, watch: _Watch, told: News | None) -> News | None:
+    async def _next(self, watch: _Watch, sent: News | None) -> News | None:
         """News other than those told, or None when it is time for a sign of life or to go."""
         async with watch.changed:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):
                     await watch.changed.wait_for(
-                        lambda: (watch.news is not None and watch.news != told) or self._closing.is_set()
+                        lambda: (watch.news is not None and watch.news != sent) or self._closing.is_set()
                     )
             except TimeoutError:
                 return None
@@ -147,10 +147,10 @@ class NewsHub:
 
     async def _look(self, name: str, watch: _Watch) -> None:
         try:
-            seen = await to_thread.run_sync(_seen, self._shelf, name)
+            seen = await to_thread.run_sync(_run_stamp, self._store, name)
             if seen == watch.seen and watch.news is not None:
                 return
-            news = await to_thread.run_sync(read_news, self._shelf, name)
+            news = await to_thread.run_sync(read_news, self._store, name)
         except Exception:  # deleted under our eyes: whoever listens is told that it is over
             seen, news = None, News(progress={"state": "gone", "live": False}, marks=0, is_over=True)
         async with watch.changed:
@@ -158,8 +158,8 @@ class NewsHub:
             watch.changed.notify_all()
 
 
-def _seen(shelf: RunStore, name: str) -> tuple[Any, ...]:
-    run = shelf.run(name)
+def _run_stamp(store: RunStore, name: str) -> tuple[Any, ...]:
+    run = store.run(name)
     return (*run_stamp(run), state_of(run))
 
 

@@ -66,7 +66,7 @@ def test_counters_begin_again_with_every_process(tmp_path: Path, monkeypatch: py
 
 
 def test_a_counter_that_begins_anew_above_its_last_value(tmp_path: Path) -> None:
-    """The first sample of a formation holds what was used since the last one: 150 J after 100 J is 150 J more."""
+    """The first sample of a membership holds what was used since the last one: 150 J after 100 J is 150 J more."""
     run = Run(path=tmp_path)
     readings = [(1, 40.0), (1, 100.0), (2, None), (2, 150.0), (2, 209.0), (None, 210.0), (4, 5.0)]
     fields = {"v": 1, "event": "monitor", "rank": 0, "energy_source": "nvml"}

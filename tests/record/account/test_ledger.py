@@ -87,7 +87,7 @@ def test_a_run_without_trouble(run: Run) -> None:
 
 
 def test_a_rank_falls_and_the_job_shrinks(run: Run) -> None:
-    """Rank 0 of 4 falls in step 10: rank 1 bears witness of the first formation, rank 0 of the next."""
+    """Rank 0 of 4 falls in step 10: rank 1 bears witness of the first membership, rank 0 of the next."""
     scribe = Scribe(run).form(4, step=0, source="start").start(0).steps(range(9))
     scribe.wait(1.0).tell("step", [1, 2, 3], step=9, duration_s=1.0)  # rank 0 was killed before it could say so
     scribe.wait(1.5).say("incident", rank=0, step=10, cause={"kind": "Died"}, waited_s=0.5)

@@ -56,7 +56,7 @@ CASES = [
         name="cannot be shared out",
         verdict="fail",
         evidence=lambda: evidence("batch.global_sequences=500"),
-        says="cannot be shared evenly over 128 devices",
+        says="cannot be divided evenly over 128 devices",
         at="batch.global_sequences",
     ),
     Case(rule="BAT001", name="no plan", verdict="unknown", evidence=lambda: evidence(plan=None)),

@@ -338,7 +338,7 @@ def here(**packages: str) -> Evidence:
 
 FLT005 = [
     Case(rule="FLT005", name="a habit", verdict="pass", evidence=job),
-    Case(rule="FLT005", name="all formations", verdict="pass", evidence=run, boundary=True),
+    Case(rule="FLT005", name="all memberships", verdict="pass", evidence=run, boundary=True),
     Case(
         rule="FLT005",
         name="one without",
@@ -390,13 +390,13 @@ FLT006 = [
         rule="FLT006",
         name="members changed and nothing was compared",
         verdict="unknown",
-        evidence=lambda: run(digests=None, formations=2),
+        evidence=lambda: run(digests=None, memberships=2),
     ),
     Case(
         rule="FLT006",
         name="members changed and no rank holds a copy",
         verdict="pass",
-        evidence=lambda: run(digests=DigestFacts(compared=0, every_steps=1, alone=40), formations=2),
+        evidence=lambda: run(digests=DigestFacts(compared=0, every_steps=1, alone=40), memberships=2),
         says="nobody holds a copy of these weights: 40 digests",
     ),
     Case(
@@ -410,13 +410,13 @@ FLT006 = [
         rule="FLT006",
         name="members changed and nobody knows who holds a copy",
         verdict="unknown",
-        evidence=lambda: run(digests=DigestFacts(compared=0, every_steps=1), formations=2),
+        evidence=lambda: run(digests=DigestFacts(compared=0, every_steps=1), memberships=2),
     ),
     Case(
         rule="FLT006",
         name="members never changed",
         verdict="pass",
-        evidence=lambda: run(digests=None, formations=1),
+        evidence=lambda: run(digests=None, memberships=1),
     ),
     Case(
         rule="FLT006",

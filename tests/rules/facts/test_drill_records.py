@@ -300,7 +300,7 @@ def test_drills_of_others_hide_none_of_ours(tmp_path: Path, environ: dict[str, s
         write(tmp_path / "runs" / f"{number:03}", environ, subject=stranger)
     found = find_drills([tmp_path / "runs"], environ=environ, subject=SUBJECT)
     assert len(found) == MOST_RECORDS
-    assert (found[0].other, found[0].told) == (
+    assert (found[0].other, found[0].statement) == (
         "",
         f"{tmp_path / 'runs' / 'ours' / NAME} (first, 4 ranks, 2001-09-09)",
     )

@@ -155,7 +155,7 @@ def test_only_a_supervisor(run):
     for path in run.event_files():
         path.unlink()
     found = read_log(run)
-    assert found.formations == 1
+    assert found.memberships == 1
     assert found.steps is None
     assert found.grammar.ranks_missing == (0, 1)
 
@@ -301,7 +301,7 @@ def test_a_formation_that_began_twice(run):
         stream.write(next(line for line in lines if '"event":"run_start"' in line))
     found = read_log(run).grammar
     assert found.repeated == ("run_start",)
-    run.supervisor.unlink()  # without one nobody numbers the formations: torchrun may have started it again
+    run.supervisor.unlink()  # without one nobody numbers the memberships: torchrun may have started it again
     assert read_log(run).grammar.repeated == ()
 
 

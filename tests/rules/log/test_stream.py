@@ -79,7 +79,7 @@ def test_a_good_run_in_numbers(tmp_path):
     assert (saved.commits_without_stage, saved.overlapping, saved.restored_uncommitted) == (0, 0, 0)
     assert saved.bytes == pytest.approx(112e9, rel=1e-6)
     assert saved.blocked_s.p50 == pytest.approx(1.6, rel=0.02)
-    assert (found.formations, found.preflights, found.refused_hosts) == (2, 2, 0)
+    assert (found.memberships, found.preflights, found.refused_hosts) == (2, 2, 0)
     assert len(found.incidents) == 1
     assert found.recovery_s.count == 1
     assert found.most_in_a_row == 1
@@ -258,7 +258,7 @@ def test_tensor_ranks_alone_hold_no_copies(tmp_path):
 
 
 def test_a_step_that_a_rank_does_again_is_not_compared_with_itself(tmp_path):
-    """Where nobody numbers the formations, as under torchrun, what was done again has the same name."""
+    """Where nobody numbers the memberships, as under torchrun, what was done again has the same name."""
     run = write_run(tmp_path, ranks=4, steps=60, incidents=1)
     plan = run.plan()
     run.plan_json.write_text(json.dumps(plan | {"layout": plan["layout"] | {"zero": 0}}))
@@ -313,7 +313,7 @@ def test_a_rank_that_speaks_from_an_older_formation_is_stale(tmp_path):
 
 
 def test_a_rank_that_was_shut_out_and_goes_on_is_stale(tmp_path):
-    """It never told of the newer formation itself; one step may come late, the one it was in."""
+    """It never told of the newer membership itself; one step may come late, the one it was in."""
     run = write_run(tmp_path, ranks=2, steps=60, incidents=1)
     whole = run.events(1).read_text()
     began_s = next(
@@ -487,7 +487,7 @@ def test_a_batch_of_another_size_is_named(tmp_path):
 def test_a_host_that_nobody_looked_at_is_no_preflight(tmp_path):
     run = write_run(tmp_path, ranks=4, steps=60, incidents=1)
     edit(run.supervisor, lambda event: None if event["event"] == "host" and event["host"] == "host-1" else event)
-    assert (read_log(run).formations, read_log(run).preflights) == (2, 0)
+    assert (read_log(run).memberships, read_log(run).preflights) == (2, 0)
 
 
 def test_a_host_that_joined_without_saying_what_it_found_was_not_looked_at(tmp_path):
@@ -496,7 +496,7 @@ def test_a_host_that_joined_without_saying_what_it_found_was_not_looked_at(tmp_p
         run.supervisor,
         lambda event: {name: event[name] for name in event if name != "problems" or event["host"] != "host-1"},
     )
-    assert (read_log(run).formations, read_log(run).preflights) == (2, 0)
+    assert (read_log(run).memberships, read_log(run).preflights) == (2, 0)
 
 
 def test_a_restore_of_what_was_never_committed(tmp_path):

@@ -68,7 +68,7 @@ def test_ring_attention_waits_for_the_hop_that_leaves_the_domain(tmp_path):
     report = step_report(make(tmp_path, pipeline=1, zero=1, shard=32, context=16), parse_fabric("clos2:32x400G/1p/8"))
     line = next(one for one in report.lines if one.part == "context_s")
     assert line.network_s > 0
-    assert line.why.startswith("every hop waits for the one that leaves the domain. ")
+    assert line.why.startswith("every hop waits for the one that crosses domains. ")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
@@ -88,7 +88,7 @@ def test_stages_hold_all_layers(piped, sharded):
 def test_the_page(piped):
     page = step_text(step_report(piped, None))
     assert page.startswith("small: TP1·CP1·PP4·DP8")
-    assert "none named: one non-blocking plane, 400 Gb/s per device (name one with --fabric)" in page
+    assert "unspecified: one non-blocking plane, 400 Gb/s per device (choose one with --fabric)" in page
     assert "WHERE THE TIME GOES (milliseconds of the busiest stage; plan + order + network = shown)" in page
     assert "\n  pipeline bubble " in page
     named = step_text(step_report(piped, parse_fabric("clos2:32x400G/1p/8/3:1")))

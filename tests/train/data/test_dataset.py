@@ -166,8 +166,9 @@ def test_a_model_too_small_and_a_sequence_too_long(dataset: Path) -> None:
         check_dataset(opened, model_vocab=256, sequence=tokens)
     assert str(caught.value) == (
         f"{dataset}: the data has a vocabulary of {opened.vocab:,}, larger than the model's 256\n"
-        "  tokens behind the last row of the embedding cannot be looked up\n"
-        f"  set model.vocab = {-(-opened.vocab // 64) * 64} or more (matrix products like multiples of 64), "
+        "  token ids beyond the last row of the embedding cannot be looked up\n"
+        f"  set model.vocab = {-(-opened.vocab // 64) * 64} or more (matrix products are fastest with multiples "
+        f"of 64), "
         "or build the data with --vocab 257\n"
         f"{dataset}: data.sequence = {tokens:,} is longer than its heldout text of {tokens:,} tokens\n"
         "  a sample is that many tokens and one more from one source\n"

@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.train.engine import Engine
 from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
-from phalanx.train.guard.divergence import digest_pieces
+from phalanx.train.guard.divergence import digest_shards
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.tracing.traced_step import forget_meshes
 from phalanx.train.verify.trial import Trial, rank_batch
@@ -110,7 +110,7 @@ def _steps(rank: int, engine: Engine, trial: Trial, into: list[str]) -> None:
         buffers = [float(one.double().sum()) for part in engine.parts for one in part.model.buffers()]
         calls = sum(getattr(one, "calls", 0) for one in modules) - before
         random = int(drawn_so_far(engine.device).to(torch.int64).sum())
-        state = digest_pieces(engine.state())
+        state = digest_shards(engine.state())
         into.append(f"{result.loss!r} {result.grad_norm!r} {state} {carried} {buffers} {calls} {random}")
 
 

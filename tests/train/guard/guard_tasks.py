@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
+from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.verify.trial import Trial, make_batch
 
@@ -43,7 +43,7 @@ def train(rank: int, trial: Trial, every: int, flip: Flip | None) -> Seen:
         engine.step(*_mine(engine, trial, done), lr=trial.lr)
         if flip is not None and (rank, done) == (flip.rank, flip.step):
             _flip(engine, flip)
-        digests.append(digest_pieces(engine.weights()))
+        digests.append(digest_shards(engine.weights()))
         found = guard.check(done)
         if found is not None:
             break

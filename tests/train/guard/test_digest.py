@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.train.guard import divergence
-from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces, fold_tensor, sum_words
+from phalanx.train.guard.divergence import ReplicaGuard, digest_shards, fold_tensor, sum_words
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 SIZES = [0, 1, 3, 4096, 4097, 3 * 4096, 70_001]
@@ -32,22 +32,22 @@ def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 def test_any_bit(count: int, place: float, bit: int) -> None:
     tensor = numbers(count)
-    before = digest_pieces([piece(tensor)])
+    before = digest_shards([piece(tensor)])
     raw = tensor.view(torch.uint8)
     where = int(place * len(raw))
     raw[where] ^= 1 << bit
-    assert digest_pieces([piece(tensor)]) != before
+    assert digest_shards([piece(tensor)]) != before
     raw[where] ^= 1 << bit
-    assert digest_pieces([piece(tensor)]) == before
+    assert digest_shards([piece(tensor)]) == before
 
 
 def test_signs_of_several_values_do_not_cancel() -> None:
     tensor = numbers(4096)
-    seen = {digest_pieces([piece(tensor)])}
+    seen = {digest_shards([piece(tensor)])}
     for count in (2, 3, 64, 4096):
         turned = tensor.clone()
         turned[:count] *= -1
-        seen.add(digest_pieces([piece(turned)]))
+        seen.add(digest_shards([piece(turned)]))
     assert len(seen) == 5
 
 
@@ -56,17 +56,17 @@ def test_order_counts() -> None:
     swapped = tensor.clone()
     swapped[[0, 1]] = tensor[[1, 0]]
     rows = torch.cat([tensor[4096:], tensor[:4096]])
-    assert len({digest_pieces([piece(one)]) for one in (tensor, swapped, rows)}) == 3
+    assert len({digest_shards([piece(one)]) for one in (tensor, swapped, rows)}) == 3
 
 
 def test_names_places_and_kinds_count() -> None:
     one = piece(numbers(64).view(8, 8))
     moved = replace(one, start=(8, 0), shape=(16, 8))
     turned = replace(one, tensor=one.tensor.view(64), shape=(64,), start=(0,))
-    assert len({digest_pieces([p]) for p in (one, replace(one, name="v"), moved, turned)}) == 4
+    assert len({digest_shards([p]) for p in (one, replace(one, name="v"), moved, turned)}) == 4
     zeros = [piece(torch.zeros(4, dtype=kind)) for kind in (torch.float32, torch.int32)]
-    assert digest_pieces(zeros[:1]) != digest_pieces(zeros[1:])
-    assert digest_pieces([one, moved]) != digest_pieces([moved, one])
+    assert digest_shards(zeros[:1]) != digest_shards(zeros[1:])
+    assert digest_shards([one, moved]) != digest_shards([moved, one])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
@@ -74,9 +74,9 @@ def test_names_places_and_kinds_count() -> None:
 def test_where_the_memory_lies_does_not_count(dtype: torch.dtype, first: int) -> None:
     whole = numbers(70_001, dtype)
     shard = whole[first : first + 40_003]
-    assert digest_pieces([piece(shard)]) == digest_pieces([piece(shard.clone())])
+    assert digest_shards([piece(shard)]) == digest_shards([piece(shard.clone())])
     matrix = whole[:10_000].view(100, 100)
-    assert digest_pieces([piece(matrix.t())]) == digest_pieces([piece(matrix.t().contiguous())])
+    assert digest_shards([piece(matrix.t())]) == digest_shards([piece(matrix.t().contiguous())])
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -104,7 +104,7 @@ def test_the_formula() -> None:
 def test_a_gpu_gives_the_same_digest(count: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         tensor = numbers(count, dtype)
-        assert digest_pieces([piece(tensor.cuda())]) == digest_pieces([piece(tensor)])
+        assert digest_shards([piece(tensor.cuda())]) == digest_shards([piece(tensor)])
 
 
 @given(count=st.sampled_from(SIZES[1:]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))

@@ -39,8 +39,8 @@ LAYOUT = Layout(
 MASTER_BYTES = 4.0  # the planner counts the fp32 weights as optimizer state
 
 
-def charged_bytes(ask: PlanRequest) -> float:
-    _, _, memory = price_layouts(ask, [LAYOUT])
+def charged_bytes(request: PlanRequest) -> float:
+    _, _, memory = price_layouts(request, [LAYOUT])
     return float(memory.optimizer[0])
 
 
@@ -60,7 +60,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(preset=preset, name=name, state=state))
     job = load(path).job
-    ask, _ = request_from_job(job, resolve(job.cluster.target))
+    request, _ = request_from_job(job, resolve(job.cluster.target))
     with torch.device("meta"):
         model = Decoder(job.model)
     pieces = [
@@ -78,4 +78,4 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     parameters = sum(piece.numel for piece in pieces)
     optimizer = build_optimizer(pieces, optim=job.optim, state_dtype=state, decays=lambda name: True)
     kept = optimizer.state_bytes() + MASTER_BYTES * parameters
-    assert charged_bytes(ask) == pytest.approx(kept, rel=0.003)  # norms, and Adafactor's means, are not charged
+    assert charged_bytes(request) == pytest.approx(kept, rel=0.003)  # norms, and Adafactor's means, are not charged

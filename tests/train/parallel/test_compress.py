@@ -278,13 +278,13 @@ EIGHT_BILLION = Path(__file__).parents[3] / "examples" / "llama-3-8b-64xH100.tom
 def predicted(sequences: int, compression: str, *, data: int, tensor: int) -> str:
     """What `compression_pays` says of Llama 3 8B on 64 H100."""
     overrides = [f"batch.global_sequences={sequences}", "data.sequence=2048"]
-    ask, _ = request_from_job(load(EIGHT_BILLION, overrides=overrides).job, resolve("8xH100:8"))
+    request, _ = request_from_job(load(EIGHT_BILLION, overrides=overrides).job, resolve("8xH100:8"))
     layout = Layout(
         data=data, shard=1, tensor=tensor, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0,
         sequence_parallel=tensor > 1, micro_batch=1, accumulation=sequences // data, recompute="none",
         precision="bf16", schedule="1f1b", offload="none", compression=compression,
     )  # fmt: skip
-    problem = compression_pays(ask, layout, where="job.toml:9")
+    problem = compression_pays(request, layout, where="job.toml:9")
     return problem.render() if problem else ""
 
 

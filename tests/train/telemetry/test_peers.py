@@ -47,7 +47,7 @@ class Board(dict[str, bytes]):
 
 
 @contextmanager
-def formation(tmp_path: Path, dims: ParallelDims, **changes: Any) -> Iterator[list[Peers]]:
+def membership(tmp_path: Path, dims: ParallelDims, **changes: Any) -> Iterator[list[Peers]]:
     board = Board()
     with ExitStack() as stack:
         ranks = []
@@ -88,7 +88,7 @@ def test_every_axis_has_a_ring_of_neighbours() -> None:
 
 
 def test_ranks_measure_each_other(tmp_path: Path) -> None:
-    with formation(tmp_path, ParallelDims(pipeline=2, data=2)):
+    with membership(tmp_path, ParallelDims(pipeline=2, data=2)):
         until(lambda: all(told(tmp_path, rank) for rank in range(4)))
     first = told(tmp_path, 3)[0]
     assert first["epoch"] == 7
@@ -101,13 +101,13 @@ def test_ranks_measure_each_other(tmp_path: Path) -> None:
 
 def test_a_short_run_tells_at_its_end(tmp_path: Path) -> None:
     slow = {"every_s": 9.0}
-    with formation(tmp_path, ParallelDims(tensor=2), rank_0=slow, rank_1=slow) as ranks:
+    with membership(tmp_path, ParallelDims(tensor=2), rank_0=slow, rank_1=slow) as ranks:
         until(lambda: all(pair.round_trips_s for one in ranks for pair in one._pairs.values()))
     assert [event["pairs"][0]["count"] >= 1 for event in told(tmp_path, 0)] == [True]
 
 
 def test_a_peer_of_another_epoch_or_run_gets_no_answer(tmp_path: Path) -> None:
-    with formation(tmp_path, ParallelDims(data=3), rank_1={"epoch": 6}, rank_2={"secret": b"o" * 32}) as ranks:
+    with membership(tmp_path, ParallelDims(data=3), rank_1={"epoch": 6}, rank_2={"secret": b"o" * 32}) as ranks:
         until(lambda: ranks[0].strangers and ranks[1].strangers and ranks[2].strangers)
         until(lambda: all(told(tmp_path, rank) for rank in range(3)))
     for rank in range(3):
@@ -141,7 +141,7 @@ def test_packets_are_refused_unless_every_bit_is_right() -> None:
 
 
 def test_strangers_are_slowed_down_and_the_ring_goes_on(tmp_path: Path) -> None:
-    with formation(tmp_path, ParallelDims(data=2)) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood:
+    with membership(tmp_path, ParallelDims(data=2)) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood:
         where = ranks[0]._sock.getsockname()
         began_s = time.monotonic()
         while not ranks[0].strangers or time.monotonic() - began_s < 0.5:

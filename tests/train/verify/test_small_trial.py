@@ -181,7 +181,7 @@ def test_ranks_that_no_gpu_is_left_for():
     with pytest.raises(UserError) as caught:
         refuse_ranks(Terms(device="cuda", ranks=1), ranks=4, gpus=1)
     assert str(caught.value) == (
-        "--device cuda: the proof needs 4 ranks, and this machine has 1 GPU\n"
+        "--device cuda: the proof needs 4 ranks, but this machine has 1 GPU\n"
         "  every axis that the layout uses needs 2 ranks at least; ranks share a GPU only where you say so\n"
         "  allow it with --ranks-per-gpu 4, which needs NCCL 2.30, or use --device cpu"
     )

@@ -49,8 +49,8 @@ def fabric_bill(fabric: Fabric) -> FabricBill:
         cables=total // fabric.planes,
         optics=2 * total,
         optics_800g=modules,
-        watts=_watts(fabric, modules),
-        usd=_usd(fabric, modules),
+        watts=fabric.switches * fabric.switch.watts + modules * OPTIC_WATTS if fabric.switch.watts else None,
+        usd=_price_range(fabric, modules),
         spare_ports=fabric.switches * fabric.switch.radix - 2 * total + links[0],
     )
 
@@ -75,22 +75,18 @@ def failure_loss(fabric: Fabric) -> Loss:
         t0=1 / fabric.planes,
         t0_hosts=fabric.hosts_per_t0,
         t1=math.ceil(fabric.t0_up / fabric.t1_per_pod) / fabric.t0_up / fabric.planes if above else 0.0,
-        t2=_t2(fabric) if fabric.tiers == 3 else None,
+        t2=_t2_optics(fabric) if fabric.tiers == 3 else None,
     )
 
 
-def _t2(fabric: Fabric) -> float:
+def _t2_optics(fabric: Fabric) -> float:
     up = fabric.t1_up or fabric.switch.radix // 2
     per_t1 = max(1, fabric.t2 // fabric.t1_per_pod)  # T2s that a T1 meets
     links = math.ceil(up / per_t1)  # from the one T1 of a pod that meets it
     return links / (up * fabric.t1_per_pod) / fabric.planes
 
 
-def _watts(fabric: Fabric, modules: float) -> float | None:
-    return fabric.switches * fabric.switch.watts + modules * OPTIC_WATTS if fabric.switch.watts else None
-
-
-def _usd(fabric: Fabric, modules: float) -> tuple[float, float] | None:
+def _price_range(fabric: Fabric, modules: float) -> tuple[float, float] | None:
     if fabric.switch.usd is None:
         return None
     trunks = modules / 2

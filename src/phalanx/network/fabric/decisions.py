@@ -137,32 +137,32 @@ def decisions(
 ) -> Decisions:
     """The numbers of the three decisions; `planes` left open means the most the box can do."""
     check_fabric(gpus, nic_gbps, ClosShape(planes=1, tiers=2), where=WHERE)
-    _check(paths, recovery_s, restart_s)
-    choices = _choices(box, nic_gbps)
+    _check_inputs(paths, recovery_s, restart_s)
+    choices = _plane_choices(box, nic_gbps)
     chosen = planes if planes is not None else max(choices)
     if chosen not in choices:
         given = ", ".join(map(str, sorted(choices)))
         why = f"{box} splits a {nic_gbps:g} Gb/s NIC only into whole ports"
         raise mistake(WHERE, plural(chosen, "plane"), why=why, fix=f"use one of {given}")
-    fabric = _fabric(gpus, nic_gbps, choices[chosen], chosen)
-    return _decide(fabric, choices, paths, recovery_s, restart_s)
+    fabric = _flat_fabric(gpus, nic_gbps, choices[chosen], chosen)
+    return _make_decisions(fabric, choices, paths, recovery_s, restart_s)
 
 
 def decisions_of(
     fabric: Fabric, *, paths: int = 256, recovery_s: float = EDGE_RECOVERY_S, restart_s: float = RESTART_S[0]
 ) -> Decisions:
     """The same for a fabric that exists, beside other splits of the same box."""
-    _check(paths, recovery_s, restart_s)
+    _check_inputs(paths, recovery_s, restart_s)
     if fabric.tiers < 2:
         raise mistake(
             WHERE, f"{fabric.name} has one tier: there is no path to choose", fix="name one of 2 tiers or more"
         )
     shipped = any(one.box == fabric.switch.box for one in switches())
-    choices = _choices(fabric.switch.box, fabric.nic_gbps) if shipped else _splits(fabric)
-    return _decide(fabric, {**choices, fabric.planes: fabric.switch}, paths, recovery_s, restart_s)
+    choices = _plane_choices(fabric.switch.box, fabric.nic_gbps) if shipped else _plane_splits(fabric)
+    return _make_decisions(fabric, {**choices, fabric.planes: fabric.switch}, paths, recovery_s, restart_s)
 
 
-def _splits(fabric: Fabric) -> dict[int, Switch]:
+def _plane_splits(fabric: Fabric) -> dict[int, Switch]:
     """Fewer planes of a box that only this fabric knows: half the planes are half the ports at twice the speed."""
     radix, planes = fabric.switch.radix, fabric.planes
     fewer = [one for one in range(1, planes) if planes % one == 0 and radix * one % planes == 0]
@@ -170,12 +170,12 @@ def _splits(fabric: Fabric) -> dict[int, Switch]:
     return {one: switch for one, switch in wide.items() if switch.radix >= LEAST_RADIX}
 
 
-def _decide(
+def _make_decisions(
     fabric: Fabric, choices: Mapping[int, Switch], paths: int, recovery_s: float, restart_s: float
 ) -> Decisions:
     gpus, nic_gbps = fabric.hosts, fabric.nic_gbps
     rows = tuple(_plane_row(gpus, nic_gbps, choices[count], count) for count in sorted(choices))
-    switch_ratio, optics_ratio = _ratios(fabric, choices[min(choices)], min(choices))
+    switch_ratio, optics_ratio = _part_ratios(fabric, choices[min(choices)], min(choices))
     own, flat = _row_of(fabric), rows[0]
     slow = max(RESTART_S[1], restart_s)
     return Decisions(
@@ -190,11 +190,11 @@ def _decide(
         optics_ratio=optics_ratio,
         counted_switch_ratio=own.switches / flat.switches if flat.tiers else None,
         counted_optics_ratio=own.optics_per_host / flat.optics_per_host if flat.tiers else None,
-        loads=_loads(fabric, paths),
+        loads=_load_rows(fabric, paths),
         slowest_to_mean=harmonic(gpus),
         late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
         budget=failure_budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
-        recoveries=_recoveries(fabric, recovery_s, restart_s),
+        recoveries=tuple(recovery_row(fabric, one, restart_s) for one in sorted({*RECOVERIES_S, recovery_s})),
     )
 
 
@@ -218,7 +218,7 @@ def late_step(chance: float, transfers: int) -> float:
     return -math.expm1(transfers * math.log1p(-chance))
 
 
-def _check(paths: int, recovery_s: float, restart_s: float) -> None:
+def _check_inputs(paths: int, recovery_s: float, restart_s: float) -> None:
     if not 1 <= paths <= MOST_PATHS:
         raise mistake(WHERE, f"{paths:,} paths per connection", fix="use 1 (one flow) to 4096; MRC uses 128 to 256")
     for name, value in (("--recovery-s", recovery_s), ("--restart-s", restart_s)):
@@ -226,7 +226,7 @@ def _check(paths: int, recovery_s: float, restart_s: float) -> None:
             raise mistake(WHERE, f"{name} {value:g}", fix="use seconds, 0 or more")
 
 
-def _choices(box: str, nic_gbps: float) -> dict[int, Switch]:
+def _plane_choices(box: str, nic_gbps: float) -> dict[int, Switch]:
     """Planes to the configuration of the box that carries them."""
     found = find_switches(box, where=WHERE)
     split = {nic_gbps / one.port_gbps: one for one in found}
@@ -245,7 +245,7 @@ def _fewest_tiers(gpus: int, radix: int, planes: int) -> int:
     return next((one for one in tiers if most_hosts(radix, ClosShape(planes=planes, tiers=one)) >= gpus), 0)
 
 
-def _fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
+def _flat_fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
     tiers = _fewest_tiers(gpus, switch.radix, planes) or MOST_TIERS
     return size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE)
 
@@ -261,7 +261,7 @@ def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Plane
         switch=switch.name,
         radix=switch.radix,
         oversubscription=1.0,
-        most_hosts=_reach(switch.radix, shape),
+        most_hosts=_hosts_by_tiers(switch.radix, shape),
         tiers=0,
         hops=0,
         switches=0,
@@ -284,7 +284,7 @@ def _row_of(fabric: Fabric) -> PlaneRow:
         switch=fabric.switch.name,
         radix=fabric.switch.radix,
         oversubscription=ratio,
-        most_hosts=_reach(fabric.switch.radix, shape),
+        most_hosts=_hosts_by_tiers(fabric.switch.radix, shape),
         tiers=fabric.tiers,
         hops=fabric.hops,
         switches=fabric.switches,
@@ -297,7 +297,7 @@ def _row_of(fabric: Fabric) -> PlaneRow:
     )
 
 
-def _reach(radix: int, shape: ClosShape) -> tuple[int, ...]:
+def _hosts_by_tiers(radix: int, shape: ClosShape) -> tuple[int, ...]:
     return tuple(most_hosts(radix, replace(shape, tiers=one)) for one in range(2, MOST_TIERS + 1))
 
 
@@ -305,14 +305,14 @@ def _switches_per_host(radix: int, shape: ClosShape) -> Fraction:
     return Fraction(shape.planes * (2 * shape.tiers - 1), radix)
 
 
-def _ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
+def _part_ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
     """Against the conventional three tiers of the widest ports, both full."""
     mine = _switches_per_host(fabric.switch.radix, ClosShape(planes=fabric.planes, tiers=fabric.tiers))
     theirs = _switches_per_host(flat.radix, ClosShape(planes=flat_planes, tiers=3))
     return str(mine / theirs), str(Fraction(fabric.tiers, 3))
 
 
-def _loads(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:
+def _load_rows(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:
     """Units per uplink: hosts of a full T0 times units per host and plane, over its uplinks."""
     share = fabric.t0_down / fabric.t0_up
     per_plane = max(1.0, paths / fabric.planes)
@@ -333,10 +333,6 @@ def _load_row(what: str, units: float, fabric: Fabric) -> LoadRow:
         max_to_mean=max_to_mean(units, fabric.t0_up),
         worst_of_fabric=max_to_mean(units, fabric.t0_up, groups=fabric.planes * fabric.t0),
     )
-
-
-def _recoveries(fabric: Fabric, chosen_s: float, restart_s: float) -> tuple[RecoveryRow, ...]:
-    return tuple(recovery_row(fabric, one, restart_s) for one in sorted({*RECOVERIES_S, chosen_s}))
 
 
 def recovery_row(fabric: Fabric, recovery_s: float, restart_s: float) -> RecoveryRow:

@@ -73,14 +73,14 @@ def frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: 
         y = up.at(tick)
         shown = format_count(tick) if count and tick >= 1000 else f"{tick:g}"
         parts.append(f'<line class="grid" x1="{x0}" x2="{x0 + PANEL_W}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(words(x0 - 6, y + 4, _short(shown), "soft small", "end"))
+        parts.append(words(x0 - 6, y + 4, _short_number(shown), "soft small", "end"))
     base = TOP + PANEL_H
     return [*parts, f'<line class="line" x1="{x0}" x2="{x0 + PANEL_W}" y1="{base}" y2="{base}"/>']
 
 
 def ticks_below(across: Axis, ticks: Sequence[float], write: Callable[[float], str]) -> list[str]:
     """Numbers under the base line."""
-    shown = [_short(write(tick)) for tick in ticks]
+    shown = [_short_number(write(tick)) for tick in ticks]
     pairs = zip(ticks, shown, strict=True)
     return [words(across.at(tick), TOP + PANEL_H + 18, label, "soft small", "middle") for tick, label in pairs]
 
@@ -123,7 +123,7 @@ def labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str
     return parts
 
 
-def _short(number: str) -> str:
+def _short_number(number: str) -> str:
     """10.0 as 10, and 0.01 as it is."""
     return re.sub(r"\.0+(?!\d)", "", number)
 
@@ -156,25 +156,25 @@ def decisions_svg(one: Decisions) -> str:
     )
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',
-        f'<title id="t">{escape(title)}</title><desc id="d">{escape(_described(one, summary))}</desc>',
+        f'<title id="t">{escape(title)}</title><desc id="d">{escape(_spoken_summary(one, summary))}</desc>',
         f'<style>{STYLE}</style><rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         words(LEFT - 40, 34, title, "ink title"),
         words(LEFT - 40, 57, summary, "soft"),
-        *_hosts(one),
+        *_hosts_panel(one),
         *_load(one),
-        *_lost(one),
+        *_lost_panel(one),
         words(LEFT - 40, HEIGHT - 16, SOURCES, "soft small"),
         "</svg>",
     ]
     return "\n".join(body) + "\n"
 
 
-def _described(one: Decisions, summary: str) -> str:
+def _spoken_summary(one: Decisions, summary: str) -> str:
     """For a reader who hears the picture."""
     return ". ".join([summary, *decision_findings(one)]) + "."
 
 
-def _hosts(one: Decisions) -> list[str]:
+def _hosts_panel(one: Decisions) -> list[str]:
     """Panel 1: bars of the hosts that two and three tiers join, by planes; pale where they are too few."""
     x0 = LEFT
     most = max(one.gpus, *(row.most_hosts[1] for row in one.planes))
@@ -184,7 +184,7 @@ def _hosts(one: Decisions) -> list[str]:
     slot = PANEL_W / len(one.planes)
     head = Heading(name="1. Planes and radix", finding=decision_findings(one)[0], scale="hosts at full bisection")
     parts = frame(x0, head, axis, axis.decades(), count=True)
-    bars = [_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
+    bars = [_two_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
     height = axis.at(one.gpus)
     parts += [mark for marks, _ in bars for mark in marks]
     parts.append(f'<line class="want" x1="{x0}" x2="{x0 + PANEL_W}" y1="{height:.1f}" y2="{height:.1f}"/>')
@@ -198,7 +198,7 @@ def _hosts(one: Decisions) -> list[str]:
     return [*parts, *key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
 
 
-def _bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> tuple[list[str], list[str]]:
+def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> tuple[list[str], list[str]]:
     """Two bars and their numbers."""
     marks, numbers = [], []
     width = min(0.36 * slot, 40.0)
@@ -244,7 +244,7 @@ def _load(one: Decisions) -> list[str]:
     return [*parts, *key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
 
 
-def _lost(one: Decisions) -> list[str]:
+def _lost_panel(one: Decisions) -> list[str]:
     """Panel 3: GPU-hours lost per day against the time to recover."""
     x0, fabric = LEFT + 2 * GAP, one.fabric
     restart_s = one.budget.restart[0].seconds_per_event
@@ -265,13 +265,13 @@ def _lost(one: Decisions) -> list[str]:
     parts.append(curve("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
     parts.append(curve("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))
     parts.append(words(last - 4, TOP + 16, "routing converges", "soft small", "end"))
-    parts += _chosen(one, across, up)
+    parts += _chosen_point(one, across, up)
     parts.append(scale_below(x0, "time from failure to bypass"))
     note = f"a step is late in {one.late[1].step:.0%} of cases if 1 transfer in 10⁶ is"
     return [*parts, *key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
 
 
-def _chosen(one: Decisions, across: Axis, up: Axis) -> list[str]:
+def _chosen_point(one: Decisions, across: Axis, up: Axis) -> list[str]:
     """The point of the chosen recovery time."""
     hours = recovery_row(one.fabric, one.recovery_s, one.budget.restart[0].seconds_per_event).lost_gpu_hours_per_day
     x, y = across.at(one.recovery_s or across.low), up.at(max(hours, up.low))

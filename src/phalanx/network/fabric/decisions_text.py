@@ -21,17 +21,19 @@ from phalanx.units import format_seconds
 def show_decisions(one: Decisions, *, width: int | None = None) -> str:
     """What they come to, then the three decisions, one after the other."""
     said = "\n".join(f"{number}. {words}" for number, words in enumerate(decision_findings(one), 1))
-    return folded("\n\n".join([said, _planes(one, width), _loads(one, width), _latency(one, width)]), width)
+    return folded(
+        "\n\n".join([said, _planes_text(one, width), _loads_text(one, width), _latency_text(one, width)]), width
+    )
 
 
-def _planes(one: Decisions, width: int | None) -> str:
+def _planes_text(one: Decisions, width: int | None) -> str:
     head = (
         "planes", "switch", "up", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
         "optics per host", "near", "NIC link", "T0-T1",
     )  # fmt: skip
-    rows = [_plane(row, f"  {row.planes}") for row in one.planes]
+    rows = [_plane_row(row, f"  {row.planes}") for row in one.planes]
     if one.own not in one.planes:
-        rows.append(_plane(one.own, "  this"))
+        rows.append(_plane_row(one.own, "  this"))
     ratios = {"full, per host": formula(one), "as counted": counted(one)}
     return "\n".join(
         [
@@ -43,7 +45,7 @@ def _planes(one: Decisions, width: int | None) -> str:
     )
 
 
-def _plane(row: PlaneRow, name: str) -> tuple[str, ...]:
+def _plane_row(row: PlaneRow, name: str) -> tuple[str, ...]:
     known = bool(row.tiers)
     return (
         name,
@@ -62,7 +64,7 @@ def _plane(row: PlaneRow, name: str) -> tuple[str, ...]:
     )
 
 
-def _loads(one: Decisions, width: int | None) -> str:
+def _loads_text(one: Decisions, width: int | None) -> str:
     head = (
         "each unit takes a random uplink",
         "units per link",
@@ -89,7 +91,7 @@ def _loads(one: Decisions, width: int | None) -> str:
     )
 
 
-def _latency(one: Decisions, width: int | None) -> str:
+def _latency_text(one: Decisions, width: int | None) -> str:
     late = ", ".join(f"1 in {1 / row.transfer:,.0f}: {percent(row.step)}" for row in one.late)
     head = ("recovery after", "s per failure", "cluster lost", "GPU-hours a day", "to flaps, at most")
     rows = [
@@ -102,7 +104,7 @@ def _latency(one: Decisions, width: int | None) -> str:
         )
         for row in one.recoveries
     ]
-    remarks = [_remark(one, row) for row in one.recoveries]
+    remarks = [_row_remark(one, row) for row in one.recoveries]
     lines = [line + end for line, end in zip(table([head, *rows]).splitlines(), ["", *remarks], strict=True)]
     if width is not None and max(map(len, lines)) > width:
         noted = [(*row, remark.strip()) for row, remark in zip(rows, remarks, strict=True)]
@@ -113,13 +115,13 @@ def _latency(one: Decisions, width: int | None) -> str:
             f"{one.slowest_to_mean:.1f} times the mean of an exponential delay",
             f"  transfers late, and so steps: {late}",
             *lines,
-            *_slower(one.fabric),
+            *_infiniband_limits(one.fabric),
             show_budget(one.fabric, one.budget),
         ]
     )
 
 
-def _slower(fabric: Fabric) -> list[str]:
+def _infiniband_limits(fabric: Fabric) -> list[str]:
     """What the table's times cannot be on InfiniBand."""
     if sprays(fabric):
         return []
@@ -129,6 +131,6 @@ def _slower(fabric: Fabric) -> list[str]:
     ]
 
 
-def _remark(one: Decisions, row: RecoveryRow) -> str:
+def _row_remark(one: Decisions, row: RecoveryRow) -> str:
     chosen = "  chosen" if row.recovery_s == one.recovery_s else ""
     return chosen + ("  connections give up, the job restarts" if row.restarts else "")

@@ -68,16 +68,16 @@ def design_fabrics(wish: DesignRequest) -> tuple[Design, ...]:
     A configuration is shown with the fewest tiers that reach, unless the tiers are given: more tiers of the same boxes
     are more of everything. Raises UserError with the nearest workable choices where nothing fits.
     """
-    _check(wish)
-    found = [_count(fabric) for fabric in _fabrics(wish)]
+    _check_wish(wish)
+    found = [_count(fabric) for fabric in _fitting_fabrics(wish)]
     if not found:
-        raise _nothing(wish)
-    best = _pareto(found)
+        raise _nothing_reaches(wish)
+    best = _on_front(found)
     marked = [replace(one, pareto=flag) for one, flag in zip(found, best, strict=True)]
     return tuple(sorted(marked, key=_rank))
 
 
-def _check(wish: DesignRequest) -> None:
+def _check_wish(wish: DesignRequest) -> None:
     ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
     tiers = 2 if wish.tiers is None else wish.tiers
     planes = 1 if wish.planes is None else wish.planes
@@ -85,46 +85,48 @@ def _check(wish: DesignRequest) -> None:
     if wish.rails is not None and wish.rails < 1:
         shape = replace(shape, rails=wish.rails)
     check_fabric(wish.gpus, wish.nic_gbps, shape, where=WHERE)
-    if not _configurations(wish):
+    if not _port_configurations(wish):
         raise _no_speed(wish)
 
 
-def _boxes(wish: DesignRequest) -> tuple[Switch, ...]:
+def _allowed_switches(wish: DesignRequest) -> tuple[Switch, ...]:
     if wish.switch is not None:
         return find_switches(wish.switch, where=WHERE, among=wish.catalogue)
     return wish.catalogue or switches()
 
 
-def _configurations(wish: DesignRequest) -> list[tuple[Switch, int]]:
+def _port_configurations(wish: DesignRequest) -> list[tuple[Switch, int]]:
     """Switches whose ports split the NIC into whole planes, with the planes."""
-    boxes = _boxes(wish)
+    boxes = _allowed_switches(wish)
     split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
     whole = [(one, int(planes)) for one, planes in split if 1 <= planes <= MOST_PLANES and planes == int(planes)]
     return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
 
 
-def _fabrics(wish: DesignRequest) -> Iterator[Fabric]:
+def _fitting_fabrics(wish: DesignRequest) -> Iterator[Fabric]:
     """What fits, but for planes that are too many hosts for one subnet of InfiniBand."""
-    return (one for one in _clos(wish) if not needs_routers(one))
+    return (one for one in _clos_fabrics(wish) if not needs_routers(one))
 
 
-def _clos(wish: DesignRequest) -> Iterator[Fabric]:
+def _clos_fabrics(wish: DesignRequest) -> Iterator[Fabric]:
     ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
-    for switch, planes in _configurations(wish):
+    for switch, planes in _port_configurations(wish):
         for ratio in ratios:
-            for rails in _rails(wish):
-                fabric = _smallest(wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails))
+            for rails in _rail_choices(wish):
+                fabric = _smallest_fabric(
+                    wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails)
+                )
                 if fabric is not None:
                     yield fabric
 
 
-def _rails(wish: DesignRequest) -> tuple[int, ...]:
+def _rail_choices(wish: DesignRequest) -> tuple[int, ...]:
     if wish.rails is not None:
         return (wish.rails,)
     return tuple(one for one in RAILS if wish.gpus % one == 0)
 
 
-def _smallest(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
+def _smallest_fabric(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
     """With the fewest tiers that reach; None where none do, or where one switch per plane makes the shape pointless."""
     tiers = range(1, MOST_TIERS + 1) if wish.tiers is None else (wish.tiers,)
     for count in tiers:
@@ -160,27 +162,27 @@ def nominal_ratio(fabric: Fabric) -> float:
     return round(2 * fabric.oversubscription) / 2
 
 
-def _goals(one: Design) -> tuple[float, ...]:
+def _design_goals(one: Design) -> tuple[float, ...]:
     watts = one.bill.watts if one.bill.watts is not None else float("inf")
     return one.usd_middle, one.fabric.hops, watts, nominal_ratio(one.fabric), one.loss.nic_link
 
 
-def _pareto(found: Sequence[Design]) -> list[bool]:
-    goals = [_goals(one) for one in found]
+def _on_front(found: Sequence[Design]) -> list[bool]:
+    goals = [_design_goals(one) for one in found]
     kinds = sorted(set(goals))
-    best = {mine for mine in kinds if not any(_beats(other, mine) for other in kinds)}
+    best = {mine for mine in kinds if not any(_beats_other(other, mine) for other in kinds)}
     return [one in best for one in goals]
 
 
-def _beats(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
+def _beats_other(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
     return other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True))
 
 
 def _no_speed(wish: DesignRequest) -> UserError:
-    boxes = _boxes(wish)
+    boxes = _allowed_switches(wish)
     name = "the catalogue" if wish.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
     speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
-    planes = sorted({count for _, count in _configurations(replace(wish, planes=None))})
+    planes = sorted({count for _, count in _port_configurations(replace(wish, planes=None))})
     if wish.planes is not None and planes:
         what = (
             f"{wish.planes} planes make ports of {wish.nic_gbps / wish.planes:g} Gb/s of a {wish.nic_gbps:g} Gb/s NIC"
@@ -193,17 +195,17 @@ def _no_speed(wish: DesignRequest) -> UserError:
     return mistake(WHERE, what, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
 
 
-def _nothing(wish: DesignRequest) -> UserError:
+def _nothing_reaches(wish: DesignRequest) -> UserError:
     """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
-    near = " or ".join(_nearest(wish))
-    crowded = min(_clos(wish), key=addresses, default=None)
+    near = " or ".join(_nearest_wishes(wish))
+    crowded = min(_clos_fabrics(wish), key=addresses, default=None)
     if crowded is not None:
         return _too_many_addresses(crowded, near)
     ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
     tiers = MOST_TIERS if wish.tiers is None else wish.tiers
     reach = [
         (most_hosts(switch.radix, shape), -order, switch, shape)
-        for order, (switch, planes) in enumerate(_configurations(wish))
+        for order, (switch, planes) in enumerate(_port_configurations(wish))
         for shape in [ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
     ]
     _, _, switch, shape = max(reach, key=lambda one: one[:2])
@@ -220,7 +222,7 @@ def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
     )
 
 
-def _nearest(wish: DesignRequest) -> Iterator[str]:
+def _nearest_wishes(wish: DesignRequest) -> Iterator[str]:
     """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
     relaxed = {
         "tiers": replace(wish, tiers=None),
@@ -229,7 +231,7 @@ def _nearest(wish: DesignRequest) -> Iterator[str]:
         "oversubscription": replace(wish, oversubscription=None),
     }
     for name, other in relaxed.items():
-        found = sorted(map(_count, _fabrics(other)), key=_rank) if other != wish else []
+        found = sorted(map(_count, _fitting_fabrics(other)), key=_rank) if other != wish else []
         if not found:
             continue
         fabric = found[0].fabric
@@ -260,14 +262,14 @@ def fabric_toml(fabric: Fabric) -> str:
         **({"watts": switch.watts} if switch.watts and not shipped else {}),
         **({"usd": list(switch.usd)} if switch.usd and not shipped else {}),
         **({"kind": switch.kind} if switch.kind != KINDS[0] and not shipped else {}),
-        "oversubscription": _ratio(fabric),
+        "oversubscription": _asked_ratio(fabric),
         "rails": fabric.rails,
     }
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     return "\n".join([f"# {fabric.switches:,} switches: {fabric.name}", *lines]) + "\n"
 
 
-def _ratio(fabric: Fabric) -> float:
+def _asked_ratio(fabric: Fabric) -> float:
     """As it was asked for, where that splits a T0's ports in the same way."""
     asked = nominal_ratio(fabric)
     same = split_t0(fabric.switch.radix, fabric.tiers, asked) == (fabric.t0_down, fabric.t0_up)
@@ -277,14 +279,14 @@ def _ratio(fabric: Fabric) -> float:
 def designs_csv(found: Sequence[Design]) -> str:
     """One line per design, units in the names, in the order of the table."""
     out = io.StringIO()
-    rows = [_row(one) for one in found]
+    rows = [_design_row(one) for one in found]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
 
 
-def _row(one: Design) -> dict[str, object]:
+def _design_row(one: Design) -> dict[str, object]:
     fabric, parts, lost = one.fabric, one.bill, one.loss
     low, high = parts.usd or ("", "")
     return {

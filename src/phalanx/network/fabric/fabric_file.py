@@ -126,7 +126,7 @@ class _Reading:
         if usd is None:
             return None
         pair = usd if isinstance(usd, list) and len(usd) == 2 else (math.nan, math.nan)
-        low, high = (_float(one) for one in pair)
+        low, high = (_file_number(one) for one in pair)
         if not 0 < low <= high <= MOST_USD:
             self.wrong("usd", f"usd is not a low and a high price up to {MOST_USD:,.0f}", "write usd = [50000, 90000]")
         return low, high
@@ -137,7 +137,7 @@ class _Reading:
         if given is None:
             self.wrong("", f"{key} is missing", f"write {key} = …, as in docs/fabric.md")
             return 1.0
-        value = _float(given)
+        value = _file_number(given)
         if key not in self.file.table or (0 < value <= min(most, 1e300) and (not whole or value == int(value))):
             return value
         kind = "a whole number above 0" if whole else "a number above 0"
@@ -146,7 +146,7 @@ class _Reading:
         return 1.0
 
 
-def _float(value: object) -> float:
+def _file_number(value: object) -> float:
     """A number of the file, NaN where it is none; float() of hundreds of digits would overflow."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -181,15 +181,15 @@ def parse_fabric(text: str) -> Fabric:
     text = text.strip()
     named = named_fabrics().get(text.lower())
     if named is not None:
-        return _short(named[0], name=text.lower())
+        return _parse_short_form(named[0], name=text.lower())
     if text.lower().endswith(".toml"):
         return _from_file(Path(text))
     if text.lower().startswith("clos"):
-        return _short(text)
-    raise _unknown(text)
+        return _parse_short_form(text)
+    raise _unknown_fabric(text)
 
 
-def _short(text: str, *, name: str = "") -> Fabric:
+def _parse_short_form(text: str, *, name: str = "") -> Fabric:
     match = _SHORT.match(text)
     if match is None or any(len(part) > _DIGITS for part in re.findall(r"\d+", text)):
         raise mistake(
@@ -218,7 +218,7 @@ def _short(text: str, *, name: str = "") -> Fabric:
     if not box:
         raise mistake(where, "it names no switch", fix=f"end with its ports, as {EXAMPLE}")
     shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=rails, wide=wide)
-    return _build(hosts, nic_gbps, shape, box, name=name, where=where)
+    return _build_fabric(hosts, nic_gbps, shape, box, name=name, where=where)
 
 
 def _not_to_1(part: str, where: str) -> UserError:
@@ -229,12 +229,12 @@ def _not_to_1(part: str, where: str) -> UserError:
     return mistake(where, f'"{part[:40]}" is not a ratio to 1', why=why, fix=f"write {near or 2:g}:1")
 
 
-def _build(hosts: int, nic_gbps: float, shape: ClosShape, box: str, *, name: str, where: str) -> Fabric:
+def _build_fabric(hosts: int, nic_gbps: float, shape: ClosShape, box: str, *, name: str, where: str) -> Fabric:
     check_fabric(hosts, nic_gbps, shape, where=where)
-    return size_fabric(hosts, nic_gbps, _switch(box, nic_gbps, shape, where), shape, name=name, where=where)
+    return size_fabric(hosts, nic_gbps, _switch_of(box, nic_gbps, shape, where), shape, name=name, where=where)
 
 
-def _switch(box: str, nic_gbps: float, shape: ClosShape, where: str) -> Switch:
+def _switch_of(box: str, nic_gbps: float, shape: ClosShape, where: str) -> Switch:
     port_gbps = nic_gbps / shape.planes
     if box.isdecimal():
         _check_split(nic_gbps, shape.planes, where)
@@ -275,7 +275,7 @@ def _check_split(nic_gbps: float, planes: int, where: str) -> None:
 
 def _from_file(path: Path) -> Fabric:
     asked = read_fabric_file(path)
-    built = _build(asked.hosts, asked.nic_gbps, asked.shape, asked.switch, name=asked.name, where=str(path))
+    built = _build_fabric(asked.hosts, asked.nic_gbps, asked.shape, asked.switch, name=asked.name, where=str(path))
     return replace(built, switch=_own_switch(asked, built.switch)) if asked.switch.isdecimal() else built
 
 
@@ -285,7 +285,7 @@ def _own_switch(asked: FabricFile, ports: Switch) -> Switch:
     return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd, kind=asked.kind)
 
 
-def _unknown(text: str) -> UserError:
+def _unknown_fabric(text: str) -> UserError:
     near = nearest(text, named_fabrics())
     names = ", ".join(named_fabrics())
     fix = f"did you mean {near}?" if near else f"use {EXAMPLE}, a .toml file, or one of {names}"

@@ -41,10 +41,10 @@ def table(rows: Rows, *, left: int = 1, width: int | None = None) -> str:
     b    2
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n\n".join(_lines(rows, columns, widths, left) for columns in _blocks(widths, width))
+    return "\n\n".join(_table_lines(rows, columns, widths, left) for columns in _column_blocks(widths, width))
 
 
-def _lines(rows: Rows, columns: Sequence[int], widths: Sequence[int], left: int) -> str:
+def _table_lines(rows: Rows, columns: Sequence[int], widths: Sequence[int], left: int) -> str:
     lines = (
         "  ".join(
             row[column].ljust(widths[column]) if column < left else row[column].rjust(widths[column])
@@ -55,7 +55,7 @@ def _lines(rows: Rows, columns: Sequence[int], widths: Sequence[int], left: int)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _blocks(widths: Sequence[int], width: int | None) -> Iterator[list[int]]:
+def _column_blocks(widths: Sequence[int], width: int | None) -> Iterator[list[int]]:
     """The first column and as many others as fit, at least one, until all were."""
     block, used = [0], widths[0]
     for column in range(1, len(widths)):
@@ -77,10 +77,10 @@ def folded(text: str, width: int | None) -> str:
     """Lines that are still too long, broken: under the second column where there is one, else a little further in."""
     if width is None:
         return text
-    return "\n".join(line for whole in text.split("\n") for line in _fold(whole, max(LEAST, width)))
+    return "\n".join(line for whole in text.split("\n") for line in _fold_line(whole, max(LEAST, width)))
 
 
-def _fold(line: str, width: int) -> list[str]:
+def _fold_line(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     begun = re.match(r" *(?:\S+(?: \S+)*  +)?", line)
@@ -97,17 +97,17 @@ def _fold(line: str, width: int) -> list[str]:
 
 def decision_findings(one: Decisions) -> tuple[str, str, str]:
     """In the order of the decisions."""
-    return _scale(one), _balance(one), _recovery(one)
+    return _scale_text(one), _balance_text(one), _recovery_text(one)
 
 
 def against(one: Decisions) -> str:
     """What the formula's ratios are measured against: the same box with its widest ports, in three tiers."""
-    return f"{_planes(one.planes[0])} in 3 tiers"
+    return f"{_planes_text(one.planes[0])} in 3 tiers"
 
 
 def formula(one: Decisions) -> str:
     """Switches and optics per host of full fabrics, as arXiv:2605.04333 section 2 counts them."""
-    mine = f"{_planes(one.own)} in {plural(one.own.tiers, 'tier')}"
+    mine = f"{_planes_text(one.own)} in {plural(one.own.tiers, 'tier')}"
     if mine == against(one):
         return ""
     have = "has" if one.own.planes == 1 else "have"
@@ -122,31 +122,31 @@ def counted(one: Decisions) -> str:
     if one.own == flat or one.counted_switch_ratio is None:
         return ""
     return (
-        f"{one.own.switches:,} switches are {one.counted_switch_ratio:.3g} of the {flat.switches:,} of {_planes(flat)} "
+        f"{one.own.switches:,} switches are {one.counted_switch_ratio:.3g} of the {flat.switches:,} of "
+        f"{_planes_text(flat)} "
         f"in {plural(flat.tiers, 'tier')} at full bisection, and the optics {one.counted_optics_ratio:.3g}"
     )
 
 
-def _scale(one: Decisions) -> str:
+def _scale_text(one: Decisions) -> str:
     flat, own = one.planes[0], one.own
     most = own.most_hosts[own.tiers - 2]
     reach = "reaches" if own.planes == 1 else "reach"
     ratio = "" if own.oversubscription == 1 else f" at {own.oversubscription:.3g}:1"
-    said = (
-        f"{_planes(own)} of {own.radix} ports {reach} {most:,} hosts in {plural(own.tiers, 'tier')}{ratio}".capitalize()
-    )
+    depth = plural(own.tiers, "tier")
+    said = f"{_planes_text(own)} of {own.radix} ports {reach} {most:,} hosts in {depth}{ratio}".capitalize()
     if flat.planes == own.planes:
         return said
     full = " at full bisection" if ratio else ""
     if not flat.tiers:
-        return f"{said}; {_planes(flat)} of {flat.radix} cannot reach {one.gpus:,}{full}"
+        return f"{said}; {_planes_text(flat)} of {flat.radix} cannot reach {one.gpus:,}{full}"
     if flat.tiers == own.tiers:
-        return f"{said}, {_planes(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}{full}"
+        return f"{said}, {_planes_text(flat)} of {flat.radix} only {flat.most_hosts[flat.tiers - 2]:,}{full}"
     needs = "needs" if flat.planes == 1 else "need"
-    return f"{said}; {_planes(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}{full}"
+    return f"{said}; {_planes_text(flat)} of {flat.radix} {needs} {flat.tiers} for {one.gpus:,}{full}"
 
 
-def _balance(one: Decisions) -> str:
+def _balance_text(one: Decisions) -> str:
     flow, _, paths, packets = one.loads
     return (
         f"A flow per port puts {flow.worst_of_fabric:.1f} times the mean on the worst link, {one.paths} random paths "
@@ -154,7 +154,7 @@ def _balance(one: Decisions) -> str:
     )
 
 
-def _recovery(one: Decisions) -> str:
+def _recovery_text(one: Decisions) -> str:
     chosen = next(row for row in one.recoveries if row.recovery_s == one.recovery_s)
     restart = one.recoveries[-1]  # the same failures, none of them bypassed in time
     if chosen.restarts:
@@ -170,7 +170,7 @@ def show_hours(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else "under 0.1"
 
 
-def _planes(row: PlaneRow) -> str:
+def _planes_text(row: PlaneRow) -> str:
     return "one plane" if row.planes == 1 else plural(row.planes, "plane")
 
 
@@ -192,7 +192,7 @@ def show_designs(found: Sequence[Design], *, top: int, width: int | None = None)
     )
     parts = [folded(said, width)]
     for ratio, group in groupby(found, key=lambda one: nominal_ratio(one.fabric)):
-        lines = _merged(list(group))
+        lines = _merged_rows(list(group))
         name = "full bisection" if ratio == 1 else f"{ratio:g}:1 oversubscribed at T0"
         more = f", {len(lines) - top} more with --top {len(lines)}" if len(lines) > top else ""
         parts.append(f"\n{name}{more}\n" + table([_HEAD, *lines[:top]], width=width))
@@ -210,16 +210,16 @@ LEGEND = (
 )
 
 
-def _merged(group: Sequence[Design]) -> list[tuple[str, ...]]:
+def _merged_rows(group: Sequence[Design]) -> list[tuple[str, ...]]:
     """One line for designs that differ only in their rails."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for one in group:
-        cells = _cells(one)
+        cells = _design_cells(one)
         lines.setdefault(cells, []).append("none" if one.fabric.rails == 1 else str(one.fabric.rails))
     return [(*cells[:3], "/".join(rails), *cells[3:]) for cells, rails in lines.items()]
 
 
-def _cells(one: Design) -> tuple[str, ...]:
+def _design_cells(one: Design) -> tuple[str, ...]:
     fabric, parts, lost = one.fabric, one.bill, one.loss
     return (
         f"{'* ' if one.pareto else '  '} {fabric.switch.name}",
@@ -250,17 +250,17 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
     rows = [
         ("hosts", f"{fabric.hosts:,} NICs of {fabric.nic_gbps:g} Gb/s"),
         ("planes", f"{fabric.planes} of {fabric.port_gbps:g} Gb/s, each {deep} of {fabric.switch.name}"),
-        *_subnets(fabric),
+        *_subnet_rows(fabric),
         ("switches", f"{fabric.switches:,}: {' + '.join(boxes)}"),
-        ("T0 ports", _ports(fabric)),
+        ("T0 ports", _ports_text(fabric)),
         ("links", ", ".join(f"{n:,} {tiers[i]}" for i, n in enumerate(parts.links))),
         (
             "optics",
             f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {plural(parts.cables, 'cable')}",
         ),
-        ("paths", _paths(fabric)),
+        ("paths", _paths_text(fabric)),
         ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{_by_rail(fabric)}"),
-        *_failures(fabric, lost),
+        *_failure_rows(fabric, lost),
         ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
         ("cost", money(parts.usd)),
         ("spare ports", f"{parts.spare_ports:,}"),
@@ -269,7 +269,7 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
     return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
 
 
-def _subnets(fabric: Fabric) -> list[tuple[str, str]]:
+def _subnet_rows(fabric: Fabric) -> list[tuple[str, str]]:
     if sprays(fabric):
         return []
     taken = f"{addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
@@ -277,19 +277,19 @@ def _subnets(fabric: Fabric) -> list[tuple[str, str]]:
     return [("InfiniBand", f"{taken}{more}")]
 
 
-def _ports(fabric: Fabric) -> str:
+def _ports_text(fabric: Fabric) -> str:
     if fabric.tiers == 1:
         return f"{fabric.t0_down} down, none up"
-    return f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {_rails(fabric)}"
+    return f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {_rails_text(fabric)}"
 
 
-def _paths(fabric: Fabric) -> str:
+def _paths_text(fabric: Fabric) -> str:
     if fabric.tiers == 1:
         return "one switch between any two hosts" + (", in each plane" if fabric.planes > 1 else "")
     return f"{fabric.paths:,} between hosts of different T0s, {plural(fabric.hops, 'switch')} at most"
 
 
-def _failures(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
+def _failure_rows(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
     nic, t0 = (
         f"NIC link {percent(lost.nic_link)} of the NIC",
         f"T0 {percent(lost.t0)} of {plural(lost.t0_hosts, 'host')}",
@@ -299,7 +299,7 @@ def _failures(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
     return [
         ("one failure takes", f"{nic}, T0-T1 link {percent(lost.t0_t1_link)} of"),
         ("", f"its T0's uplinks in a plane, {t0},"),
-        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2(lost)}"),
+        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2_text(lost)}"),
     ]
 
 
@@ -316,9 +316,10 @@ def show_budget(fabric: Fabric, one: FailureBudget) -> str:
         [
             table([head, *rows]),
             f"  lost at these rates ({one.failures_per_day:.3g} a day), of the cluster:",
-            f"    conventional: {_lost(usual)} (routes are new after {format_seconds(CONVERGE_S)}; a lost NIC link "
+            f"    conventional: {_lost_text(usual)} (routes are new after {format_seconds(CONVERGE_S)}; a lost "
+            f"NIC link "
             "or T0 restarts the job)",
-            *(f"    {line}" for line in _edge(fabric, one)),
+            *(f"    {line}" for line in _edge_lines(fabric, one)),
             f"  beside it, network interruptions at Llama 3's rate per GPU, whatever the fabric: "
             f"{one.interruptions_per_day:.3g} a day",
             f"    (95 %: {low:.2g} to {high:.2g}; most days {one.day_spread[0]} to {one.day_spread[1]}); "
@@ -328,15 +329,15 @@ def show_budget(fabric: Fabric, one: FailureBudget) -> str:
     )
 
 
-def _edge(fabric: Fabric, one: FailureBudget) -> list[str]:
+def _edge_lines(fabric: Fabric, one: FailureBudget) -> list[str]:
     """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
     if not sprays(fabric):
         return [
-            f"InfiniBand: {_lost(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, "
+            f"InfiniBand: {_lost_text(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, "
             "SHIELD;",
             "  a lost NIC link or T0 restarts the job; recovery at the edge, MRC, is Ethernet's)",
         ]
-    said = f"with recovery at the edge: {_lost(one.edge)}"
+    said = f"with recovery at the edge: {_lost_text(one.edge)}"
     if not ports_move(fabric):
         return [f"{said} (a NIC of one plane is cut off by its link, and the job restarts)"]
     if one.edge == one.edge_whole:
@@ -350,7 +351,7 @@ def _edge(fabric: Fabric, one: FailureBudget) -> list[str]:
     ]
 
 
-def _lost(cost: FailureCost) -> str:
+def _lost_text(cost: FailureCost) -> str:
     return f"{percent(cost.lost_share)}, {show_hours(cost.lost_gpu_hours_per_day)} GPU-hours a day"
 
 
@@ -372,7 +373,7 @@ def money(usd: tuple[float, float] | None) -> str:
     return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
 
 
-def _t2(lost: Loss) -> str:
+def _t2_text(lost: Loss) -> str:
     return "" if lost.t2 is None else f", T2 {percent(lost.t2)} of what a pod sends beyond it"
 
 
@@ -382,7 +383,7 @@ def _by_rail(fabric: Fabric) -> str:
     return "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
 
 
-def _rails(fabric: Fabric) -> str:
+def _rails_text(fabric: Fabric) -> str:
     return "no rails" if fabric.rails == 1 else f"{fabric.rails} rails"
 
 

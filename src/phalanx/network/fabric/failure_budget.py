@@ -200,7 +200,7 @@ def bypass_cost(fabric: Fabric, answer: FailureAnswer) -> FailureCost:
         part.failures_per_day * part_s(fabric, part.part, answer) * (lanes if "cables" in part.part else 1)
         for part in parts
     )
-    return _cost(fabric, lost_s, sum(part.failures_per_day for part in parts))
+    return _failure_cost(fabric, lost_s, sum(part.failures_per_day for part in parts))
 
 
 def part_s(fabric: Fabric, part: str, answer: FailureAnswer) -> float:
@@ -242,10 +242,10 @@ def interruptions_per_day(fabric: Fabric) -> float:
 
 def cost_of(fabric: Fabric, seconds: float) -> FailureCost:
     """What interruptions at Llama 3's rate cost in a day when each takes so many seconds of the whole job."""
-    return _cost(fabric, interruptions_per_day(fabric) * seconds, interruptions_per_day(fabric))
+    return _failure_cost(fabric, interruptions_per_day(fabric) * seconds, interruptions_per_day(fabric))
 
 
-def _cost(fabric: Fabric, lost_s: float, events: float) -> FailureCost:
+def _failure_cost(fabric: Fabric, lost_s: float, events: float) -> FailureCost:
     """So many seconds of a day, lost to so many events."""
     share = min(1.0, lost_s / DAY_S)
     hours = share * fabric.hosts * DAY_S / HOUR_S

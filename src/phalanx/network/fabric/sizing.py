@@ -83,7 +83,7 @@ def size_fabric(
     t0 = shape.rails * math.ceil(hosts / (shape.rails * down))  # server i has NIC r on T0 r of its group
     counts = fill_plane(t0, up, switch.radix, tiers=shape.tiers, rails=shape.rails, wide=shape.wide)
     return Fabric(
-        name=name or _name(hosts, nic_gbps, switch, shape),
+        name=name or _fabric_name(hosts, nic_gbps, switch, shape),
         hosts=hosts,
         nic_gbps=nic_gbps,
         planes=shape.planes,
@@ -168,12 +168,12 @@ def too_many(hosts: int, switch: Switch, shape: ClosShape, *, where: str = WHERE
     return mistake(
         where,
         f"{hosts:,} GPUs do not fit: {plural(shape.tiers, 'tier')} of {switch.name} join at most {most:,}",
-        why=_reach(switch, shape, most),
-        fix=fix or _deeper(hosts, switch, shape) or "use a switch with more ports, or more planes",
+        why=_reach_text(switch, shape, most),
+        fix=fix or _deeper_text(hosts, switch, shape) or "use a switch with more ports, or more planes",
     )
 
 
-def _reach(switch: Switch, shape: ClosShape, most: int) -> str:
+def _reach_text(switch: Switch, shape: ClosShape, most: int) -> str:
     radix = switch.radix
     limit = ""
     if switch.lanes > radix:
@@ -186,7 +186,7 @@ def _reach(switch: Switch, shape: ClosShape, most: int) -> str:
     return f"{most // down:,} T0s with {down} ports down{limit}"
 
 
-def _deeper(hosts: int, switch: Switch, shape: ClosShape) -> str:
+def _deeper_text(hosts: int, switch: Switch, shape: ClosShape) -> str:
     for tiers in range(shape.tiers + 1, MOST_TIERS + 1):
         most = most_hosts(switch.radix, replace(shape, tiers=tiers))
         if most >= hosts:
@@ -194,7 +194,7 @@ def _deeper(hosts: int, switch: Switch, shape: ClosShape) -> str:
     return ""
 
 
-def _name(hosts: int, nic_gbps: float, switch: Switch, shape: ClosShape) -> str:
+def _fabric_name(hosts: int, nic_gbps: float, switch: Switch, shape: ClosShape) -> str:
     ratio = "" if shape.oversubscription == 1 else f"/{shape.oversubscription:g}:1"
     rails = "" if shape.rails == 1 else f"/{shape.rails}r"
     wide = "/wide" if shape.wide else ""
@@ -236,7 +236,7 @@ def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide
     """
     if tiers == 1:
         return SwitchCounts(switches=(1,), up=(0,), pods=1)
-    choices = (_count(joined, up, radix, wide=wide) for joined in _splits(t0, radix, tiers, rails))
+    choices = (_count(joined, up, radix, wide=wide) for joined in _nested_splits(t0, radix, tiers, rails))
     return min(choices, key=lambda one: (sum(one.switches), one.switches[0]))
 
 
@@ -245,23 +245,24 @@ def whole(number: int, rails: int) -> int:
     return number - number % rails
 
 
-def _splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tuple[int, ...]]:
+def _nested_splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tuple[int, ...]]:
     """Ways to nest the T0s: T0s per pod, pods per block of the next level, and what the top tier joins."""
     if tiers == 2:
         yield (t0,)
         return
-    for per_pod in _even(t0, whole(radix // 2, rails), rails):
+    for per_pod in _even_blocks(t0, whole(radix // 2, rails), rails):
         pods = math.ceil(t0 / per_pod)
         if tiers == 3:
             nested: list[tuple[int, ...]] = [(per_pod, pods)]
         else:
             nested = [
-                (per_pod, size_fabric, math.ceil(pods / size_fabric)) for size_fabric in _even(pods, radix // 2, 1)
+                (per_pod, size_fabric, math.ceil(pods / size_fabric))
+                for size_fabric in _even_blocks(pods, radix // 2, 1)
             ]
         yield from (one for one in nested if one[-1] <= radix)
 
 
-def _even(number: int, limit: int, step: int) -> list[int]:
+def _even_blocks(number: int, limit: int, step: int) -> list[int]:
     """Sizes of the fewest equal blocks: the smallest that does, rounded to ever more factors of two."""
     least = math.ceil(number / math.ceil(number / limit))
     factors = [step << power for power in range(limit.bit_length())]

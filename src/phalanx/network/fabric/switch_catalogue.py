@@ -26,13 +26,13 @@ def switches() -> tuple[Switch, ...]:
     >>> sorted(one.box for one in switches() if one.radix == 512 and one.port_gbps == 100)
     ['7060X6-64PE-B', 'Silicon One G200', 'Spectrum-5', 'Tomahawk 6']
     """
-    return tuple(switch_of(row) for row in _rows("switches.csv"))
+    return tuple(switch_of(row) for row in _csv_rows("switches.csv"))
 
 
 @functools.cache
 def named_fabrics() -> dict[str, tuple[str, str]]:
     """Name to short form and source."""
-    return {row["name"]: (row["spec"], row["source"]) for row in _rows("fabrics.csv")}
+    return {row["name"]: (row["spec"], row["source"]) for row in _csv_rows("fabrics.csv")}
 
 
 def find_switches(name: str, *, where: str, among: Sequence[Switch] = ()) -> tuple[Switch, ...]:
@@ -42,14 +42,14 @@ def find_switches(name: str, *, where: str, among: Sequence[Switch] = ()) -> tup
     (`512x100G`): every box that has them or, where none has, a switch without power and price.
     """
     known = tuple(among) or switches()
-    wanted = _squeeze(name)
-    found = tuple(one for one in known if wanted and wanted in _names(one))
+    wanted = _squeeze_name(name)
+    found = tuple(one for one in known if wanted and wanted in _switch_names(one))
     if found:
         return found
     ports = _PORTS.match(name.strip().lower())
     if ports and int(ports[1]) and float(ports[2]):
         return (unnamed(int(ports[1]), float(ports[2])),)
-    names = {_squeeze(one): one for switch in known for one in (switch.box, switch.name, *_products(switch))}
+    names = {_squeeze_name(one): one for switch in known for one in (switch.box, switch.name, *_product_names(switch))}
     near = names.get(nearest(wanted, names), "")
     boxes = ", ".join(dict.fromkeys(one.box for one in known))
     fix = f'did you mean "{near}"?' if near else f"the catalogue has {boxes}; bare ports are written as 512x100G"
@@ -82,20 +82,22 @@ def switch_of(row: Mapping[str, str]) -> Switch:
     )
 
 
-def _names(one: Switch) -> list[str]:
-    return [_squeeze(name) for name in (one.box, one.name, f"{one.radix}x{one.port_gbps:g}G", *_products(one))]
+def _switch_names(one: Switch) -> list[str]:
+    return [
+        _squeeze_name(name) for name in (one.box, one.name, f"{one.radix}x{one.port_gbps:g}G", *_product_names(one))
+    ]
 
 
-def _products(one: Switch) -> list[str]:
+def _product_names(one: Switch) -> list[str]:
     return [name.strip() for name in one.also.split(",") if name.strip()]
 
 
-def _rows(name: str) -> list[dict[str, str]]:
+def _csv_rows(name: str) -> list[dict[str, str]]:
     text = (importlib.resources.files("phalanx.network.fabric") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def _squeeze(name: str) -> str:
+def _squeeze_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
@@ -125,7 +127,7 @@ def read_catalogue(path: Path) -> tuple[Switch, ...]:
         raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix=f"begin it with {EXAMPLE}") from None
     if not 1 <= len(rows) <= MOST_ROWS:
         raise mistake(str(path), f"has {len(rows):,} switches", fix=f"write 1 to {MOST_ROWS:,}, one in a line")
-    found = [_read(f"{path}:{line}", row) for line, row in rows]
+    found = [_read_switch(f"{path}:{line}", row) for line, row in rows]
     problems = [one for one in found if isinstance(one, Problem)]
     if problems:
         raise UserError(problems)
@@ -144,16 +146,16 @@ def _check_columns(path: Path, names: list[str]) -> None:
         raise mistake(where, f"the column {missing[0]} is missing", fix=f"begin the file with {EXAMPLE}")
 
 
-def _read(where: str, row: Mapping[str, str]) -> Switch | Problem:
+def _read_switch(where: str, row: Mapping[str, str]) -> Switch | Problem:
     try:
         one = switch_of(row)
     except (ValueError, OverflowError) as error:
         return Problem(where=where, what=f"{error}"[:120], fix="write plain numbers, as 512 or 100")
-    wrong = _wrong(one)
+    wrong = _what_is_wrong(one)
     return Problem(where=where, what=wrong[0], fix=wrong[1]) if wrong else one
 
 
-def _wrong(one: Switch) -> tuple[str, str] | None:
+def _what_is_wrong(one: Switch) -> tuple[str, str] | None:
     """(what is wrong, what to do), or nothing."""
     if not one.box:
         return "the box has no name", "write its name first"

@@ -127,11 +127,11 @@ def choose_design(
     known = [one for one in found if one.bill.usd is not None and one.bill.watts is not None]
     if steps_s:
         known = [one for one in known if one.fabric in steps_s]
-    priced = [(one, _economics(one, prices, steps_s or {})) for one in known]
+    priced = [(one, _make_economics(one, prices, steps_s or {})) for one in known]
     full = priced if steps_s else [one for one in priced if nominal_ratio(one[0].fabric) == 1] or priced
     if not full:
         return None
-    roles = _roles(full, priced, steps_s)
+    roles = _role_choices(full, priced, steps_s)
     options: list[Option] = []
     for name, choice in roles:
         if choice is not None and all(choice[0] is not one.design for one in options):
@@ -149,29 +149,29 @@ def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
     return min(choices, key=total)[0].fabric
 
 
-def _roles(
+def _role_choices(
     full: Sequence[_Priced], priced: Sequence[_Priced], steps_s: Mapping[Fabric, float] | None
 ) -> list[tuple[str, _Priced | None]]:
-    pick = _least(full, _total)
+    pick = _least_of(full, _total)
     assert pick is not None
     box, kind = pick[0].fabric.switch.box, pick[0].fabric.switch.kind
 
     def of(ratio: float) -> _Priced | None:
-        return _least([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
+        return _least_of([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
 
     # The first role of a design is the one it is told by.
-    quickest = _least(full, lambda one: one[1].step_s or math.inf) if steps_s else None
+    quickest = _least_of(full, lambda one: one[1].step_s or math.inf) if steps_s else None
     return [
         ("pick", pick),
         ("quickest step", quickest),
         ("full bisection", of(1.0)),
         ("2:1", of(2.0)),
         ("4:1", of(4.0)),
-        (OTHER_KIND[kind], _least([one for one in full if one[0].fabric.switch.kind != kind], _total)),
-        ("best of another box", _least([one for one in full if one[0].fabric.switch.box != box], _total)),
-        ("one plane", _least([one for one in full if one[0].fabric.planes == 1], _total)),
-        ("least to buy", _least(full, lambda one: one[1].usd)),
-        ("least power", _least(full, lambda one: one[1].power_usd_per_year)),
+        (OTHER_KIND[kind], _least_of([one for one in full if one[0].fabric.switch.kind != kind], _total)),
+        ("best of another box", _least_of([one for one in full if one[0].fabric.switch.box != box], _total)),
+        ("one plane", _least_of([one for one in full if one[0].fabric.planes == 1], _total)),
+        ("least to buy", _least_of(full, lambda one: one[1].usd)),
+        ("least power", _least_of(full, lambda one: one[1].power_usd_per_year)),
     ]
 
 
@@ -179,11 +179,11 @@ def _total(one: _Priced) -> float:
     return one[1].total_usd
 
 
-def _least(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _Priced | None:
+def _least_of(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _Priced | None:
     return min(choices, key=key, default=None)  # the first of equals: designs() has them in order
 
 
-def _economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
+def _make_economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
     fabric = one.fabric
     answer = FailureAnswer(recovery_s=prices.recovery_s, waits=prices.waits)
     lost = bypass_cost(fabric, answer).lost_gpu_hours_per_day
@@ -232,12 +232,12 @@ def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
     )
     job = one.pick.economics.step_s is not None
     head = (*_HEAD, *(("step", "slower, a day") if job else ()), f"all, {prices.years:g} years")
-    rows = [_row(option, job=job) for option in one.options]
-    said = wrapped(" ".join(_sentences(one)), width)
+    rows = [_option_row(option, job=job) for option in one.options]
+    said = wrapped(" ".join(_verdict_sentences(one)), width)
     return "\n".join([*said, "", table([head, *rows], left=2, width=width), *wrapped(notes, width)])
 
 
-def _row(option: Option, *, job: bool) -> tuple[str, ...]:
+def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
     fabric, costs, parts = option.design.fabric, option.economics, option.design.bill
     step = (format_seconds(costs.step_s or 0.0), format_money(costs.slower_usd_per_day)) if job else ()
     return (
@@ -256,21 +256,22 @@ def _row(option: Option, *, job: bool) -> tuple[str, ...]:
     )
 
 
-def _sentences(one: DesignVerdict) -> list[str]:
+def _verdict_sentences(one: DesignVerdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
     said = [
-        f"Take {_what(fabric)}: {fabric.switches:,} switch{'es' if fabric.switches != 1 else ''}, {money(parts.usd)} "
+        f"Take {_fabric_words(fabric)}: {fabric.switches:,} switch{'es' if fabric.switches != 1 else ''}, "
+        f"{money(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
-        _lost(fabric, costs),
+        _lost_text(fabric, costs),
     ]
     if costs.step_s is not None:
-        said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{_slower(one)}.")
-    told = [_against(pick, option) for option in one.options[1:] if option.role in _TOLD]
-    return [*said, *told, _ends(one)]
+        said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{_slower_text(one)}.")
+    described = [_against_pick(pick, option) for option in one.options[1:] if option.role in _DESCRIBED]
+    return [*said, *described, _price_range_text(one)]
 
 
-def _lost(fabric: Fabric, costs: Economics) -> str:
+def _lost_text(fabric: Fabric, costs: Economics) -> str:
     """What failures cost with the quickest recovery these boxes have; MRC's edge is Ethernet's."""
     lost, usual = (show_hours(one) for one in (costs.lost_gpu_hours_per_day, costs.conventional_gpu_hours_per_day))
     dollars = format_money(costs.lost_usd_per_day)
@@ -288,62 +289,66 @@ def _lost(fabric: Fabric, costs: Economics) -> str:
     )
 
 
-def _ends(one: DesignVerdict) -> str:
+def _price_range_text(one: DesignVerdict) -> str:
     """Whether the choice stands at both ends of the price ranges."""
     pick = one.pick.design.fabric
     other = {"low": one.at_low, "high": one.at_high}
-    moved = [f"{_what(fabric)} at the {end} end" for end, fabric in other.items() if _kind(fabric) != _kind(pick)]
+    moved = [
+        f"{_fabric_words(fabric)} at the {end} end"
+        for end, fabric in other.items()
+        if _fabric_kind(fabric) != _fabric_kind(pick)
+    ]
     if moved:
         return f"Prices decide: it would be {' and '.join(moved)} of all price ranges."
     return "The choice is the same at the low and at the high end of all price ranges."
 
 
-def _kind(fabric: Fabric) -> tuple[object, ...]:
+def _fabric_kind(fabric: Fabric) -> tuple[object, ...]:
     return fabric.planes, fabric.tiers, fabric.switch.name, fabric.rails, round(fabric.oversubscription, 3)
 
 
-def _slower(one: DesignVerdict) -> str:
+def _slower_text(one: DesignVerdict) -> str:
     """Beside the quickest design that was simulated."""
     quickest = one.role("quickest step")
     mine, best = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
     return f", {percent(mine / best - 1)} more than on the quickest" if mine and best else ", the quickest of all"
 
 
-_TOLD = (*OTHER_KIND.values(), "best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
+_DESCRIBED = (*OTHER_KIND.values(), "best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
 
 
-def _against(pick: Option, other: Option) -> str:
+def _against_pick(pick: Option, other: Option) -> str:
     """One sentence: what another option saves or costs beside the pick."""
     more = other.economics.total_usd - pick.economics.total_usd
-    name = f"{_role(other)} ({_what(other.design.fabric, role=other.role)})"
+    name = f"{_role_text(other)} ({_fabric_words(other.design.fabric, role=other.role)})"
     if other.economics.step_s is None and other.role in ("2:1", "4:1"):
         saved = pick.economics.usd - other.economics.usd
         return f"{name} saves {format_money(saved)} if the job can bear it: --job JOB tells."
     if abs(more) < 0.005 * pick.economics.total_usd:
         return f"{name} comes to the same within 0.5%: let quotes decide."
-    return f"{name} comes to {format_money(abs(more))} {'more' if more > 0 else 'less'}{_why(pick, other)}."
+    return f"{name} comes to {format_money(abs(more))} {'more' if more > 0 else 'less'}{_why_cheaper(pick, other)}."
 
 
-def _why(pick: Option, other: Option) -> str:
+def _why_cheaper(pick: Option, other: Option) -> str:
     parts = {
         "price": other.economics.usd - pick.economics.usd,
         "GPU-hours lost to failures": other.economics.lost_usd_per_day - pick.economics.lost_usd_per_day,
         "slower steps": other.economics.slower_usd_per_day - pick.economics.slower_usd_per_day,
     }
-    told = [
+    described = [
         f"{name} {'+' if usd > 0 else '-'}{format_money(abs(usd))}{'' if name == 'price' else ' a day'}"
         for name, usd in parts.items()
         if abs(usd) >= 1.0
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(described)})" if described else ""
 
 
-def _role(option: Option) -> str:
+def _role_text(option: Option) -> str:
     names = {"one plane": "One plane", "best of another box": "Another box", "quickest step": "The quickest step"}
     return names.get(option.role, option.role[0].upper() + option.role[1:])
 
 
-def _what(fabric: Fabric, *, role: str = "") -> str:
+def _fabric_words(fabric: Fabric, *, role: str = "") -> str:
     """In words, without what the role says already."""
     planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
     tiers = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")

@@ -13,7 +13,7 @@ from phalanx.units import format_seconds
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
 
-MOST_SHOWN = 40  # settings, groups, formations
+MOST_SHOWN = 40  # settings, groups, memberships
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,8 @@ class GroupMade:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormationMade:
-    """The process groups of one formation."""
+class MembershipGroups:
+    """The process groups of one membership."""
 
     epoch: int
     seconds: float
@@ -50,11 +50,11 @@ class CompileCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Of a run: every formation's groups, and library and settings as the newest had them."""
+    """Of a run: every membership's groups, and library and settings as the newest had them."""
 
     backend: str
     mode: str
-    formations: tuple[FormationMade, ...]
+    formations: tuple[MembershipGroups, ...]
     version: str
     built_version: str
     libraries: tuple[str, ...]
@@ -68,21 +68,21 @@ class Communication:
 def communication(history: RunHistory) -> Communication | None:
     """What rank 0 wrote; None for a run of before."""
     made = [event for event in history.events("communicators") if isinstance(event.get("groups"), list)]
-    checks = tuple(_check(event) for event in history.events("compile_check"))
+    checks = tuple(_compile_check(event) for event in history.events("compile_check"))
     if not made and not checks:
         return None
-    told = next((event for event in reversed(made) if "variables" in event), {})
+    reported = next((event for event in reversed(made) if "variables" in event), {})
     return Communication(
         backend=text(made[-1], "backend") if made else "",
         mode=text(made[-1], "mode") if made else "",
-        formations=tuple(_formation(event) for event in made),
-        version=text(told, "version"),
-        built_version=text(told, "built_version"),
-        libraries=_texts(told.get("libraries")),
-        preloaded=_texts(told.get("preloaded")),
-        variables=_variables(told.get("variables")),
-        differences=_texts(told.get("differences")),
-        notes=_texts(told.get("notes")),
+        formations=tuple(_membership(event) for event in made),
+        version=text(reported, "version"),
+        built_version=text(reported, "built_version"),
+        libraries=_text_tuple(reported.get("libraries")),
+        preloaded=_text_tuple(reported.get("preloaded")),
+        variables=_variable_texts(reported.get("variables")),
+        differences=_text_tuple(reported.get("differences")),
+        notes=_text_tuple(reported.get("notes")),
         checks=checks,
     )
 
@@ -102,7 +102,7 @@ def communication_lines(found: Communication) -> list[str]:
         lines.append(f"epoch {one.epoch}: process groups in {format_seconds(one.seconds)}")
         lines += [f"  {_group_line(group)}" for group in one.groups[:MOST_SHOWN]]
     if len(found.formations) > 3:
-        lines.append(f"the last 3 of {len(found.formations):,} formations")
+        lines.append(f"the last 3 of {len(found.formations):,} memberships")
     lines += [f"{name} = {value}" for name, value in list(found.variables.items())[:MOST_SHOWN]]
     if not found.variables:
         lines.append("no NCCL_* or TORCH_NCCL_* variable is set")
@@ -131,9 +131,9 @@ def _group_line(group: GroupMade) -> str:
     return f"{group.group}: {groups}, {format_seconds(group.seconds)}"
 
 
-def _formation(event: Event) -> FormationMade:
+def _membership(event: Event) -> MembershipGroups:
     groups = [one for one in event["groups"] if isinstance(one, dict)]
-    return FormationMade(
+    return MembershipGroups(
         epoch=integer(event, "epoch") or 0,
         seconds=number(event, "seconds") or 0.0,
         groups=tuple(
@@ -148,7 +148,7 @@ def _formation(event: Event) -> FormationMade:
     )
 
 
-def _check(event: Event) -> CompileCheck:
+def _compile_check(event: Event) -> CompileCheck:
     passed = event.get("passed")
     return CompileCheck(
         step=integer(event, "step") or 0,
@@ -161,12 +161,12 @@ def _check(event: Event) -> CompileCheck:
     )
 
 
-def _texts(given: Any) -> tuple[str, ...]:
+def _text_tuple(given: Any) -> tuple[str, ...]:
     one_by_one: Sequence[Any] = given if isinstance(given, list) else ()
     return tuple(printable(one, most=500) for one in one_by_one if isinstance(one, str))
 
 
-def _variables(given: Any) -> dict[str, str]:
+def _variable_texts(given: Any) -> dict[str, str]:
     return (
         {printable(name, most=100): printable(value) for name, value in given.items()}
         if isinstance(given, dict)

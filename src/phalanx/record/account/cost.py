@@ -76,9 +76,9 @@ def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = 
     measured = used_energy(history)
     wall_s = projected_wall_s(run, plan, history, book)
     early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
-    spent = _shares(run, history, rates, book.wall_s)
+    spent = _spent_shares(run, history, rates, book.wall_s)
     device_s = sum(one.world * seconds for one, seconds in spent)
-    energy_j = None if early else _energy(measured, rates, spent)
+    energy_j = None if early else _run_energy(measured, rates, spent)
     so_far = rates.amount(spent, energy_j)
     left_s = wall_s - book.wall_s if wall_s is not None else 0.0
     ahead = 1.0 + rates.world * left_s / device_s if device_s else None
@@ -90,12 +90,12 @@ def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = 
     return Cost(
         so_far=so_far,
         projected=projected,
-        predicted=_predicted(plan, rates),
+        predicted=_predicted_amount(plan, rates),
         device_hours=device_s / HOUR_S,
         wall_s=book.wall_s,
         projected_wall_s=wall_s,
         energy_source="" if energy_j is None else measured.source if measured else "plan",
-        sources=_sources(plan, rates, measured) | ({"energy_j": EARLY} if early else {}),
+        sources=_amount_sources(plan, rates, measured) | ({"energy_j": EARLY} if early else {}),
     )
 
 
@@ -131,7 +131,7 @@ class _Rates:
 Spent = tuple[_Rates, float]  # what devices cost, and for how many seconds they were held
 
 
-def _shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
+def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
     """The run's seconds by launch: each had its own number of devices, and perhaps another price."""
     known = launches(run, history)
     total_s = sum(one.seconds for one in known)
@@ -151,7 +151,7 @@ def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
     return book.wall_s - book.accounts.init < 2 * interval_s and not is_run_over(run)
 
 
-def _energy(measured: Used | None, rates: _Rates, spent: Sequence[Spent]) -> float | None:
+def _run_energy(measured: Used | None, rates: _Rates, spent: Sequence[Spent]) -> float | None:
     """Measured; for the ranks that have no counter, as much as the others; without any, the plan's power."""
     if measured is not None:
         return measured.energy_j * max(rates.world, measured.ranks) / measured.ranks
@@ -183,7 +183,7 @@ def _newest_over_all(run: Run, history: RunHistory) -> float:
     return newest_s / all_s if newest_s and all_s else 1.0
 
 
-def _predicted(plan: Mapping[str, Any], rates: _Rates) -> Amount:
+def _predicted_amount(plan: Mapping[str, Any], rates: _Rates) -> Amount:
     bill = at(plan, "bill")
     usd = bill.get("usd")
     kwh = number(bill, "kwh")
@@ -194,7 +194,7 @@ def _predicted(plan: Mapping[str, Any], rates: _Rates) -> Amount:
     )
 
 
-def _sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | None) -> dict[str, str]:
+def _amount_sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | None) -> dict[str, str]:
     bill = at(plan, "bill")
     price = (
         f"{plural(rates.rented, 'device')} × hours × ${rates.usd_per_hour:g}" if rates.usd_per_hour is not None else ""
@@ -239,26 +239,24 @@ class Used:
 
 def used_energy(history: RunHistory) -> Used | None:
     """None where no rank has a counter."""
-    if _is_small(history):
+    if history.run.event_bytes() <= MOST_READ_BYTES:
         newest = {rank: event for rank in history.ranks if (event := history.latest("monitor", rank)) is not None}
-        ranks = [rank for rank, event in newest.items() if _sane(number(event, "energy_j"))]
-        totals = list(_exact(history, ranks))
+        ranks = [rank for rank, event in newest.items() if _is_sane(number(event, "energy_j"))]
+        totals = list(_exact_energy(history, ranks))
     else:
         newest = {
-            rank: event for rank in _some(history.ranks) if (event := history.latest("monitor", rank)) is not None
+            rank: event
+            for rank in history.ranks[:: max(1, len(history.ranks) // SOME)]
+            if (event := history.latest("monitor", rank)) is not None
         }
-        totals = list(_coarse(history))
+        totals = list(_coarse_energy(history))
     if not totals:
         return None
     names = Counter(printable(event.get("energy_source") or "unknown", most=40) for event in newest.values())
     return Used(energy_j=sum(totals), ranks=len(totals), source=", ".join(sorted(names)))
 
 
-def _some(ranks: Sequence[int]) -> Sequence[int]:
-    return ranks[:: max(1, len(ranks) // SOME)]
-
-
-def _sane(energy: float | None) -> bool:
+def _is_sane(energy: float | None) -> bool:
     return energy is not None and 0.0 <= energy <= MOST_J
 
 
@@ -276,29 +274,25 @@ def counted(readings: Iterable[tuple[int | None, float | None]]) -> float:
     total = last = 0.0
     known: int | None = None
     for epoch, value in readings:
-        if value is not None and _sane(value):
+        if value is not None and _is_sane(value):
             begins = value < last or (epoch != known and epoch is not None and known is not None)
             total, last = (total + last, value) if begins else (total, value)
             known = known if epoch is None else epoch
     return total + last
 
 
-def _is_small(history: RunHistory) -> bool:
-    return history.run.event_bytes() <= MOST_READ_BYTES
-
-
-def _exact(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
+def _exact_energy(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
     for rank in known:
         monitors = MarkReader(kinds=frozenset((b"monitor",))).read(files_of(history.run, rank))
         yield counted((integer(event, "epoch"), number(event, "energy_j")) for _, event in monitors)
 
 
-def _coarse(history: RunHistory) -> Iterable[float]:
+def _coarse_energy(history: RunHistory) -> Iterable[float]:
     """To within a column of the run: its last value is the mean of the last one.
 
     A mesh has no epochs: a counter that begins anew above its last value is not seen to, and what it had counted until
     then is missing.
     """
     for values in history.mesh("energy_j", columns=COLUMNS).values:
-        if any(_sane(value) for value in values):
+        if any(_is_sane(value) for value in values):
             yield counted((None, value) for value in values)

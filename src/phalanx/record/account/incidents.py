@@ -40,31 +40,31 @@ def supervisor_events(run: Run) -> list[Event]:
 
 def incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
     """Every incident of a run, in order; `walked` and `events` spare reading them again."""
-    told = supervisor_events(run) if events is None else events
-    noticed = [event for event in told if event["event"] == "incident" and number(event, "t") is not None]
+    reported = supervisor_events(run) if events is None else events
+    noticed = [event for event in reported if event["event"] == "incident" and number(event, "t") is not None]
     if not noticed:
         return []
     known = (walked or walk_ledger(run)).recoveries
     spans: list[Recovery | None] = [*known, *[None] * len(noticed)]
-    return [_incident(run, event, told, span) for event, span in zip(noticed, spans, strict=False)]
+    return [_make_incident(run, event, reported, span) for event, span in zip(noticed, spans, strict=False)]
 
 
 def incident_text(event: Event) -> str:
     """One line for a person: what fell."""
     host = printable(event.get("host"), most=100)
-    return f"rank {integer(event, 'rank')} on {host}: {_what(at(event, 'cause')) or 'no cause on record'}"
+    return f"rank {integer(event, 'rank')} on {host}: {_cause_text(at(event, 'cause')) or 'no cause on record'}"
 
 
-def _finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
-    """What the coordinator found in the recorders of a formation; where it had no time to look, what is there now."""
-    told = [one for one in events if one["event"] == "evidence" and integer(one, "epoch") == fell_in]
-    if found := next((text(one, "finding") for one in told if one.get("finding")), ""):
+def _recorded_finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
+    """What the coordinator found in the recorders of a membership; where it had no time to look, what is there now."""
+    reported = [one for one in events if one["event"] == "evidence" and integer(one, "epoch") == fell_in]
+    if found := next((text(one, "finding") for one in reported if one.get("finding")), ""):
         return printable(found, most=500)
     found_now = find_culprit(read_flights(run, fell_in))
     return printable(found_now.sentence, most=500) if found_now is not None else ""
 
 
-def _incident(run: Run, event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
+def _make_incident(run: Run, event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
     fell_in = integer(event, "epoch") or 0
     later = [one for one in events if (integer(one, "epoch") or 0) > fell_in]
     epoch = next((one for one in later if one["event"] == "epoch"), {})
@@ -74,17 +74,17 @@ def _incident(run: Run, event: Event, events: Sequence[Event], span: Recovery | 
         t=number(event, "t") or 0.0,
         rank=integer(event, "rank") or 0,
         host=text(event, "host"),
-        what=_what(at(event, "cause")),
+        what=_cause_text(at(event, "cause")),
         step=integer(event, "step") or 0,
         world=integer(epoch, "world"),
         source=text(restore, "source"),
         restored_step=integer(restore, "step"),
         recovery_s=max(0.0, took_s) if took_s is not None else None,
-        finding=_finding(run, fell_in, events),
+        finding=_recorded_finding(run, fell_in, events),
     )
 
 
-def _what(cause: Mapping[str, Any]) -> str:
+def _cause_text(cause: Mapping[str, Any]) -> str:
     """The cause in one line; empty where none is on record."""
     if cause.get("signal"):
         return f"killed by signal {printable(cause['signal'], most=20)}"
@@ -172,34 +172,34 @@ class _Wait:
     def name(self) -> str:
         first = self.entries[min(self.entries)]
         sizes = f", sizes {first.sizes}" if first.sizes else ""
-        return f"{first.op} number {self.number} of group {self.label} ({_ranks(self.members)}{sizes})"
+        return f"{first.op} number {self.number} of group {self.label} ({_ranks_text(self.members)}{sizes})"
 
 
 def find_culprit(flights: Iterable[Flight]) -> Finding | None:
-    """Who the ranks of a formation waited for; None where nobody waited for anything."""
+    """Who the ranks of a membership waited for; None where nobody waited for anything."""
     known = {flight.rank: flight for flight in flights}
-    waits = _waits(known)
+    waits = _group_waits(known)
     for wait in waits:
-        if differing := _mismatch(wait):
+        if differing := _call_mismatch(wait):
             return differing
     idle = {rank for rank, flight in known.items() if not flight.waits}
     blamed = [(wait, [rank for rank in wait.missing if rank in idle or rank not in known]) for wait in waits]
     blamed = [(wait, ranks) for wait, ranks in blamed if ranks]
     if blamed:
         wait, culprits = max(blamed, key=lambda one: (len(one[0].waiting), -one[0].number))
-        return Finding(sentence=f"{wait.name}: {_who(wait, culprits)}", culprits=tuple(culprits))
+        return Finding(sentence=f"{wait.name}: {_who_is_late(wait, culprits)}", culprits=tuple(culprits))
     if message := _silent_peer(known, idle):
         return message
     if late := [wait for wait in waits if wait.missing]:
-        told = "; ".join(f"{wait.name}: {_who(wait, sorted(wait.missing))}" for wait in late[:2])
-        return Finding(sentence=f"ranks wait for each other: {told}")
+        reported = "; ".join(f"{wait.name}: {_who_is_late(wait, sorted(wait.missing))}" for wait in late[:2])
+        return Finding(sentence=f"ranks wait for each other: {reported}")
     if waits:
         inside = "every rank entered it and none came out: the network, a GPU, or a rank that died in it"
         return Finding(sentence=f"{waits[0].name}: {inside}")
     return None
 
 
-def _waits(known: Mapping[int, Flight]) -> list[_Wait]:
+def _group_waits(known: Mapping[int, Flight]) -> list[_Wait]:
     """Every group in which some rank waits, with the first collective that did not end."""
     groups = {name: group for flight in known.values() for name, group in flight.groups.items()}
     found = []
@@ -226,7 +226,7 @@ def _waits(known: Mapping[int, Flight]) -> list[_Wait]:
     return sorted(found, key=lambda wait: (-len(wait.waiting), wait.label, wait.number))
 
 
-def _mismatch(wait: _Wait) -> Finding | None:
+def _call_mismatch(wait: _Wait) -> Finding | None:
     """Ranks that called different collectives under one number, or the same one with other sizes."""
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, entry in sorted(wait.entries.items()):
@@ -234,11 +234,13 @@ def _mismatch(wait: _Wait) -> Finding | None:
         calls.setdefault((entry.op, sizes), []).append(rank)
     if len(calls) < 2:
         return None
-    told = " and ".join(f"{op} {sizes}".strip() + f" on {_ranks(ranks)}" for (op, sizes), ranks in calls.items())
+    reported = " and ".join(
+        f"{op} {sizes}".strip() + f" on {_ranks_text(ranks)}" for (op, sizes), ranks in calls.items()
+    )
     few = min(calls.values(), key=len)
     culprits = tuple(few) if 2 * len(few) < len(wait.entries) else ()
     return Finding(
-        sentence=f"number {wait.number} of group {wait.label} is {told}: the ranks do not run the same program",
+        sentence=f"number {wait.number} of group {wait.label} is {reported}: the ranks do not run the same program",
         culprits=culprits,
     )
 
@@ -255,7 +257,7 @@ def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> Finding 
             rank, entry = messages[0]
             label = known[rank].groups[entry.group].label if entry.group in known[rank].groups else entry.group
             record = "left no record" if peer not in known else "waits for nobody itself"
-            who = _ranks(sorted({one for one, _ in messages}))
+            who = _ranks_text(sorted({one for one, _ in messages}))
             direction = "a message to" if entry.op == "send" else "a message from"
             verb = "waits" if len({one for one, _ in messages}) == 1 else "wait"
             return Finding(
@@ -266,25 +268,25 @@ def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> Finding 
     return None
 
 
-def _who(wait: _Wait, culprits: Sequence[int]) -> str:
+def _who_is_late(wait: _Wait, culprits: Sequence[int]) -> str:
     # Not only those that still wait: gloo gives an operation up as soon as the connection to a dead rank breaks.
-    entered = f"{_ranks(sorted(wait.entries))} entered it"
+    entered = f"{_ranks_text(sorted(wait.entries))} entered it"
     silent = [rank for rank in culprits if wait.missing[rank] is None]
     behind: dict[int, list[int]] = {}
     for rank in culprits:
         if (last := wait.missing[rank]) is not None:
             behind.setdefault(last, []).append(rank)
-    parts = [f"{_ranks(silent)} left no record of entering it"] if silent else []
+    parts = [f"{_ranks_text(silent)} left no record of entering it"] if silent else []
     for last, ranks in sorted(behind.items()):
         came = f"came to number {last}" if last else "recorded none of this group"
-        parts.append(f"{_ranks(ranks)} did not: {came}")
+        parts.append(f"{_ranks_text(ranks)} did not: {came}")
     return ", ".join([entered, *parts])
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in words, runs of them shortened.
 
-    >>> _ranks([0, 1, 2, 3]), _ranks([2]), _ranks([0, 1, 3])
+    >>> _ranks_text([0, 1, 2, 3]), _ranks_text([2]), _ranks_text([0, 1, 3])
     ('ranks 0–3', 'rank 2', 'ranks 0, 1, 3')
     """
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
@@ -294,7 +296,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def recorded_epochs(run: Run) -> list[int]:
-    """Formations whose ranks left something, in order."""
+    """Memberships whose ranks left something, in order."""
     try:
         matches = [FILE.fullmatch(name) for name in os.listdir(run.path / "flight")]
     except OSError:
@@ -303,7 +305,7 @@ def recorded_epochs(run: Run) -> list[int]:
 
 
 def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight]:
-    """What the ranks of a formation left; files that are none are passed over. Nothing where more than `most` are.
+    """What the ranks of a membership left; files that are none are passed over. Nothing where more than `most` are.
 
     Not some of them: ranks whose file was not read would look as if they had left none.
     """

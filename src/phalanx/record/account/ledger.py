@@ -1,7 +1,7 @@
 """The ledger of a run: every second between launch and end in exactly one account, from its records alone.
 
-One timeline is walked once, from mark to mark: the supervisor's events and those of one witness per formation, the
-lowest rank that did not fall in it. Whether a step stayed is known beforehand from where later formations went on, so
+One timeline is walked once, from mark to mark: the supervisor's events and those of one witness per membership, the
+lowest rank that did not fall in it. Whether a step stayed is known beforehand from where later memberships went on, so
 nothing has to be remembered of the steps: a run of a million of them needs as much memory as one of ten. Steps that
 nothing comes between are taken many at a time where a run is long.
 """
@@ -18,7 +18,7 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import integer
 from phalanx.record.account.memberships import (
     LATEST_S,
-    TOLD,
+    REPORTED,
     Clock,
     MarkReader,
     Membership,
@@ -46,11 +46,11 @@ UNEXPLAINED = 0.05
 UNEXPLAINED_STEP_S = 0.03
 SMALL_BYTES = 8 * 2**20  # of the witness: below, nobody waits for the other way
 MOST_SUPERVISOR_BYTES = 16 * 2**20
-MOST_STARTS = 16_384  # that are remembered; a run has one for each formation
+MOST_STARTS = 16_384  # that are remembered; a run has one for each membership
 LEAST = 8  # steps that are worth it
 MOST_S = 30 * 86400.0  # of what a step says it took: `values.seconds`
 TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
-_TOLD = frozenset(kind.decode() for kind in TOLD)
+_TOLD = frozenset(kind.decode() for kind in REPORTED)
 _NUMBERS = frozenset((int, float))
 
 
@@ -147,15 +147,17 @@ def walk_ledger(
             return going.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)
-    for time_s, formation, event in merged_marks(run, known, lines):
-        book.take(time_s, formation, event)
+    for time_s, generation, event in merged_marks(run, known, lines):
+        book.take(time_s, generation, event)
     return closed(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
 def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
     supervised = run.supervisor.is_file()
-    return LedgerBuilder(launches=run.launches(), formations=known, supervised=supervised, waited=_waited(run, history))
+    return LedgerBuilder(
+        launches=run.launches(), memberships=known, supervised=supervised, waited=_waited(run, history)
+    )
 
 
 def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
@@ -182,14 +184,14 @@ def _waited(run: Run, history: RunHistory | None) -> Waited:
 
 
 def _suits(run: Run, known: Sequence[Membership]) -> bool:
-    """One witness of all formations, and not much told by the supervisor."""
+    """One witness of all memberships, and not much told by the supervisor."""
     return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
 
 
 class LedgerStream:
-    """The ledger of a run whose witness's events pass by. It goes by what the supervisor told of formations.
+    """The ledger of a run whose witness's events pass by. It goes by what the supervisor told of memberships.
 
-    A rank that finds a damaged checkpoint begins a formation elsewhere than told to: `fits` says whether any did.
+    A rank that finds a damaged checkpoint begins a membership elsewhere than told to: `fits` says whether any did.
     """
 
     def __init__(self, known: Sequence[Membership], going: _Going) -> None:
@@ -230,7 +232,7 @@ class LedgerStream:
         return self._starts
 
     def fits(self, known: Sequence[Membership]) -> bool:
-        """Whether formations are those that it went by."""
+        """Whether memberships are those that it went by."""
         return not self.is_lost and known == self._known
 
     def close(self) -> LedgerWalk:
@@ -243,7 +245,7 @@ class _Going:
 
     def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Membership]) -> None:
         self._lines = MarkReader()
-        self._told, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
+        self._reported, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
         self.book = open_book(run, known, history)
         self._numbers = {one.epoch: count for count, one in enumerate(known)}
         self._epoch: int | None = None
@@ -297,13 +299,13 @@ class _Going:
         return self._numbers.get(self._epoch, -1) if self._epoch is not None else -1
 
     def _supervisor(self, until_s: float) -> None:
-        while self._next < len(self._told) and self._told[self._next][0] < until_s:
-            time_s, event = self._told[self._next]
+        while self._next < len(self._reported) and self._reported[self._next][0] < until_s:
+            time_s, event = self._reported[self._next]
             self.book.take(time_s, -1, event)
             self._next += 1
 
     def _stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
-        """As columns; None where a time, a step, a formation or a duration is not as it should be."""
+        """As columns; None where a time, a step, a membership or a duration is not as it should be."""
         epochs, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
         if self._count() < 0 or epochs.count(self._epoch) < len(epochs) or not self._clock.is_even:
             return None
@@ -312,7 +314,7 @@ class _Going:
         if not abs(steps[-1]) < 2**62:
             return None
         time_s, taken_s = columns.floats("t")[few], columns.floats("duration_s")[few]
-        if self._next < len(self._told) and self._told[self._next][0] < time_s[-1]:
+        if self._next < len(self._reported) and self._reported[self._next][0] < time_s[-1]:
             return None  # the supervisor has a word in between
         if not ((taken_s >= 0.0) & (taken_s <= MOST_S)).all() or not 0.0 <= time_s[0] <= time_s[-1] <= LATEST_S:
             return None

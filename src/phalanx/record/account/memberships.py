@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 NEVER_UNDONE = 2**63
 LATEST_S = 1e11  # a later time is none: the year 5138
-JUMP_S = 30 * 86400.0  # between two events of one formation: a clock that was set, not a run that waited
+JUMP_S = 30 * 86400.0  # between two events of one membership: a clock that was set, not a run that waited
 UNEVEN_S = 1e-3  # two threads of a rank may write out of order by this much
 
 # Lines of other kinds are passed over unparsed: a timeline may have 100 kB, and telemetry says nothing about accounts.
-TOLD = frozenset(
+REPORTED = frozenset(
     b"ready run_start compile_check step evaluate checkpoint sample stop run_end".split()
     + b"host epoch restore incident end".split()
 )
@@ -61,8 +61,8 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
 
     `starts` gives the `run_start` events of a rank, where the caller knows them: the events are not read then.
     """
-    known = starts or functools.partial(_starts, run)
-    found = _supervised(run, known) if run.supervisor.is_file() else list(_started(run))
+    known = starts or functools.partial(_start_events, run)
+    found = _supervised_memberships(run, known) if run.supervisor.is_file() else list(_started_memberships(run))
     floor = NEVER_UNDONE
     for one in reversed(found):
         one.floor = floor
@@ -70,7 +70,7 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
     return found
 
 
-def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
+def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
     found: dict[int, Membership] = {}
     recorded = tuple(run.recorded())
     for _, event in MarkReader().read(event_files_of(run.supervisor)):
@@ -92,13 +92,13 @@ def _supervised(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Memb
     return list(found.values())
 
 
-def _started(run: Run) -> Iterator[Membership]:
-    for count, event in enumerate(_starts(run, next(run.recorded(), 0))):
+def _started_memberships(run: Run) -> Iterator[Membership]:
+    for count, event in enumerate(_start_events(run, next(run.recorded(), 0))):
         world = max(1, integer(event, "world") or 1)
         yield Membership(epoch=count, world=world, from_step=integer(event, "step"))
 
 
-def _starts(run: Run, rank: int) -> Iterator[Event]:
+def _start_events(run: Run, rank: int) -> Iterator[Event]:
     found = MarkReader().read(files_of(run, rank), only=b"run_start")
     return (event for _, event in found if event["event"] == "run_start")
 
@@ -110,23 +110,23 @@ def files_of(run: Run, rank: int) -> list[Path]:
 
 # ---- what they saw ---------------------------------------------------------------------------------------------------
 
-Mark = tuple[float, int, Event]  # time, number of the formation (-1: the supervisor), event
+Mark = tuple[float, int, Event]  # time, number of the membership (-1: the supervisor), event
 
 
 def merged_marks(run: Run, known: Sequence[Membership], lines: MarkReader) -> Iterator[Mark]:
     """The marks of supervisor and witnesses in the order of time."""
     if not run.supervisor.is_file():
-        return _unsupervised(run, lines)
+        return _unsupervised_marks(run, lines)
     numbers = {one.epoch: count for count, one in enumerate(known)}
-    files = [_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
+    files = [_rank_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
     supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
     return heapq.merge(*files, supervisor, key=lambda mark: mark[0])  # at the same time, ranks before its end
 
 
-def _marks(
+def _rank_marks(
     run: Run, rank: int, known: Sequence[Membership], numbers: Mapping[int, int], lines: MarkReader
 ) -> Iterator[Mark]:
-    """Events of a rank in the formations it is the witness of."""
+    """Events of a rank in the memberships it is the witness of."""
     mine = {epoch: count for epoch, count in numbers.items() if known[count].witness == rank}
     epoch: int | None = None
     for time_s, event in lines.read(files_of(run, rank)):
@@ -136,8 +136,8 @@ def _marks(
             yield time_s, count, event
 
 
-def _unsupervised(run: Run, lines: MarkReader) -> Iterator[Mark]:
-    """Rank 0 alone, or the lowest with a record; a formation ends where the next start is made ready."""
+def _unsupervised_marks(run: Run, lines: MarkReader) -> Iterator[Mark]:
+    """Rank 0 alone, or the lowest with a record; a membership ends where the next start is made ready."""
     count, started = 0, False
     for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):
         if event["event"] == "ready" and started:
@@ -150,10 +150,10 @@ def _unsupervised(run: Run, lines: MarkReader) -> Iterator[Mark]:
 class MarkReader:
     """Reads events line by line; what is no event with a time is counted and left out.
 
-    Times come out in order: a clock that was set back, or that leapt within a formation, is counted and levelled out.
+    Times come out in order: a clock that was set back, or that leapt within a membership, is counted and levelled out.
     """
 
-    def __init__(self, kinds: frozenset[bytes] = TOLD) -> None:
+    def __init__(self, kinds: frozenset[bytes] = REPORTED) -> None:
         self._kinds = kinds
         self.unreadable = 0
         self.jumps = 0
@@ -253,7 +253,7 @@ class LayoutSpan:
     world: int
     first: int
     last: int
-    epochs: tuple[int, ...]  # formations that did them
+    epochs: tuple[int, ...]  # memberships that did them
     plan: Table  # of this layout; empty where there is none
     under: Table  # the plan that the run had then, of whatever layout: its count of FLOPs, its devices and their price
 
@@ -325,16 +325,16 @@ def layout_spans(run: Run, history: RunHistory, known: Sequence[Membership] | No
         return []
     if known is None:
         known = read_memberships(run, starts=lambda rank: history.events("run_start", rank=rank))
-    told = {integer(one, "epoch"): one for one in history.supervisor() if one["event"] == "epoch"}
+    reported = {integer(one, "epoch"): one for one in history.supervisor() if one["event"] == "epoch"}
     plans = _Plans(run)
     found: list[LayoutSpan] = []
     for one in known:
-        event = told.get(one.epoch, {})
+        event = reported.get(one.epoch, {})
         plan, under = plans.of(event)
         layout = at(event, "layout") or at(under, "layout")
         # A start on record without a number of ranks counts as one rank: the layout knows better.
-        told_world = integer(event, "world") or (one.world if one.world > 1 else None)
-        world = told_world or world_of(layout) or run.world() or 1
+        reported_world = integer(event, "world") or (one.world if one.world > 1 else None)
+        world = reported_world or world_of(layout) or run.world() or 1
         begin = first if one.from_step is None and not found else one.from_step
         end = min(one.floor - 1, last)
         if begin is None or begin > end:
@@ -389,10 +389,10 @@ def launches(run: Run, history: RunHistory) -> list[Launch]:
     """The launches of a run that its supervisor told of, oldest first; their seconds say how the time is shared."""
     plans, found = _Plans(run), []
     began: list[tuple[float, Table, int]] = []  # when, under which plan, with how many ranks
-    told = [(time_s, one) for one in history.supervisor() if (time_s := number(one, "t")) is not None]
+    reported = [(time_s, one) for one in history.supervisor() if (time_s := number(one, "t")) is not None]
     known = run.launches()
-    ends = [time_s for time_s, one in told if one["event"] == "end"]
-    for time_s, one in told:
+    ends = [time_s for time_s, one in reported if one["event"] == "end"]
+    for time_s, one in reported:
         if one["event"] != "epoch":
             continue
         under, world = plans.of(one)[1], max(1, integer(one, "world") or 1)
@@ -401,7 +401,7 @@ def launches(run: Run, history: RunHistory) -> list[Launch]:
             began.append((launched, under, world))
         else:  # devices that a launch has lost are rented on
             began[-1] = (began[-1][0], began[-1][1], max(world, began[-1][2]))
-    newest_s = max([*(time_s for time_s, _ in told), number(history.latest("step") or {}, "t") or 0.0], default=0.0)
+    newest_s = max([*(time_s for time_s, _ in reported), number(history.latest("step") or {}, "t") or 0.0], default=0.0)
     for count, (launched, under, world) in enumerate(began):
         until = began[count + 1][0] if count + 1 < len(began) else newest_s
         end_s = next((time_s for time_s in ends if launched < time_s <= until), until)
@@ -426,13 +426,13 @@ class _Plans:
         return self._plans[-1]
 
     def of(self, event: Table) -> tuple[Table, Table]:
-        """The plan of a formation's layout (empty where it has another), and the plan it was made under.
+        """The plan of a membership's layout (empty where it has another), and the plan it was made under.
 
         An `epoch` event says which plan it was made under; in older records that is the next one with its layout.
         """
-        told, layout = integer(event, "plan"), at(event, "layout")
-        if told is not None and 1 <= told <= len(self._plans):
-            self._at = told - 1
+        reported, layout = integer(event, "plan"), at(event, "layout")
+        if reported is not None and 1 <= reported <= len(self._plans):
+            self._at = reported - 1
         elif layout:
             later = range(self._at, len(self._plans))
             self._at = next((count for count in later if _is_of(self._plans[count], layout)), self._at)

@@ -74,7 +74,7 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
     # Ranks of another layout do other work: the window does not reach back into it.
     piece = next((one for one in layout_spans(history.run, history) if one.first <= end <= one.last), None)
     began = piece.first if piece is not None else history.first_step or 0
-    first, where = max(began, end - WINDOW + 1), _places(history, piece)
+    first, where = max(began, end - WINDOW + 1), _rank_places(history, piece)
     known = work(history, columns=WINDOW, first=first, last=end, world=piece.world if piece is not None else None)
     if known is None:
         return nobody
@@ -82,7 +82,7 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
     if found.steps >= LEAST_STEPS or end - first + 1 < LEAST_STEPS:
         return _with_reasons(found, history, where, first=first, last=end)
     # Of many ranks the history draws means of whole blocks: whoever seems slow there is looked at step by step.
-    closer = work_of(history, _suspects(found, where), first=first, last=end)
+    closer = work_of(history, _slowest_ranks(found, where), first=first, last=end)
     if closer is None:
         return found
     sure = judge(closer, where)
@@ -155,7 +155,7 @@ def reason_of(mine: OwnTime, others: OwnTime) -> str:
     return reason if most > 0.0 else ""
 
 
-def _suspects(found: Scores, where: Places) -> list[int]:
+def _slowest_ranks(found: Scores, where: Places) -> list[int]:
     """The slowest ranks of all, and beside each some of its peers, evenly spread."""
     slowest = sorted(found.score, key=lambda rank: -found.score[rank])[:CLOSER]
     picked = set(slowest)
@@ -181,25 +181,25 @@ def judge(known: Work, where: Places) -> Scores:
                 free, free_limits = _standing(np.where(own > held, own - held, np.nan), least=STRAGGLES)
                 slow |= free > free_limits
                 medians = np.where(slow, np.fmax(medians, free), medians)
-            named += [_name(rank, float(medians[at]), where) for at, rank in enumerate(group) if slow[at]]
+            named += [_named_straggler(rank, float(medians[at]), where) for at, rank in enumerate(group) if slow[at]]
     return Scores(score=score, named=tuple(sorted(named, key=lambda one: -one.score)), steps=int(known.own_s.shape[1]))
 
 
 def _standing(own: Table, *, least: float) -> tuple[Table, Table]:
     """The score of each rank of a group, and what it must pass to be named."""
     ratios = own / median_of_others(own)
-    medians = _median(ratios)
-    return medians, np.maximum(least, 1.0 + np.maximum(SURE * _standard_error(ratios), APART * _spread(medians)))
+    medians = _column_median(ratios)
+    return medians, np.maximum(least, 1.0 + np.maximum(SURE * _standard_error(ratios), APART * _median_spread(medians)))
 
 
-def _name(rank: int, score: float, where: Places) -> Straggler:
+def _named_straggler(rank: int, score: float, where: Places) -> Straggler:
     place, host = where.place(rank), where.host(rank)
     parts = ", ".join(part for part in (place, f"on {host}" if host else "") if part)
     text = f"rank {rank}{f' ({parts})' if parts else ''} is at work {score - 1:.0%} longer than its peers"
     return Straggler(rank=rank, place=place, host=host, score=score, text=text)
 
 
-def _median(table: Table) -> Table:
+def _column_median(table: Table) -> Table:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a rank that never said: NaN is the answer
         found: Table = np.nanmedian(table, axis=1)
@@ -208,20 +208,20 @@ def _median(table: Table) -> Table:
 
 def _standard_error(ratios: Table) -> Table:
     """Of each row's median: 1.25 standard deviations over √n, the deviation from the median one (1.48 of it)."""
-    deviation = _median(np.abs(ratios - _median(ratios)[:, None]))
+    deviation = _column_median(np.abs(ratios - _column_median(ratios)[:, None]))
     counts = np.maximum(np.isfinite(ratios).sum(axis=1), 1)
     found: Table = np.nan_to_num(1.25 * 1.4826 * deviation / np.sqrt(counts), nan=np.inf)
     return found
 
 
-def _spread(medians: Table) -> float:
+def _median_spread(medians: Table) -> float:
     known = medians[np.isfinite(medians)]
     if len(known) < MANY:
         return 0.0
     return float(1.4826 * np.median(np.abs(known - np.median(known))))
 
 
-def _places(history: RunHistory, piece: LayoutSpan | None) -> Places:
+def _rank_places(history: RunHistory, piece: LayoutSpan | None) -> Places:
     try:
         plan = history.run.plan()
     except PhalanxError:
@@ -253,7 +253,7 @@ def place(rank: int, layout: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The ranks of the newest formation."""
+    """The ranks of the newest membership."""
 
     layout: Mapping[str, Any]
     hosts: Mapping[int, str]
@@ -289,13 +289,13 @@ def places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> Places:
     hosts: dict[int, str] = {}
     for event in reversed(supervisor):  # members of many hosts follow the event in others
         if event.get("event") in ("epoch", "members"):
-            hosts |= _hosts(event.get("members"))
+            hosts |= _rank_hosts(event.get("members"))
         if event.get("event") == "epoch":
             return Places(layout=at(event, "layout") or at(plan, "layout"), hosts=hosts)
     return Places(layout=at(plan, "layout"), hosts={})
 
 
-def _hosts(members: Any) -> dict[int, str]:
+def _rank_hosts(members: Any) -> dict[int, str]:
     found = {}
     for one in members if isinstance(members, list) else ():
         rank = integer(one, "rank") if isinstance(one, Mapping) else None
@@ -396,10 +396,10 @@ def median_of_others(values: Table) -> Table:
     place = np.argsort(order, axis=0)
     known = np.isfinite(values)
     others = np.broadcast_to(known.sum(axis=0), values.shape) - known
-    return 0.5 * (_nth(ranked, place, (others - 1) // 2, others) + _nth(ranked, place, others // 2, others))
+    return 0.5 * (_nth_value(ranked, place, (others - 1) // 2, others) + _nth_value(ranked, place, others // 2, others))
 
 
-def _nth(ranked: Table, place: Any, count: Any, others: Any) -> Table:
+def _nth_value(ranked: Table, place: Any, count: Any, others: Any) -> Table:
     """The value at a position of a sorted column from which one's own was taken out."""
     index = np.clip(count + (count >= place), 0, ranked.shape[0] - 1)
     found: Table = np.where(others > 0, np.take_along_axis(ranked, index, axis=0), np.nan)

@@ -158,8 +158,8 @@ def summarize(run: Run, history: RunHistory | None = None, walked: LedgerWalk | 
     history = history if history is not None else RunHistory.open(run)
     walked = walked if walked is not None else walk_ledger(run, history)
     brief = summarize_briefly(run, history, walked)
-    told = walked.ledger.steps + walked.ledger.steps_lost
-    effective = walked.ledger.effective if brief.steps and told else None
+    reported = walked.ledger.steps + walked.ledger.steps_lost
+    effective = walked.ledger.effective if brief.steps and reported else None
     skipped, still = count_odd_steps(run, last=history.last_step)
     return replace(
         brief,
@@ -176,15 +176,15 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
 
     Without `walked`, what incidents cost is not known either.
     """
-    walked = walked if walked is not None else _unwalked()
+    walked = walked if walked is not None else _empty_walk()
     plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
-    told, events = history.supervisor(), history.events(*RARE)
-    found = incidents(run, walked, told)
+    reported, events = history.supervisor(), history.events(*RARE)
+    found = incidents(run, walked, reported)
     steps = _Steps(history)
     pieces = layout_spans(run, history)
     layouts = tuple(_layout_result(history, piece) for piece in pieces)
     newest = layouts[-1] if layouts else None
-    ranks = tuple(_ranks(history, pieces[-1])) if pieces else ()
+    ranks = tuple(_rank_times(history, pieces[-1])) if pieces else ()
     saved = [event for event in events if event["event"] == "checkpoint"]
     prediction, duration = at(plan, "prediction"), at(plan, "duration")
     complete = bool(steps.count) and steps.count == integer(duration, "steps")
@@ -202,8 +202,8 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         steps=steps.count,
         planned_steps=integer(duration, "steps"),
         tokens=int(steps.tokens),
-        starts=_starts(told, events),
-        wall_s=_span([*events, *steps.ends]),
+        starts=_count_launches(reported, events),
+        wall_s=_event_span([*events, *steps.ends]),
         first_step_s=_first_step(history, launch),
         step_s=newest.step_s if newest is not None else Pair(predicted=number(prediction, "step_s")),
         step_s_low=newest.step_s_low if newest is not None else number(prediction, "step_s_low"),
@@ -220,23 +220,25 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         first_loss=steps.first_loss,
         last_loss=steps.last_loss,
         skipped_steps=None,
-        evaluation=_evaluation(events, launch),
-        samples=_samples(events),
+        evaluation=_last_evaluation(events, launch),
+        samples=_last_samples(events),
         ranks=ranks,
         straggler=slow[0].rank if slow else None,
-        stage_compute_s=_stages(ranks, pieces[-1].layout if pieces else {}),
-        expert_imbalance=_mean(
-            history.curve("expert_imbalance", first=_settled(pieces[-1]) if pieces else 0, points=POINTS).mean
+        stage_compute_s=_stage_compute(ranks, pieces[-1].layout if pieces else {}),
+        expert_imbalance=_mean_or_none(
+            history.curve(
+                "expert_imbalance", first=_first_settled_step(pieces[-1]) if pieces else 0, points=POINTS
+            ).mean
         ),
-        checkpoints=tuple(_saved(run)),
-        checkpoint_s=_mean(number(event, "seconds") for event in saved),
+        checkpoints=tuple(_saved_steps(run)),
+        checkpoint_s=_mean_or_none(number(event, "seconds") for event in saved),
         checkpoint_bytes=next((size for event in reversed(saved) if (size := number(event, "bytes"))), None),
         unreadable_lines=sum(one.count for one in damage if "line" in one.what),
         incidents=tuple(found),
-        recovery_s=_recovery(plan, found),
+        recovery_s=_recovery_pair(plan, found),
         effective_time=Pair(predicted=number(at(plan, "reliability"), "effective_time")),
         noise_scale=steps.noise_scale,
-        utilization=_utilization(history),
+        utilization=_mean_utilization(history),
         stragglers=slow,
         damage=damage,
         layouts=layouts,
@@ -244,20 +246,20 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
     )
 
 
-def _settled(piece: LayoutSpan) -> int:
+def _first_settled_step(piece: LayoutSpan) -> int:
     """The first step of a segment that timings count: the steps before warm up."""
     return piece.first + int(piece.steps * WARM_UP_SHARE)
 
 
 def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
     """Prediction and measurement of one layout, over its own steps alone."""
-    settled, prediction = _settled(piece), at(piece.plan, "prediction")
+    settled, prediction = _first_settled_step(piece), at(piece.plan, "prediction")
     took = history.curve("duration_s", first=settled, last=piece.last, points=POINTS)
     known = sorted(value for value in took.mean if value and _can_be(value))
-    spent_s = _sum(took, piece.last)
-    learnt = _sum(history.curve("tokens", first=settled, last=piece.last, points=POINTS), piece.last)
+    spent_s = _curve_sum(took, piece.last)
+    learnt = _curve_sum(history.curve("tokens", first=settled, last=piece.last, points=POINTS), piece.last)
     rate = learnt / spent_s if spent_s and learnt else None
-    memory = _most(history, piece)
+    memory = _peak_memory(history, piece)
     return LayoutResult(
         layout=piece.name,
         world=piece.world,
@@ -269,11 +271,16 @@ def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
         step_s_high=number(prediction, "step_s_high"),
         step_s_p90=known[min(len(known) - 1, int(0.9 * len(known)))] if known else None,
         tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=rate),
-        mfu=Pair(predicted=number(prediction, "mfu") or None, measured=_times(piece.mfu_per_token, rate)),
+        mfu=Pair(
+            predicted=number(prediction, "mfu") or None,
+            measured=piece.mfu_per_token * rate if piece.mfu_per_token is not None and rate is not None else None,
+        ),
         memory_bytes=Pair(
             predicted=number(at(piece.plan, "memory"), "total_bytes"), measured=max(memory.values(), default=None)
         ),
-        training_s=_sum(history.curve("duration_s", first=piece.first, last=piece.last, points=POINTS), piece.last),
+        training_s=_curve_sum(
+            history.curve("duration_s", first=piece.first, last=piece.last, points=POINTS), piece.last
+        ),
         planned=bool(piece.plan),
     )
 
@@ -286,7 +293,7 @@ def _training_s(layouts: Sequence[LayoutResult], duration: Mapping[str, Any]) ->
     return sum(known) if len(known) == len(layouts) else None
 
 
-def _unwalked() -> LedgerWalk:
+def _empty_walk() -> LedgerWalk:
     nothing = Ledger(
         wall_s=0.0,
         accounts=Accounts(),
@@ -308,7 +315,7 @@ class _Steps:
         self.count = 0 if first is None or last is None else last - first + 1
         took = history.curve("duration_s", points=POINTS)
         tokens = history.curve("tokens", points=POINTS)
-        self.training_s, self.tokens = _sum(took, last), _sum(tokens, last)
+        self.training_s, self.tokens = _curve_sum(took, last), _curve_sum(tokens, last)
         near = min(10, max(0, self.count - 1))
         begun = [] if first is None else list(history.steps(history.witness, first, first + near))
         ended = [] if last is None else list(history.steps(history.witness, last - near, last))
@@ -318,35 +325,35 @@ class _Steps:
         self.noise_scale = next((b for one in reversed(ended) if (b := number(one, "noise_scale")) is not None), None)
 
 
-def _sum(curve: Curve, last: int | None) -> float:
+def _curve_sum(curve: Curve, last: int | None) -> float:
     """Over all steps of a curve: a bucket's mean times the steps from its first to the next one's."""
     ends = [*curve.step[1:], (last or 0) + 1]
     sized = zip(curve.mean, curve.step, ends, strict=False)
     return sum((mean or 0.0) * max(0, end - begin) for mean, begin, end in sized if _can_be(mean))
 
 
-def _saved(run: Run) -> list[int]:
+def _saved_steps(run: Run) -> list[int]:
     try:
         return run.saved_steps()
     except (PhalanxError, OSError, KeyError, TypeError, ValueError):  # a plan that does not say where they are
         return []
 
 
-def _utilization(history: RunHistory) -> float | None:
+def _mean_utilization(history: RunHistory) -> float | None:
     asked = history.ranks[:: max(1, len(history.ranks) // SOME)]
     newest = (history.latest("monitor", rank) for rank in asked)
-    return _mean(number(event, "utilization") for event in newest if event is not None)
+    return _mean_or_none(number(event, "utilization") for event in newest if event is not None)
 
 
-def _recovery(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
+def _recovery_pair(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
     fault = at(plan, "job", "fault")
     planned = (number(fault, "detect_s") or 0.0) + (number(fault, "restart_s") or 0.0)
-    return Pair(predicted=planned or None, measured=_mean(one.recovery_s for one in found))
+    return Pair(predicted=planned or None, measured=_mean_or_none(one.recovery_s for one in found))
 
 
-def _starts(told: Sequence[Event], events: Sequence[Event]) -> int:
-    """Launches: a new formation within one is none."""
-    launches = len([one for one in told if one["event"] == "epoch" and one.get("reason") == "start"])
+def _count_launches(reported: Sequence[Event], events: Sequence[Event]) -> int:
+    """Launches: a new membership within one is none."""
+    launches = len([one for one in reported if one["event"] == "epoch" and one.get("reason") == "start"])
     return launches or len([event for event in events if event["event"] == "run_start"])
 
 
@@ -357,16 +364,12 @@ def _or_empty(read: Any) -> dict[str, Any]:
         return {}
 
 
-def _times(one: float | None, other: float | None) -> float | None:
-    return one * other if one is not None and other is not None else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean_or_none(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None and _can_be(abs(value))]
     return statistics.fmean(known) if known else None
 
 
-def _span(events: Sequence[Event]) -> float | None:
+def _event_span(events: Sequence[Event]) -> float | None:
     times = [time for event in events if (time := number(event, "t")) is not None]
     return max(times) - min(times) if times else None
 
@@ -383,7 +386,7 @@ def _first_step(history: RunHistory, launch: Mapping[str, Any]) -> float | None:
     return min((end - started - data_s for end in ends if end >= started), default=None)
 
 
-def _evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Evaluation | None:
+def _last_evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Evaluation | None:
     last = next((event for event in reversed(events) if event["event"] == "evaluate"), None)
     if last is None:
         return None
@@ -397,17 +400,19 @@ def _evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Evaluatio
     )
 
 
-def _samples(events: Sequence[Event]) -> tuple[str, ...]:
+def _last_samples(events: Sequence[Event]) -> tuple[str, ...]:
     """The texts of the last time the model was asked to write."""
     found = [event for event in events if event["event"] == "sample" and isinstance(event.get("text"), str)]
     newest = found[-1].get("step") if found else None
     return tuple(event["text"] for event in found if event.get("step") == newest)
 
 
-def _ranks(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
+def _rank_times(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
     """The ranks of one layout, in its own steps."""
-    means = {name: _means(history, name, _settled(piece)) for name in ("compute_s", "wait_s", "bytes_sent")}
-    memory, there = _most(history, piece), [rank for rank in history.ranks if rank < piece.world]
+    means = {
+        name: _rank_means(history, name, _first_settled_step(piece)) for name in ("compute_s", "wait_s", "bytes_sent")
+    }
+    memory, there = _peak_memory(history, piece), [rank for rank in history.ranks if rank < piece.world]
     for rank in there[:MOST_RANKS]:
         yield RankTime(
             rank=rank,
@@ -419,7 +424,7 @@ def _ranks(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
         )
 
 
-def _most(history: RunHistory, piece: LayoutSpan) -> dict[int, float]:
+def _peak_memory(history: RunHistory, piece: LayoutSpan) -> dict[int, float]:
     """The most memory of each rank of a layout; of many ranks and steps, the most of its means over a 64th of them."""
     found: dict[int, float] = {}
     span = {"first": piece.first, "last": piece.last}
@@ -434,7 +439,7 @@ def _most(history: RunHistory, piece: LayoutSpan) -> dict[int, float]:
     return {rank: most for rank, most in found.items() if most and rank < piece.world}
 
 
-def _means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
+def _rank_means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
     """Per step, of each rank; what cannot be a mean of anything is left out."""
     if name not in history.names():
         return {}
@@ -448,7 +453,7 @@ def _can_be(value: float | None) -> bool:
     return value is not None and 0.0 <= value < ABSURD
 
 
-def _stages(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
+def _stage_compute(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
     """Mean compute time of each pipeline stage; empty where there is one stage, or a rank did not say."""
     stages = integer(layout, "pipeline") or 1
     known = [one.compute_s for one in sorted(ranks, key=lambda one: one.rank) if one.compute_s is not None]

@@ -95,7 +95,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStretch:
-    """Steps of one formation, nothing between them; 0 where an event does not say."""
+    """Steps of one membership, nothing between them; 0 where an event does not say."""
 
     time_s: Floats  # Unix times, going up
     step: NDArray[np.int64]
@@ -113,18 +113,18 @@ class LedgerBuilder:
         self,
         *,
         launches: Sequence[float],
-        formations: Sequence[Membership],
+        memberships: Sequence[Membership],
         supervised: bool,
         waited: Waited,
     ) -> None:
-        self._launches, self._formations, self._supervised = sorted(launches), formations, supervised
+        self._launches, self._memberships, self._supervised = sorted(launches), memberships, supervised
         self._waited = waited  # seconds of a step that slow ranks cost
-        self._numbers = {one.epoch: count for count, one in enumerate(formations)}
+        self._numbers = {one.epoch: count for count, one in enumerate(memberships)}
         self._spent_s = dict.fromkeys((one.name for one in fields(Accounts)), 0.0)
         self.wall_s = self.overlap_s = 0.0
         self._phase = "off"  # off, init, training, down: what goes on until the next step
         self._began_s = self._at_s = self._last_s = 0.0
-        self._newest = -1  # formation
+        self._newest = -1  # generation
         self.steps = self.lost = self.incidents = self.jumps = 0
         self.trail = EffectiveTrail()
         self.recoveries: list[Recovery] = []
@@ -132,27 +132,27 @@ class LedgerBuilder:
         self._stepped_s: float | None = None  # end of the last step
         self._loose_s = 0.0  # since then, in `other`
 
-    def take(self, time_s: float, formation: int, event: Event) -> None:
+    def take(self, time_s: float, generation: int, event: Event) -> None:
         """The next mark."""
         if self._phase != "off" and self._is_new_launch(time_s, event):
             self._end(self._last_s)  # nobody was left to say that the launch before had ended
-        if self._phase == "off" and not self._begins(time_s, formation, event):
+        if self._phase == "off" and not self._begins(time_s, generation, event):
             return
         self._last_s = max(self._last_s, time_s)
-        if formation < 0:
+        if generation < 0:
             self._supervisor_says(time_s, event)
-        elif formation >= self._newest:  # else somebody speaks from the past
-            self._rank_says(time_s, self._formation(formation), event)
+        elif generation >= self._newest:  # else somebody speaks from the past
+            self._rank_says(time_s, self._membership(generation), event)
 
-    def take_steps(self, formation: int, steps: StepStretch) -> bool:
+    def take_steps(self, generation: int, steps: StepStretch) -> bool:
         """Steps that follow each other with no mark between; False where they must be taken one by one.
 
         The same arithmetic as `_step`, for all at once. It asks that the mark before was a step too: then nothing of a
         copy, and nothing loose, lies before the first.
         """
         at_s, end_s = self._at_s, float(steps.time_s[-1])
-        made = self._formation(formation)
-        plain = self._phase == "training" and formation >= self._newest and at_s == self._stepped_s
+        made = self._membership(generation)
+        plain = self._phase == "training" and generation >= self._newest and at_s == self._stepped_s
         launched = bisect_right(self._launches, end_s) != bisect_right(self._launches, self._last_s)
         pending = bool(self._recovering) and self._recovering[0].epoch < made.epoch
         if not plain or launched or pending or int(steps.step.max()) >= made.floor:
@@ -193,9 +193,9 @@ class LedgerBuilder:
             self._end(self._last_s)
         return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
 
-    def _formation(self, count: int) -> Membership:
+    def _membership(self, count: int) -> Membership:
         """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
-        return self._formations[count] if count < len(self._formations) else Membership(epoch=count, world=1)
+        return self._memberships[count] if count < len(self._memberships) else Membership(epoch=count, world=1)
 
     # ---- launches
 
@@ -208,14 +208,14 @@ class LedgerBuilder:
         count = bisect_right(self._launches, time_s)
         return self._launches[count - 1] if count and self._launches[count - 1] > self._last_s else None
 
-    def _begins(self, time_s: float, formation: int, event: Event) -> bool:
+    def _begins(self, time_s: float, generation: int, event: Event) -> bool:
         """A launch begins with what an agent or a rank first says; a rank that ends late begins none."""
-        if event["event"] == "step" and (formation == self._newest or not self._supervised):
+        if event["event"] == "step" and (generation == self._newest or not self._supervised):
             # The supervisor's clock and this one disagree about the end, or the start was not recorded.
             self._began_s = self._at_s = max(self._last_s, time_s - (seconds(event, "duration_s") or 0.0))
             self._phase = "training"
             return True
-        if formation >= 0 and event["event"] not in ("ready", "run_start"):
+        if generation >= 0 and event["event"] not in ("ready", "run_start"):
             return False
         launched, ready_s = self._launched(time_s), seconds(event, "seconds") or 0.0
         known = launched is not None and time_s <= launched + JUMP_S
@@ -250,10 +250,10 @@ class LedgerBuilder:
             self._until(time_s, "stopping" if self._phase == "training" else self._idle)
             self._end(time_s)
 
-    def _rank_says(self, time_s: float, formation: Membership, event: Event) -> None:
+    def _rank_says(self, time_s: float, membership: Membership, event: Event) -> None:
         kind = event["event"]
         if kind == "step":
-            self._step(time_s, formation, event)
+            self._step(time_s, membership, event)
         elif kind == "evaluate":
             self._spend(time_s, "evaluate", seconds(event, "seconds"))
         elif kind == "checkpoint":
@@ -269,9 +269,9 @@ class LedgerBuilder:
         elif kind in ("ready", "run_start"):
             self._until(time_s, self._idle)
 
-    def _step(self, time_s: float, formation: Membership, event: Event) -> None:
+    def _step(self, time_s: float, membership: Membership, event: Event) -> None:
         """A step tells how long it took; what came before it in the same gap was waiting for it."""
-        stays = (integer(event, "step") or 0) < formation.floor
+        stays = (integer(event, "step") or 0) < membership.floor
         self.steps, self.lost = self.steps + stays, self.lost + (not stays)
         copied_s, compared_s = seconds(event, "hold_s") or 0.0, seconds(event, "guard_s") or 0.0
         taken_s = seconds(event, "duration_s")
@@ -287,7 +287,7 @@ class LedgerBuilder:
         if compared_s or time_s > self._at_s:
             self._until(time_s, "guard")
         self._phase, self._stepped_s, self._loose_s = "training", time_s, 0.0
-        while self._recovering and self._recovering[0].epoch < formation.epoch:
+        while self._recovering and self._recovering[0].epoch < membership.epoch:
             self._recovering.popleft().after_s = time_s
         self._note_point(time_s, self.wall_s + self._at_s - self._began_s)
 
@@ -383,35 +383,35 @@ def from_trail(trail: Sequence[Point], points: int = 400) -> Effective:
     """At most `points` moments of a run, by the trail of `ledger.walk`; pauses between launches are not its time."""
     wall_s = trail[-1][1] if trail else 0.0
     window_s = min(HOUR_S, max(LEAST_S, wall_s / LEAST_WINDOWS))
-    kept = [point for point in _thin(trail, max(2, points)) if point[1] > 0.0]
+    kept = [point for point in _thin_trail(trail, max(2, points)) if point[1] > 0.0]
     walls = [wall for _, wall, _ in trail]
     return Effective(
         t=tuple(point[0] for point in kept),
-        cumulative=tuple(_share(spent_s, wall_s) for _, wall_s, spent_s in kept),
-        last_hour=tuple(_recent(point, trail, walls, window_s) for point in kept),
+        cumulative=tuple(_time_share(spent_s, wall_s) for _, wall_s, spent_s in kept),
+        last_hour=tuple(_recent_share(point, trail, walls, window_s) for point in kept),
         window_s=window_s,
     )
 
 
-def _thin(trail: Sequence[Point], points: int) -> list[Point]:
+def _thin_trail(trail: Sequence[Point], points: int) -> list[Point]:
     if len(trail) <= points:
         return list(trail)
     return [trail[round(number * (len(trail) - 1) / (points - 1))] for number in range(points)]
 
 
-def _recent(point: Point, trail: Sequence[Point], walls: Sequence[float], window_s: float) -> float:
+def _recent_share(point: Point, trail: Sequence[Point], walls: Sequence[float], window_s: float) -> float:
     """The share since `window_s` before; between two points of the trail time is taken to have been spent evenly."""
     _, wall_s, spent_s = point
     since_s = wall_s - window_s
     if since_s <= 0.0:
-        return _share(spent_s, wall_s)
+        return _time_share(spent_s, wall_s)
     index = bisect.bisect_left(walls, since_s)
     _, after_wall, after_spent = trail[min(index, len(trail) - 1)]
     _, before_wall, before_spent = trail[index - 1] if index else (0.0, 0.0, 0.0)
     gap_s = after_wall - before_wall
     part = (since_s - before_wall) / gap_s if gap_s > 0.0 else 1.0
-    return _share(spent_s - before_spent - part * (after_spent - before_spent), window_s)
+    return _time_share(spent_s - before_spent - part * (after_spent - before_spent), window_s)
 
 
-def _share(spent_s: float, wall_s: float) -> float:
+def _time_share(spent_s: float, wall_s: float) -> float:
     return min(1.0, max(0.0, spent_s / wall_s)) if wall_s > 0.0 else 0.0

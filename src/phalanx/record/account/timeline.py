@@ -62,11 +62,11 @@ class Span:
 def measured(event: Mapping[str, Any]) -> list[Span]:
     """The spans of a `timeline` event, by their start; whatever is none is left out."""
     rows = event.get("spans")
-    found = [_row(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
+    found = [_read_span(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
     return sorted((span for span in found if span is not None), key=lambda span: span.start_s)
 
 
-def _row(row: object) -> Span | None:
+def _read_span(row: object) -> Span | None:
     if not isinstance(row, list) or len(row) < 4 or not isinstance(row[0], str) or not isinstance(row[1], str):
         return None
     start_s, duration_s = finite(row[2]), finite(row[3])
@@ -97,7 +97,7 @@ def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
         return []
     parts = {str(name): finite(value) or 0.0 for name, value in at(prediction, "breakdown_s").items()}
     parts = {name: value for name, value in parts.items() if value > 0}
-    made = [*_rounds(plan, parts, rank), *_closing(parts)]
+    made = [*_micro_batch_spans(plan, parts, rank), *_closing_spans(parts)]
     known_s = sum(span.duration_s for span in made)
     if known_s < step_s * (1 - 1e-9):
         made.append(Span(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
@@ -105,13 +105,13 @@ def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
     return _in_a_row(made, scale, _traffic_bytes(plan))
 
 
-def _rounds(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[Span]:
+def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[Span]:
     """Forwards and backwards in the order of 1F1B, with the bubble in between."""
     layout = at(plan, "layout")
     stages = _count(layout, "pipeline")
     count = _count(layout, "accumulation")
     drawn = min(count, MOST_MICRO_BATCHES)
-    order = _order(drawn, stages, _stage(layout, stages, rank))
+    order = _order(drawn, stages, _rank_stage(layout, stages, rank))
     work_s = sum(parts.get(name, 0.0) for name in WORK)
     forward_s = work_s * FORWARD_SHARE / drawn
     backward_s = (work_s * (1 - FORWARD_SHARE) + parts.get(AGAIN, 0.0)) / drawn
@@ -121,7 +121,7 @@ def _rounds(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> I
             name, length_s = "pipeline bubble", parts.get("bubble_s", 0.0) * weight / idle if idle else 0.0
             yield Span(kind="other", name=name, start_s=0.0, duration_s=length_s)
             continue
-        name = f"{kind} {_numbers(int(weight), drawn, count)}" if count > 1 else kind
+        name = f"{kind} {_micro_batch_numbers(int(weight), drawn, count)}" if count > 1 else kind
         yield Span(kind=kind, name=name, start_s=0.0, duration_s=forward_s if kind == "forward" else backward_s)
         for part, (what, axis) in TRAFFIC.items():
             yield Span(
@@ -152,7 +152,7 @@ def _order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
     return [*order, ("idle", 2.0 * stage)] if stage else order
 
 
-def _closing(parts: Mapping[str, float]) -> Iterator[Span]:
+def _closing_spans(parts: Mapping[str, float]) -> Iterator[Span]:
     for part, kind, name, group in CLOSING:
         yield Span(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
 
@@ -187,16 +187,16 @@ def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _stage(layout: Mapping[str, Any], stages: int, rank: int) -> int:
+def _rank_stage(layout: Mapping[str, Any], stages: int, rank: int) -> int:
     """Ranks of a stage are neighbours, the first stage first."""
     each = _count(layout, "data") * _count(layout, "context") * _count(layout, "tensor")
     return min(max(rank, 0) // each, stages - 1)
 
 
-def _numbers(place: int, drawn: int, count: int) -> str:
+def _micro_batch_numbers(place: int, drawn: int, count: int) -> str:
     """Which micro-batches a drawn one stands for, counted from 1.
 
-    >>> _numbers(1, 4, 4), _numbers(1, 128, 512)
+    >>> _micro_batch_numbers(1, 4, 4), _micro_batch_numbers(1, 128, 512)
     ('2', '5-8')
     """
     first, last = place * count // drawn, (place + 1) * count // drawn - 1

@@ -33,26 +33,26 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
             read()
         except UserError as error:
             found.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
-    told, planned = _told(run), run.planned_world()
-    if told is not None and planned is not None and told > planned:
+    reported, planned = _reported_world(run), run.planned_world()
+    if reported is not None and planned is not None and reported > planned:
         found.append(
-            Damage(where="launch.json", what=f"{plural(told, 'rank')}, where the plan has {planned:,}", count=1)
+            Damage(where="launch.json", what=f"{plural(reported, 'rank')}, where the plan has {planned:,}", count=1)
         )
-    if not any(one.where == "launch.json" and told is None for one in found):
-        missing = _missing(run, ranks)
+    if not any(one.where == "launch.json" and reported is None for one in found):
+        missing = _missing_ranks(run, ranks)
         if missing:
-            found.append(Damage(where="events", what=f"no file of {_named(missing)}", count=len(missing)))
+            found.append(Damage(where="events", what=f"no file of {_rank_names(missing)}", count=len(missing)))
     return found
 
 
-def _missing(run: Run, ranks: Sequence[int]) -> list[int]:
+def _missing_ranks(run: Run, ranks: Sequence[int]) -> list[int]:
     world = run.world()
     if world is None or not 0 < world < 10**7:
         return []
     return sorted(set(range(world)).difference(ranks)) if _has_started(run, ranks) else []
 
 
-def _told(run: Run) -> int | None:
+def _reported_world(run: Run) -> int | None:
     try:
         return integer(run.launch(), "world")
     except UserError:
@@ -72,7 +72,7 @@ def supervisor_damage(run: Run, ranks: Sequence[int], *, epoch: int) -> list[Dam
     if run.supervisor.is_file() or not _has_started(run, ranks) or not (launched or epoch):
         return []
     how = "is not a file" if run.supervisor.exists() else "is missing"
-    return [Damage(where=run.supervisor.name, what=f"{how}: incidents and formations are not known", count=1)]
+    return [Damage(where=run.supervisor.name, what=f"{how}: incidents and memberships are unknown", count=1)]
 
 
 def of_ranks(troubles: Mapping[int, Counter[str]]) -> list[Damage]:
@@ -83,13 +83,13 @@ def of_ranks(troubles: Mapping[int, Counter[str]]) -> list[Damage]:
         for what, number in troubles[rank].items():
             ranks.setdefault(what, []).append(rank)
             count[what] += number
-    return [Damage(where=_named(ranks[what]), what=what, count=count[what]) for what in ranks]
+    return [Damage(where=_rank_names(ranks[what]), what=what, count=count[what]) for what in ranks]
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _rank_names(ranks: Sequence[int]) -> str:
     """Some ranks for a person.
 
-    >>> _named([3]), _named([0, 1, 7]), _named(range(100))
+    >>> _rank_names([3]), _rank_names([0, 1, 7]), _rank_names(range(100))
     ('rank 3', 'ranks 0, 1, 7', '100 ranks from 0 to 99')
     """
     if len(ranks) > MOST_NAMED:

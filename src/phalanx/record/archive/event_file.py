@@ -70,7 +70,7 @@ class EventFile:
 
     def refresh(self) -> bool:
         """Look what is new; whether there was anything."""
-        size = _size(self.path)
+        size = _file_size(self.path)
         self.is_odd = not size and self.path.exists() and not self.path.is_file()
         stamp = _stamp(self.path.with_suffix(SUFFIX))
         if (size, stamp) == (self.size, self._stamp):
@@ -79,7 +79,7 @@ class EventFile:
             self.replaced, self.content, self._gaps = True, object(), []
         if stamp != self._stamp or size < self.size:
             self._index, self._stamp = read_index(self.path), stamp
-            size = max(size, _size(self.path))  # the index may tell of what came meanwhile
+            size = max(size, _file_size(self.path))  # the index may tell of what came meanwhile
         self.size, self._blocks, self._places = size, None, None
         self._fit_gaps()
         return True
@@ -122,7 +122,7 @@ class EventFile:
         if self._blocks is None:
             for gap in self._gaps:
                 self._read(gap)
-            made = _records([gap.maker for gap in self._gaps])
+            made = _joined_records([gap.maker for gap in self._gaps])
             self._blocks, self._places = self._known(), self._index.places
             if len(made):
                 blocks = np.concatenate([self._blocks, take(made, made["type"] == BLOCK_TYPE)])
@@ -182,7 +182,7 @@ class EventFile:
         if int(block["kinds"]) & (bits_of(kinds) if wanted else ~bits_of(FREQUENT)) == 0:
             return []
         if is_crowded(block) or any(kind in FREQUENT for kind in kinds):
-            return [event for line in self.lines(block) if (event := _wanted(line, kinds)) is not None]
+            return [event for line in self.lines(block) if (event := _wanted_event(line, kinds)) is not None]
         places = self._places_in(block)
         if wanted:
             places = places[np.isin(places["kind"], [code_of(kind) for kind in kinds])]
@@ -193,7 +193,7 @@ class EventFile:
         if kind not in FREQUENT and not is_crowded(block):
             return next(reversed(self.search(block, (kind,))), None)
         lines = list(self.lines(block))
-        return next((event for line in reversed(lines) if (event := _wanted(line, (kind,))) is not None), None)
+        return next((event for line in reversed(lines) if (event := _wanted_event(line, (kind,))) is not None), None)
 
     def at(self, place: np.void) -> Event | None:
         """The event at a place."""
@@ -203,8 +203,8 @@ class EventFile:
     def steps_with(self, block: np.void, kind: str) -> list[int]:
         """The steps for which a block has a rare event of a kind; read only where their places are not kept."""
         if is_crowded(block):
-            told = [event.get("step") for event in self.search(block, (kind,))]
-            return [step for step in told if type(step) is int]
+            reported = [event.get("step") for event in self.search(block, (kind,))]
+            return [step for step in reported if type(step) is int]
         places = self._places_in(block)
         return [int(step) for step in places["step"][places["kind"] == code_of(kind)]]
 
@@ -237,7 +237,7 @@ class EventFile:
             return
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     """Bytes; none when it is no file."""
     try:
         found = path.stat()
@@ -274,11 +274,11 @@ def _take(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> Non
         at = end
 
 
-def _records(makers: list[BlockMaker]) -> NDArray[np.void]:
+def _joined_records(makers: list[BlockMaker]) -> NDArray[np.void]:
     return np.frombuffer(b"".join(data for maker in makers for data in (*maker.done, maker.snapshot())), BLOCK)
 
 
-def _wanted(line: bytes, kinds: tuple[str, ...]) -> Event | None:
+def _wanted_event(line: bytes, kinds: tuple[str, ...]) -> Event | None:
     head = _OURS.match(line)
     if head and not _of_kind(head.group(1).decode(), kinds):
         return None

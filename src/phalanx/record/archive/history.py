@@ -83,7 +83,7 @@ class RunHistory:
         self._held: dict[int, int] = {}  # bytes of each
         self._troubles: dict[int, Counter[str]] = {}
         self._supervisor = EventReader(run.supervisor)
-        self._told: list[Event] = []
+        self._reported: list[Event] = []
         self._plan_seen: tuple[object, tuple[tuple[int, float], ...]] = (None, ())
 
     @classmethod
@@ -100,13 +100,13 @@ class RunHistory:
         self.witness = next(self.run.recorded(), self.ranks[0] if self.ranks else 0)
         self._fresh.clear()
         self._checked.clear()
-        told = self._supervisor.read()[-MOST_SUPERVISOR:]
-        self._told = (self._told + told)[-MOST_SUPERVISOR:]
+        reported = self._supervisor.read()[-MOST_SUPERVISOR:]
+        self._reported = (self._reported + reported)[-MOST_SUPERVISOR:]
         self._starts_known = False
-        return (bool(self.ranks) and self._rank(self._of(None)).changed) or new or bool(told)
+        return (bool(self.ranks) and self._rank(self._of(None)).changed) or new or bool(reported)
 
     def _began(self) -> tuple[Start, ...]:
-        """Where the formations began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.
+        """Where the memberships began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.
 
         (By the witness, where rank 0 has no record.) It is not read for this where no index covers it: then it is as
         it was known before.
@@ -114,8 +114,8 @@ class RunHistory:
         known = self._files[self.witness] if self.witness in self._fresh else None
         if not self._starts_known and known is not None and known.unread <= MOST_BYTES:
             events = known.events(("run_start",))
-            told = [(integer(event, "epoch"), integer(event, "step")) for event in events]
-            self._starts = tuple((epoch, step) for epoch, step in told if epoch is not None and step is not None)
+            reported = [(integer(event, "epoch"), integer(event, "step")) for event in events]
+            self._starts = tuple((epoch, step) for epoch, step in reported if epoch is not None and step is not None)
             self._starts_known = True
         return self._starts
 
@@ -327,7 +327,7 @@ class RunHistory:
             changed = self.run.plan_json.stat().st_mtime_ns
         except OSError:
             changed = 0
-        formed = sum(one["event"] == "epoch" for one in self._told)
+        formed = sum(one["event"] == "epoch" for one in self._reported)
         stamp = changed, formed, len(self.events("run_start")), self.last_step is None
         if stamp != self._plan_seen[0]:
             known = [(one.first, one.mfu_per_token) for one in layout_spans(self.run, self)]
@@ -343,7 +343,7 @@ class RunHistory:
 
     def supervisor(self) -> list[Event]:
         """What the supervisor wrote."""
-        return list(self._told)
+        return list(self._reported)
 
     def latest(self, kind: str, rank: int | None = None) -> Event | None:
         """The last event of a kind."""
@@ -390,9 +390,9 @@ class RunHistory:
                 file.kept()
 
     def _short(self) -> dict[int, Counter[str]]:
-        """Ranks of the last formation whose record ends long before the others', of those that were looked at."""
-        told = next((one for one in reversed(self._told) if one["event"] == "epoch"), {})
-        world = integer(told, "world") or self.run.world() or 0
+        """Ranks of the last membership whose record ends long before the others', of those that were looked at."""
+        reported = next((one for one in reversed(self._reported) if one["event"] == "epoch"), {})
+        world = integer(reported, "world") or self.run.world() or 0
         ends = {rank: file.end for rank, file in self._files.items() if rank < world and file.unread <= MOST_BYTES}
         last, last_s = (max((end[which] for end in ends.values()), default=0) for which in (0, 1))
         short = {rank: last - step for rank, (step, t) in ends.items() if last - step > FEW and last_s - t > FEW_S}

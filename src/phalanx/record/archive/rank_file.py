@@ -105,7 +105,7 @@ class RankFile:
             self._live = EventFile(self._path)
 
     def know_starts(self, starts: tuple[Start, ...]) -> None:
-        """Where the formations of the run began, as a rank tells that is in all of them."""
+        """Where the memberships of the run began, as a rank tells that is in all of them."""
         if starts != self._starts:
             self._starts, self._kept = starts, None
 
@@ -122,7 +122,7 @@ class RankFile:
     def kept(self) -> KeptBlocks:
         """The blocks that count: a restart that goes back undoes the later steps of the start before.
 
-        Also of a rank that was in no formation since, as far as `know_starts` tells. Of one that left and came back,
+        Also of a rank that was in no membership since, as far as `know_starts` tells. Of one that left and came back,
         steps that were undone meanwhile stay where its own restart lies above them.
         """
         if self._kept is None:
@@ -140,7 +140,7 @@ class RankFile:
         return self._kept
 
     def _undone_from(self) -> int:
-        """The lowest step that a formation after this rank's last one went on from."""
+        """The lowest step that a membership after this rank's last one went on from."""
         if len(self._starts) < 2 or (start := self.latest("run_start")) is None:
             return FOREVER
         epoch = integer(start, "epoch")

@@ -87,11 +87,11 @@ def compare_sides(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
         sections += [
             ("cluster", at(a.plan, "cluster"), at(b.plan, "cluster"), ROUNDING),
             ("layout", at(a.plan, "layout"), at(b.plan, "layout"), 0.0),
-            ("prediction", _predicted(a.plan), _predicted(b.plan), ROUNDING),
+            ("prediction", _predicted_numbers(a.plan), _predicted_numbers(b.plan), ROUNDING),
         ]
     if a.results and b.results:
         sections.append(("results", a.results, b.results, max(within, ROUNDING)))
-    return [one for section in sections for one in _differing(*section)]
+    return [one for section in sections for one in _differing_keys(*section)]
 
 
 def _as_in_file(job: Mapping[str, Value]) -> dict[str, Value]:
@@ -116,30 +116,32 @@ def _is_built(corpus: Value, paths: Value) -> bool:
     return re.fullmatch(rf"{re.escape(corpus)}(-\d+)+", name) is not None
 
 
-def _differing(section: str, a: Mapping[str, Value], b: Mapping[str, Value], within: float) -> Iterator[Difference]:
-    one, other = dict(_flat(a)), dict(_flat(b))
+def _differing_keys(
+    section: str, a: Mapping[str, Value], b: Mapping[str, Value], within: float
+) -> Iterator[Difference]:
+    one, other = dict(_flat_items(a)), dict(_flat_items(b))
     for key in [*one, *(key for key in other if key not in one)]:
-        if not _same(one.get(key), other.get(key), within):
+        if not _same_values(one.get(key), other.get(key), within):
             yield Difference(section=section, key=key, a=one.get(key), b=other.get(key))
 
 
-def _flat(tree: Mapping[str, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Value]]:
+def _flat_items(tree: Mapping[str, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Value]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and depth < 8:
-            yield from _flat(value, f"{name}.", depth + 1)
+            yield from _flat_items(value, f"{name}.", depth + 1)
         else:
             yield name, value
 
 
-def _same(a: Value, b: Value, within: float) -> bool:
+def _same_values(a: Value, b: Value, within: float) -> bool:
     one, other = number({"": a}, ""), number({"": b}, "")
     if one is None or other is None:
         return bool(a == b)
     return math.isclose(one, other, rel_tol=within, abs_tol=0.0)
 
 
-def _predicted(plan: Mapping[str, Value]) -> dict[str, Value]:
+def _predicted_numbers(plan: Mapping[str, Value]) -> dict[str, Value]:
     """The numbers a person compares plans by."""
     prediction, bill, reliability = at(plan, "prediction"), at(plan, "bill"), at(plan, "reliability")
     usd = bill.get("usd")
@@ -226,26 +228,26 @@ def render_difference(a: Side, b: Side, found: Sequence[Difference]) -> str:
         return "\n".join([*lines, "", "no difference"])
     for section in dict.fromkeys(one.section for one in found):
         rows = [("", "A", "B", "")]
-        rows += [_row(one) for one in found if one.section == section]
+        rows += [_difference_row(one) for one in found if one.section == section]
         lines += ["", section.upper(), *(f"  {line}" for line in text_table(rows))]
     return "\n".join(lines)
 
 
-def _row(one: Difference) -> tuple[str, str, str, str]:
+def _difference_row(one: Difference) -> tuple[str, str, str, str]:
     change = f"{one.change:+.1%}" if one.change is not None and one.section in ("prediction", "results") else ""
-    return printable(one.key, most=60), _shown(one.key, one.a), _shown(one.key, one.b), change
+    return printable(one.key, most=60), _shown_value(one.key, one.a), _shown_value(one.key, one.b), change
 
 
-def _shown(key: str, value: Value) -> str:
+def _shown_value(key: str, value: Value) -> str:
     if value is None:
         return "-"
     known = number({"": value}, "")
     if known is None or isinstance(value, bool):
         return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), most=WIDEST)
-    return _number(key.rsplit(".", 1)[-1], known, whole=integer({"": value}, "") is not None)
+    return _shown_number(key.rsplit(".", 1)[-1], known, whole=integer({"": value}, "") is not None)
 
 
-def _number(key: str, value: float, *, whole: bool) -> str:
+def _shown_number(key: str, value: float, *, whole: bool) -> str:
     """With the unit that the name ends in."""
     if key.endswith("_s") and not key.endswith("_per_s") and value:
         return format_seconds(value)

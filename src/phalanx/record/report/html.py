@@ -41,7 +41,7 @@ def render_html(report: RunReport, *, made: str) -> str:
     digest = base64.b64encode(hashlib.sha256(REPORT_CSS.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     sections = report_sections(s, report, most_rows=MOST_ROWS)
-    shown = [(one.title, "\n".join(_block(block) for block in one.blocks)) for one in sections]
+    shown = [(one.title, "\n".join(_block_html(block) for block in one.blocks)) for one in sections]
     learnt = [
         place
         for place, (title, _) in enumerate(shown)
@@ -61,7 +61,7 @@ def render_html(report: RunReport, *, made: str) -> str:
 </head>
 <body>
 <main>
-{_head(s)}
+{_head_html(s)}
 {body}
 <footer>{escape(printable(made))}</footer>
 </main>
@@ -70,27 +70,32 @@ def render_html(report: RunReport, *, made: str) -> str:
 """
 
 
-def _head(s: Summary) -> str:
+def _head_html(s: Summary) -> str:
     head = report_headline(s)
     state = s.state if s.state in STATES else "unknown"
-    why = f"<pre>{escape(_lines(s.message))}</pre>" if head.message else ""
+    why = f"<pre>{escape(_lines_html(s.message))}</pre>" if head.message else ""
     title = f'<h1>{escape(head.name)} <span class="state {state}">{escape(printable(s.state, most=40))}</span></h1>'
-    return f'<header>{title}\n<p class="lead quiet">{escape(printable(head.subject))}</p>{why}\n{_tiles(s)}</header>'
+    return (
+        f'<header>{title}\n<p class="lead quiet">{escape(printable(head.subject))}</p>{why}\n{_tiles_html(s)}</header>'
+    )
 
 
-def _tiles(s: Summary) -> str:
+def _tiles_html(s: Summary) -> str:
     of = f"of {s.planned_steps:,} steps" if s.planned_steps else "steps"
     usd = s.cost.so_far.usd if s.cost is not None else None
     tiles = [
         (f"{s.steps:,}", of),
         (f"{s.last_loss:.4f}" if s.last_loss is not None else "", f"loss, from {s.first_loss or 0:.4f}"),
-        (_or(s.tokens_per_s.measured, format_count), "tokens/s" + _planned(s.tokens_per_s, format_count)),
-        (_or(s.mfu.measured, _percent), "MFU" + _planned(s.mfu, _percent)),
-        (_or(s.memory_bytes.measured, format_bytes), "memory" + _planned(s.memory_bytes, format_bytes)),
-        (_or(s.effective_time.measured, _percent), "effective time" + _planned(s.effective_time, _percent)),
-        (_or(usd, format_money), "so far"),
+        (_value_or_dash(s.tokens_per_s.measured, format_count), "tokens/s" + _planned(s.tokens_per_s, format_count)),
+        (_value_or_dash(s.mfu.measured, _percent_text), "MFU" + _planned(s.mfu, _percent_text)),
+        (_value_or_dash(s.memory_bytes.measured, format_bytes), "memory" + _planned(s.memory_bytes, format_bytes)),
         (
-            _or(wall_seconds(s), format_seconds),
+            _value_or_dash(s.effective_time.measured, _percent_text),
+            "effective time" + _planned(s.effective_time, _percent_text),
+        ),
+        (_value_or_dash(usd, format_money), "so far"),
+        (
+            _value_or_dash(wall_seconds(s), format_seconds),
             f"wall clock, {plural(s.starts, 'start')}" if s.starts > 1 else "wall clock",
         ),
     ]
@@ -100,7 +105,7 @@ def _tiles(s: Summary) -> str:
     return f'<div class="tiles">{"".join(made)}</div>'
 
 
-def _or(value: float | None, show: Callable[[float], str]) -> str:
+def _value_or_dash(value: float | None, show: Callable[[float], str]) -> str:
     return show(value) if value is not None else ""
 
 
@@ -108,14 +113,14 @@ def _planned(pair: Pair, show: Callable[[float], str]) -> str:
     return f", planned {show(pair.predicted)}" if pair.predicted else ""
 
 
-def _percent(value: float) -> str:
+def _percent_text(value: float) -> str:
     return f"{value:.1%}"
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _block(block: Block) -> str:
+def _block_html(block: Block) -> str:
     match block:
         case Table():
             return _table(block)
@@ -127,7 +132,7 @@ def _block(block: Block) -> str:
             kind = ' class="quiet"' if block.quiet else ""
             return "".join(f"<p{kind}>{escape(text)}</p>" for text in block.texts)
         case Quote():
-            return "".join(f"<pre>{escape(_lines(text))}</pre>" for text in block.texts)
+            return "".join(f"<pre>{escape(_lines_html(text))}</pre>" for text in block.texts)
 
 
 def _table(table: Table) -> str:
@@ -136,7 +141,7 @@ def _table(table: Table) -> str:
     lines = []
     for place, row in enumerate(table.rows):
         cells = zip(row, number, strict=True)
-        made = "".join(f"<td{kind or _width_class(cell)}>{_cell(cell)}</td>" for cell, kind in cells)
+        made = "".join(f"<td{kind or _width_class(cell)}>{_cell_html(cell)}</td>" for cell, kind in cells)
         kind = ' class="alarm"' if place in table.alarms else ""
         lines.append(f"<tr{kind}>{made}</tr>")
     body = "\n".join(lines)
@@ -147,7 +152,7 @@ def _width_class(cell: Cell) -> str:
     return ' class="long"' if isinstance(cell, str) and len(cell) > MOST_UNBROKEN else ""
 
 
-def _cell(cell: Cell) -> str:
+def _cell_html(cell: Cell) -> str:
     if isinstance(cell, Bar):
         rest = max(0.0, cell.whole - sum(size for _, size in cell.parts))
         return stacked_bar([*cell.parts, ("rest", rest)], height=10).replace('"stack"', '"cell"')
@@ -158,7 +163,7 @@ def _cell(cell: Cell) -> str:
     return escape(cell)
 
 
-def _lines(text: str) -> str:
+def _lines_html(text: str) -> str:
     """A text with its line breaks and without other control characters."""
     return "\n".join(printable(line, most=MOST_SAMPLE) for line in text[:MOST_SAMPLE].splitlines()[:60])
 
@@ -173,35 +178,39 @@ def figures(report: RunReport) -> str:
     """Every curve that the run has, each with its words and its legend."""
     s, curves = report.summary, report.curves
     drawn = [
-        _figure(report, "Loss", "", [_line(curves, "loss", "training"), _evaluations(report)]),
-        _figure(
+        _curve_figure(report, "Loss", "", [_curve_line(curves, "loss", "training"), _evaluation_line(report)]),
+        _curve_figure(
             report,
             "Tokens per second",
             "",
-            [_line(curves, "tokens_per_s"), _planned_line(s.layouts, lambda one: one.tokens_per_s)],
+            [_curve_line(curves, "tokens_per_s"), _planned_line(s.layouts, lambda one: one.tokens_per_s)],
             rough=True,
         ),
-        _figure(
-            report, "MFU", "share", [_line(curves, "mfu"), _planned_line(s.layouts, lambda one: one.mfu)], rough=True
+        _curve_figure(
+            report,
+            "MFU",
+            "share",
+            [_curve_line(curves, "mfu"), _planned_line(s.layouts, lambda one: one.mfu)],
+            rough=True,
         ),
-        _effective(report),
-        _figure(report, "Gradient noise scale, samples", "", [_line(curves, "noise_scale")]),
-        _figure(report, "Gradient norm", "", [_line(curves, "grad_norm")]),
-        _figure(report, "Memory of rank 0", "bytes", _memory(report), zero=True),
-        _figure(report, "A step of rank 0", "s", _step_lines(curves), zero=True, rough=True),
-        _figure(report, "Utilization of rank 0", "share", [_line(curves, "utilization")], zero=True),
+        _effective_figure(report),
+        _curve_figure(report, "Gradient noise scale, samples", "", [_curve_line(curves, "noise_scale")]),
+        _curve_figure(report, "Gradient norm", "", [_curve_line(curves, "grad_norm")]),
+        _curve_figure(report, "Memory of rank 0", "bytes", _memory_lines(report), zero=True),
+        _curve_figure(report, "A step of rank 0", "s", _step_lines(curves), zero=True, rough=True),
+        _curve_figure(report, "Utilization of rank 0", "share", [_curve_line(curves, "utilization")], zero=True),
     ]
     return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
 
 
-def _line(curves: dict[str, Curve], name: str, label: str = "measured", style: str = "1") -> PlotLine | None:
+def _curve_line(curves: dict[str, Curve], name: str, label: str = "measured", style: str = "1") -> PlotLine | None:
     one = curves.get(name)
     if one is None:
         return None
     return PlotLine(label=label, x=one.step, mean=one.mean, low=one.low, high=one.high, style=style)
 
 
-def _flat(curves: dict[str, Curve], value: float | None) -> PlotLine | None:
+def _constant_line(curves: dict[str, Curve], value: float | None) -> PlotLine | None:
     """A number, from the first step to the last."""
     steps = next(iter(curves.values())).step if curves else ()
     if not value or not steps:
@@ -219,19 +228,22 @@ def _planned_line(layouts: Sequence[LayoutResult], pair: Callable[[LayoutResult]
     return PlotLine(label="planned", x=x, mean=mean, style=PLANNED_STYLE)
 
 
-def _evaluations(report: RunReport) -> PlotLine | None:
+def _evaluation_line(report: RunReport) -> PlotLine | None:
     if not report.evaluations:
         return None
     steps, losses = zip(*report.evaluations, strict=True)
     return PlotLine(label="held-out", x=steps, mean=losses, style="2", dots=True)
 
 
-def _memory(report: RunReport) -> list[PlotLine | None]:
-    lines = [_line(report.curves, "memory_used_bytes", "now"), _line(report.curves, "memory_bytes", "most so far", "2")]
+def _memory_lines(report: RunReport) -> list[PlotLine | None]:
+    lines = [
+        _curve_line(report.curves, "memory_used_bytes", "now"),
+        _curve_line(report.curves, "memory_bytes", "most so far", "2"),
+    ]
     limit, most = report.memory_limit_bytes, report.summary.memory_bytes.measured
     if not limit or not most or limit > LIMIT_SEEN * most:  # far away, it would flatten all the rest
         return [*lines, _planned_line(report.summary.layouts, lambda one: one.memory_bytes)]
-    flat = _flat(report.curves, limit)
+    flat = _constant_line(report.curves, limit)
     return [
         *lines,
         PlotLine(label="limit", x=flat.x, mean=flat.mean, style=PLANNED_STYLE) if flat is not None else None,
@@ -240,13 +252,13 @@ def _memory(report: RunReport) -> list[PlotLine | None]:
 
 def _step_lines(curves: dict[str, Curve]) -> list[PlotLine | None]:
     return [
-        _line(curves, "duration_s", "whole"),
-        _line(curves, "compute_s", "computing", "3"),
-        _line(curves, "wait_s", "not computing", "2"),
+        _curve_line(curves, "duration_s", "whole"),
+        _curve_line(curves, "compute_s", "computing", "3"),
+        _curve_line(curves, "wait_s", "not computing", "2"),
     ]
 
 
-def _figure(
+def _curve_figure(
     report: RunReport,
     title: str,
     unit: str,
@@ -259,10 +271,10 @@ def _figure(
     if not any(line.style != PLANNED_STYLE for line in known):
         return ""
     drawn = line_plot(title, known, show=axis_format(unit), marks=report.marks, zero=zero, rough=rough)
-    return _captioned(title, known, drawn)
+    return _captioned_figure(title, known, drawn)
 
 
-def _effective(report: RunReport) -> str:
+def _effective_figure(report: RunReport) -> str:
     found = report.effective
     if len(found.t) < 2:
         return ""
@@ -273,10 +285,10 @@ def _effective(report: RunReport) -> str:
     ]
     title = "Effective training time"
     drawn = line_plot(title, lines, show=axis_format("share"), show_x=axis_format("s"), zero=True, most=1.0, times=True)
-    return _captioned(title, lines, drawn)
+    return _captioned_figure(title, lines, drawn)
 
 
-def _captioned(title: str, lines: Sequence[PlotLine], drawn: str) -> str:
+def _captioned_figure(title: str, lines: Sequence[PlotLine], drawn: str) -> str:
     if not drawn:
         return ""
     keys = (

@@ -133,7 +133,7 @@ def remark_of_rank(event: Event) -> list[str]:
         parts += [f"{event['bits_per_byte']:.3f} bits per byte"] if number(event, "bits_per_byte") is not None else []
         return [f"step {step:,}: held-out {', '.join(parts)}"]
     if event["event"] == "checkpoint":
-        return _checkpoint(event, step)
+        return _checkpoint_lines(event, step)
     if event["event"] == "memory":
         return [f"step {step:,}: {_copies(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
@@ -141,7 +141,7 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "compile_check":
         return [_compile_check(event)]
     if event["event"] == "communicators":
-        return _communicators(event)
+        return _communicator_lines(event)
     if event["event"] == "ready":
         seconds = number(event, "seconds")
         at = f", continuing at step {step:,}" if step else ""
@@ -160,13 +160,13 @@ def _compile_check(event: Event) -> str:
         return f"warning: compiled code could not be held against eager code ({cost}): {text(event, 'reason')}"
     norms = [number(event, name) for name in ("grad_norm", "eager_grad_norm", "gradient_difference", "bound")]
     if event["passed"] is not True:
-        told = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
-        return f"compiled code is wrong ({cost}){told}"
+        detail = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""
+        return f"compiled code is wrong ({cost}){detail}"
     off = f"gradients differ by {norms[2]:.1e}, rounding explains {norms[3]:.1e}" if None not in norms else ""
     return f"compiled code agrees with eager code ({cost}): {off}"
 
 
-def _communicators(event: Event) -> list[str]:
+def _communicator_lines(event: Event) -> list[str]:
     """How long the process groups took, where that is worth a line, and on which ranks the settings differ."""
     given = event.get("differences")
     lines = [f"warning: {printable(one)}" for one in given if isinstance(one, str)] if isinstance(given, list) else []
@@ -186,7 +186,7 @@ def _copies(event: Event) -> str:
     )
 
 
-def _checkpoint(event: Event, step: int) -> list[str]:
+def _checkpoint_lines(event: Event, step: int) -> list[str]:
     """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
     if event.get("error"):
         return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
@@ -319,8 +319,8 @@ class Watcher:
 
     def _steps(self) -> int:
         begun = self._history.events("run_start")
-        told = integer(begun[-1], "steps") if begun else None
+        detail = integer(begun[-1], "steps") if begun else None
         try:
-            return told or integer(at(self.run.plan(), "duration"), "steps") or 0
+            return detail or integer(at(self.run.plan(), "duration"), "steps") or 0
         except PhalanxError:
-            return told or 0
+            return detail or 0

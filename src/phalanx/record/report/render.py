@@ -79,8 +79,8 @@ def render_markdown(report: RunReport) -> str:
     """The numbers of the HTML page without its plots."""
     head = report_headline(report.summary)
     why = f"\n\n> {markdown_text(' '.join(head.message))}" if head.message else ""
-    told = f"**{markdown_text(head.state)}**, {markdown_text(head.progress)}. {markdown_text(head.subject)}."
-    parts = [f"# {markdown_text(head.name)}\n\n{told}{why}"]
+    opening = f"**{markdown_text(head.state)}**, {markdown_text(head.progress)}. {markdown_text(head.subject)}."
+    parts = [f"# {markdown_text(head.name)}\n\n{opening}{why}"]
     for section in report_sections(report.summary, report):
         body = [text for block in section.blocks if (text := _markdown_block(block))]
         parts.append("\n\n".join([f"## {section.title}", *body]))

@@ -58,13 +58,13 @@ def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
     return RunReport(
         summary=with_lost_processes(run, summarize(run, history, walked)),
         curves={name: history.curve(name, points=points) for name in CURVES if name in names},
-        evaluations=_evaluations(history),
+        evaluations=_evaluation_points(history),
         saved=saved_checkpoints(history),
         marks=timeline_marks(history),
         effective=from_trail(walked.trail, points),
         scores=scores(history),
         memory_limit_bytes=number(history.latest("monitor") or {}, "memory_limit_bytes"),
-        reasons=_warnings(run),
+        reasons=_plan_warnings(run),
     )
 
 
@@ -75,7 +75,7 @@ def with_lost_processes(run: Run, summary: Summary) -> Summary:
     return replace(summary, state="gone", message="its processes ended without a word; --resume goes on")
 
 
-def _warnings(run: Run) -> tuple[str, ...]:
+def _plan_warnings(run: Run) -> tuple[str, ...]:
     try:
         given = run.plan().get("warnings")
     except PhalanxError:
@@ -83,7 +83,7 @@ def _warnings(run: Run) -> tuple[str, ...]:
     return tuple(printable(one) for one in given if isinstance(one, str))[:20] if isinstance(given, list) else ()
 
 
-def _evaluations(history: RunHistory) -> tuple[tuple[int, float], ...]:
+def _evaluation_points(history: RunHistory) -> tuple[tuple[int, float], ...]:
     found = []
     for event in history.events("evaluate"):
         step, loss = integer(event, "step"), number(event, "loss")
@@ -103,15 +103,15 @@ def saved_checkpoints(history: RunHistory) -> tuple[SavedCheckpoint, ...]:
         found[step] = SavedCheckpoint(
             step=step,
             t=number(event, "t") or 0.0,
-            blocked_s=_newer(number(event, "blocked_s"), before.blocked_s if before else None),
-            seconds=_newer(number(event, "seconds"), before.seconds if before else None),
-            size_bytes=_newer(number(event, "bytes"), before.size_bytes if before else None),
+            blocked_s=_newer_value(number(event, "blocked_s"), before.blocked_s if before else None),
+            seconds=_newer_value(number(event, "seconds"), before.seconds if before else None),
+            size_bytes=_newer_value(number(event, "bytes"), before.size_bytes if before else None),
             error=printable(event["error"]) if event.get("error") else "",
         )
     return tuple(found.values())
 
 
-def _newer(value: float | None, before: float | None) -> float | None:
+def _newer_value(value: float | None, before: float | None) -> float | None:
     return before if value is None else value
 
 
@@ -123,12 +123,12 @@ def timeline_marks(history: RunHistory) -> tuple[PlotMark, ...]:
             step = integer(event, "step") or 0
             found.append(PlotMark(x=step, kind="incident", text=f"step {step:,}: {incident_text(event)}"))
     for one in saved_checkpoints(history):
-        what = f"NOT saved: {one.error}" if one.error else _took(one)
+        what = f"NOT saved: {one.error}" if one.error else _duration_text(one)
         found.append(PlotMark(x=one.step, kind="checkpoint", text=f"checkpoint of step {one.step:,}{what}"))
     return tuple(found)
 
 
-def _took(one: SavedCheckpoint) -> str:
+def _duration_text(one: SavedCheckpoint) -> str:
     parts = [format_bytes(one.size_bytes)] if one.size_bytes else []
     parts += [f"training waited {format_seconds(one.blocked_s)}"] if one.blocked_s is not None else []
     return f": {', '.join(parts)}" if parts else ""

@@ -130,20 +130,22 @@ def report_headline(s: Summary) -> Headline:
 def report_sections(s: Summary, report: RunReport | None = None, *, most_rows: int = MOST_ROWS) -> list[Section]:
     """All sections that have something to say; `report` adds what takes a look at the whole record."""
     found = [
-        _measured(s),
-        _layouts(s),
-        _learning(s),
+        _measured_section(s),
+        _layouts_section(s),
+        _learning_section(s),
         time_section(s),
-        _ranks(s, report, most_rows),
+        _ranks_section(s, report, most_rows),
         incident_section(s, most_rows),
         Section(
             title="Communication",
-            blocks=_items(line.strip() for line in communication_lines(s.communication)) if s.communication else (),
+            blocks=_item_blocks(line.strip() for line in communication_lines(s.communication))
+            if s.communication
+            else (),
         ),
-        _checkpoints(s, report),
+        _checkpoints_section(s, report),
         cost_section(s),
         Section(title="Samples", blocks=(Quote(texts=s.samples[:8]),) if s.samples else ()),
-        Section(title="Warnings of the plan", blocks=_items(report.reasons) if report is not None else ()),
+        Section(title="Warnings of the plan", blocks=_item_blocks(report.reasons) if report is not None else ()),
         damage_section(s, most_rows),
     ]
     return [one for one in found if one.blocks]
@@ -157,7 +159,7 @@ def wall_seconds(s: Summary) -> float | None:
 # ---- prediction and measurement --------------------------------------------------------------------------------------
 
 
-def _measured(s: Summary) -> Section:
+def _measured_section(s: Summary) -> Section:
     title = "Prediction and measurement"
     if s.step_s.measured is None:
         return Section(title=title, blocks=(Paragraph(text="No step was finished."),))
@@ -165,47 +167,52 @@ def _measured(s: Summary) -> Section:
     guess = _seconds(s.step_s.predicted)
     if s.step_s_low and s.step_s_high:
         guess += f" ({format_seconds(s.step_s_low)} to {format_seconds(s.step_s_high)})"
-    rows: list[tuple[Cell, ...]] = [("step", guess, step, _error(s.step_s))]
+    rows: list[tuple[Cell, ...]] = [("step", guess, step, _error_text(s.step_s))]
     kinds: tuple[tuple[str, Pair, Callable[[float | None], str]], ...] = (
         ("tokens/s", s.tokens_per_s, _count),
-        ("MFU", s.mfu, _share),
-        ("memory of the fullest rank", s.memory_bytes, _bytes),
+        ("MFU", s.mfu, _share_text),
+        ("memory of the fullest rank", s.memory_bytes, _bytes_text),
         ("training", s.training_s, _seconds),
         ("recovery from a failure", s.recovery_s, _seconds),
-        ("effective training time", s.effective_time, _share),
+        ("effective training time", s.effective_time, _share_text),
     )
     for name, pair, show in kinds:
         if pair.measured is not None:
-            rows.append((name, show(pair.predicted), show(pair.measured), _error(pair)))
+            rows.append((name, show(pair.predicted), show(pair.measured), _error_text(pair)))
     if s.first_step_s is not None:
         rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
     head = ("", "predicted", "measured", "difference")
     return Section(title=title, blocks=(Table(head=head, rows=tuple(rows), right=(1, 2, 3)),))
 
 
-def _layouts(s: Summary) -> Section:
+def _layouts_section(s: Summary) -> Section:
     """Of a run that changed its layout: each with its own prediction."""
     title = "Layouts"
     if len(s.layouts) < 2:
         return Section(title=title, blocks=())
     newest = s.layouts[-1]
-    told = (
+    caption = (
         f"Predicted → measured, each over its own steps. The table above is of the newest layout, "
         f"steps {newest.first_step + 1:,} to {newest.last_step + 1:,}."
     )
     head = ("steps", "ranks", "layout", "step", "tokens/s", "MFU", "memory")
     rows = tuple(_layout_row(one) for one in s.layouts)
-    return Section(title=title, blocks=(Table(head=head, rows=rows, right=(1,)), Paragraph(text=told)))
+    return Section(title=title, blocks=(Table(head=head, rows=rows, right=(1,)), Paragraph(text=caption)))
 
 
 def _layout_row(one: LayoutResult) -> tuple[Cell, ...]:
     steps = f"{one.first_step + 1:,} to {one.last_step + 1:,}"
     name = one.layout if one.planned else f"{one.layout}, not planned"
-    pairs = ((one.step_s, _seconds), (one.tokens_per_s, _count), (one.mfu, _share), (one.memory_bytes, _bytes))
+    pairs = (
+        (one.step_s, _seconds),
+        (one.tokens_per_s, _count),
+        (one.mfu, _share_text),
+        (one.memory_bytes, _bytes_text),
+    )
     return (steps, f"{one.world:,}", name, *(f"{show(pair.predicted)} → {show(pair.measured)}" for pair, show in pairs))
 
 
-def _learning(s: Summary) -> Section:
+def _learning_section(s: Summary) -> Section:
     lines = []
     if s.first_loss is not None and s.last_loss is not None:
         lines.append(f"training loss {s.first_loss:.4f} → {s.last_loss:.4f} nats per token")
@@ -224,7 +231,7 @@ def _learning(s: Summary) -> Section:
     if s.zero_gradient_steps:
         count = plural(s.zero_gradient_steps, "step")
         lines.append(f"took {count} with a gradient norm of exactly 0, which learn nothing: the state may be damaged")
-    return Section(title="Learning", blocks=_items(lines))
+    return Section(title="Learning", blocks=_item_blocks(lines))
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -247,22 +254,24 @@ def time_section(s: Summary) -> Section:
         (ColourKey(name=name), format_seconds(took_s), f"{share:.1%}", Bar(parts=((name, share),), whole=1.0))
         for name, took_s, share in spent
     ]
-    told = f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: steps that stayed, not compiling."
-    told += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to within 1 %."
-    told += f" But {found.jumped}." if found.jumped else ""
-    told += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
+    caption = (
+        f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: steps that stayed, not compiling."
+    )
+    caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to within 1 %."
+    caption += f" But {found.jumped}." if found.jumped else ""
+    caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
     brief = [BriefLine(label="time", text="  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8]))]
     if found.gap:
         brief.append(BriefLine(label="", text=f"the accounts do not add up: {found.gap}", is_alarm=True))
     table = Table(head=("account", "time", "share", ""), rows=tuple(rows), right=(1, 2))
     stack = Stack(parts=tuple((name, took_s) for name, took_s, _ in spent))
-    return Section(title=title, blocks=(stack, table, Paragraph(text=told)), brief=tuple(brief))
+    return Section(title=title, blocks=(stack, table, Paragraph(text=caption)), brief=tuple(brief))
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
+def _ranks_section(s: Summary, report: RunReport | None, most_rows: int) -> Section:
     known = [one for one in s.ranks if one.compute_s is not None]
     if not known:
         return Section(title="Ranks", blocks=())
@@ -282,28 +291,36 @@ def _ranks(s: Summary, report: RunReport | None, most_rows: int) -> Section:
         right=(0, *range(3, len(kept))),
         alarms=frozenset(number for number, one in enumerate(shown) if one.rank in slow),
     )
-    told = "Means per step. Not computing: waiting for other ranks, stages or transfers."
-    told += (
+    caption = "Means per step. Not computing: waiting for other ranks, stages, transfers or a core."
+    caption += (
         " The score is a rank’s own time over the median of the ranks with the same work, in the last 100 steps."
         if report is not None
         else ""
     )
-    told += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
+    caption += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
     lines = [f"straggler: {one.text}; the others wait for it" for one in s.stragglers[:MOST_ROWS]]
     if not lines and len(known) > 1:
         lines = ["no rank stands out: the work is balanced"]
-    return Section(title="Ranks", blocks=(*_items([*lines, *_imbalance(s)]), table, Paragraph(text=told)))
+    return Section(
+        title="Ranks", blocks=(*_item_blocks([*lines, *_imbalance_lines(s)]), table, Paragraph(text=caption))
+    )
 
 
 def _rank_cells(one: RankTime, most: float) -> list[Cell]:
     compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
     share = f"{wait / (wait + compute):.0%}" if one.wait_s is not None and wait + compute > 0 else UNKNOWN
     bar = Bar(parts=(("compute", compute), ("wait", wait)), whole=most)
-    cells = (_seconds(one.compute_s), _seconds(one.wait_s), share, _bytes(one.bytes_sent), _bytes(one.memory_bytes))
+    cells = (
+        _seconds(one.compute_s),
+        _seconds(one.wait_s),
+        share,
+        _bytes_text(one.bytes_sent),
+        _bytes_text(one.memory_bytes),
+    )
     return [str(one.rank), one.place or "the only one", bar, *cells]
 
 
-def _imbalance(s: Summary) -> list[str]:
+def _imbalance_lines(s: Summary) -> list[str]:
     """How unevenly the stages of a pipeline and the experts of a layer are loaded."""
     lines = []
     if s.stage_compute_s:
@@ -337,17 +354,17 @@ def incident_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
     brief = f"{len(s.incidents):,}; step {last.step:,}: rank {last.rank} on {last.host}: {last.what}{took}"
     return Section(
         title=title,
-        blocks=(Table(head=head, rows=tuple(rows), right=(0, 4, 5)), *_items(lines)),
+        blocks=(Table(head=head, rows=tuple(rows), right=(0, 4, 5)), *_item_blocks(lines)),
         brief=(BriefLine(label="incidents", text=brief),),
     )
 
 
-def _checkpoints(s: Summary, report: RunReport | None) -> Section:
+def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
     blocks: list[Block] = []
     saved = report.saved if report is not None else ()
     if saved:
         rows = tuple(
-            (f"{one.step:,}", _seconds(one.blocked_s), _seconds(one.seconds), _bytes(one.size_bytes),
+            (f"{one.step:,}", _seconds(one.blocked_s), _seconds(one.seconds), _bytes_text(one.size_bytes),
              f"not saved: {one.error}" if one.error else "")
             for one in saved[-12:]
         )  # fmt: skip
@@ -359,7 +376,7 @@ def _checkpoints(s: Summary, report: RunReport | None) -> Section:
         took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
         lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{size}{took}")
-    return Section(title="Checkpoints", blocks=(*blocks, *_items(lines)))
+    return Section(title="Checkpoints", blocks=(*blocks, *_item_blocks(lines)))
 
 
 def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
@@ -385,9 +402,9 @@ def cost_section(s: Summary) -> Section:
     if s.cost is None or not rows:
         return Section(title=title, blocks=())
     table = Table(head=("", "so far", "at the end", "planned"), rows=tuple(rows), right=(1, 2, 3))
-    told = tuple(f"{name}: {source}" for name, source in s.cost.sources.items())
+    caption = tuple(f"{name}: {source}" for name, source in s.cost.sources.items())
     brief = [BriefLine(label=row[0], text=f"{row[1]} so far, {row[2]} at the end, planned {row[3]}") for row in rows]
-    return Section(title=title, blocks=(table, Items(texts=told, quiet=True)), brief=tuple(brief))
+    return Section(title=title, blocks=(table, Items(texts=caption, quiet=True)), brief=tuple(brief))
 
 
 def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
@@ -395,17 +412,17 @@ def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
     rows = tuple((printable(one.where), printable(one.what), f"{one.count:,}") for one in s.damage[:most_rows])
     blocks: tuple[Block, ...] = (Table(head=("where", "what", "count"), rows=rows, right=(2,)),) if rows else ()
     if s.unreadable_lines:
-        blocks += _items([f"{plural(s.unreadable_lines, 'line')} of events could not be read"])
+        blocks += _item_blocks([f"{plural(s.unreadable_lines, 'line')} of events could not be read"])
     brief = [BriefLine(label="damaged", text=f"{row[0]}: {row[1]} ({row[2]})", is_alarm=True) for row in rows[:3]]
     return Section(title="Damage to the record", blocks=blocks, brief=tuple(brief))
 
 
-def _items(texts: Iterable[str]) -> tuple[Block, ...]:
+def _item_blocks(texts: Iterable[str]) -> tuple[Block, ...]:
     found = tuple(texts)
     return (Items(texts=found),) if found else ()
 
 
-def _error(pair: Pair) -> str:
+def _error_text(pair: Pair) -> str:
     return f"{pair.error:+.1%}" if pair.error is not None else ""
 
 
@@ -413,7 +430,7 @@ def _seconds(value: float | None) -> str:
     return format_seconds(value) if value is not None else UNKNOWN
 
 
-def _bytes(value: float | None) -> str:
+def _bytes_text(value: float | None) -> str:
     return format_bytes(value) if value is not None else UNKNOWN
 
 
@@ -421,5 +438,5 @@ def _count(value: float | None) -> str:
     return format_count(value) if value is not None else UNKNOWN
 
 
-def _share(value: float | None) -> str:
+def _share_text(value: float | None) -> str:
     return f"{value:.1%}" if value is not None else UNKNOWN

@@ -33,8 +33,8 @@ def _planned(evidence: Evidence) -> tuple[Outcome, ...]:
         f"declared {wanted:,}",
     )
     if made == wanted:
-        told = f"each step takes {plural(made, 'sequence')}, as declared"
-        return (passed(told, formula=formula, value=made, threshold=wanted, unit="sequences"),)
+        statement = f"each step takes {plural(made, 'sequence')}, as declared"
+        return (passed(statement, formula=formula, value=made, threshold=wanted, unit="sequences"),)
     return (
         failed(
             f"each step takes {plural(made, 'sequence')}, and {wanted:,} are declared",
@@ -52,8 +52,8 @@ def _planned(evidence: Evidence) -> tuple[Outcome, ...]:
 def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
     found = tuple(one for one in evidence.refusals if is_batch(one))
     if not found:
-        told = "there is no plan, so the number of data ranks is not known"
-        return (unknown(told, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
+        statement = "there is no plan, so the number of data ranks is not known"
+        return (unknown(statement, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
     return tuple(
         failed(
             one.what,

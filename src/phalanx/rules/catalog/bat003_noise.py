@@ -23,10 +23,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         )
     steps, least = steps_of(evidence.the_log), limits.number("least_steps")
     if steps < least:
-        told = (
+        statement = (
             f"the batch is {evidence.the_job.batch.global_sequences:,} and the noise scale {noise.last:,.3g} sequences"
         )
-        return exempt(f"{told} after {plural(steps, 'step')}: reported, not judged before {least:,.0f}")
+        return exempt(f"{statement} after {plural(steps, 'step')}: reported, not judged before {least:,.0f}")
     if noise.count < limits.number("least_count") or noise.last <= 0:
         return unknown(
             f"{plural(noise.count, 'estimate')} of the noise scale, last {noise.last:.3g}: too few, or no signal yet",
@@ -44,12 +44,12 @@ def _size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
         f"B / B_simple = {batch:,} / {noise.last:,.3g} sequences = {ratio:.2f}, at most {most:g};  "
         f"token efficiency 1 / (1 + {ratio:.2f}) = {efficiency:.0%}",
     )
-    told = f"the batch is {ratio:.2f}x the noise scale"
+    statement = f"the batch is {ratio:.2f}x the noise scale"
     if ratio <= most:
-        return passed(told, formula=formula, value=ratio, threshold=most, unit="x")
+        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
     smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * most))))
     return failed(
-        f"{told}: a token teaches {efficiency:.0%} of what it would in a small batch",
+        f"{statement}: a token teaches {efficiency:.0%} of what it would in a small batch",
         formula=formula,
         value=ratio,
         threshold=most,

@@ -33,13 +33,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             else []
         ),
     )
-    told = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
+    statement = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
     if ratio <= most:
-        return passed(told, formula=formula, value=ratio, threshold=most)
+        return passed(statement, formula=formula, value=ratio, threshold=most)
     wanted = math.ceil(left * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
     smaller = _micro(layout.micro_batch, count, wanted)
     return failed(
-        f"{told}, more than {most:.0%}",
+        f"{statement}, more than {most:.0%}",
         formula=formula,
         value=ratio,
         threshold=most,

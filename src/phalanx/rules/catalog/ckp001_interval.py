@@ -111,22 +111,26 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         return missing
     ratio = interval_s / best_s
     off = max(ratio, 1 / ratio)
-    formula = (n.rate, f"τ* = Daly({n.delta}, M) = {_told(best_s)};  τ/τ* = {ratio:.2f}", *_small(evidence, limits, n))
-    told = f"interval {_told(interval_s)} is {ratio:.2f}x the optimum {_told(best_s)}"
+    formula = (
+        n.rate,
+        f"τ* = Daly({n.delta}, M) = {_span_text(best_s)};  τ/τ* = {ratio:.2f}",
+        *_small(evidence, limits, n),
+    )
+    statement = f"interval {_span_text(interval_s)} is {ratio:.2f}x the optimum {_span_text(best_s)}"
     if interval_s < n.interval_s:
-        told = (
-            f"interval {_told(n.interval_s)} is longer than the run: its one save, at the end, comes after "
-            f"{ratio:.2f}x the optimum {_told(best_s)}"
+        statement = (
+            f"interval {_span_text(n.interval_s)} is longer than the run: its one save, at the end, comes after "
+            f"{ratio:.2f}x the optimum {_span_text(best_s)}"
         )
     if off <= limits.number("warn_ratio"):
-        return passed(told, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
+        return passed(statement, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
     now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
     wrong = off > limits.number("error_ratio")
     persist_s = n.persist_s
     cost = SaveCost(blocked_s=n.blocking_s, persist_s=persist_s, mtbf_s=n.mtbf_s, lag_s=n.lag_s)
     edits = interval_edits(evidence, cost, "Daly's optimum")
     return failed(
-        told,
+        statement,
         formula=(*formula, f"overhead δ/τ + τ/2M now {min(1.0, now):.1%}, at the optimum {best:.1%}"),
         value=ratio,
         threshold=limits.number("error_ratio" if wrong else "warn_ratio"),
@@ -134,23 +138,25 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         at="checkpoint.interval_s",
         severity="error" if wrong else "warning",
         impact=evidence.loses(now - best, "checkpoints and work redone, beside those at the optimum"),
-        fix="" if edits else f"{ALONE}faster storage or a faster copy to host memory; the optimum is {_told(best_s)}",
+        fix=""
+        if edits
+        else f"{ALONE}faster storage or a faster copy to host memory; the optimum is {_span_text(best_s)}",
         edits=edits,
     )
 
 
 def _never(evidence: Evidence, n: Numbers) -> Outcome:
     """Checkpoints are off: a failure costs all work so far, and at the end nothing is kept."""
-    told = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
+    statement = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
     theirs = evidence.their_keys.get(KEY)
     turn_on = f"turn them on ({theirs})" if theirs else "turn them on"
     if not (n.mtbf_s > 0 and 0 <= n.length_s < math.inf and math.isfinite(n.best_s)):
         note = Impact(note="how long the job takes, or how often a host fails, is not a number")
-        return failed(told, at=KEY, severity="warning", impact=note, fix=turn_on)
+        return failed(statement, at=KEY, severity="warning", impact=note, fix=turn_on)
     length_s, best_s = n.length_s, n.best_s
     now = overhead(0.0, length_s, n.mtbf_s)
     return failed(
-        told,
+        statement,
         formula=(
             n.rate,
             f"{format_seconds(length_s)} of work; half of it at a failure: {min(1.0, now):.2%} of the time",
@@ -161,7 +167,7 @@ def _never(evidence: Evidence, n: Numbers) -> Outcome:
         at=KEY,
         severity="error" if length_s > best_s else "warning",
         impact=evidence.loses(now, "work redone from the start"),
-        fix=f"{turn_on}; the optimum is every {_told(best_s)}" if length_s > best_s else turn_on,
+        fix=f"{turn_on}; the optimum is every {_span_text(best_s)}" if length_s > best_s else turn_on,
     )
 
 
@@ -174,11 +180,11 @@ def _small(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
     best_s = max(daly_interval(n.blocking_s, n.mtbf_s / factor), n.lag_s)
     return (
         f"the rate is of large jobs; up to {limits.number('small_devices'):,.0f} devices Meta saw {factor:g} times as "
-        f"many failures, with which τ* = {_told(best_s)}: measure yours (fault.failures_per_host_day)",
+        f"many failures, with which τ* = {_span_text(best_s)}: measure yours (fault.failures_per_host_day)",
     )
 
 
-def _told(seconds: float) -> str:
+def _span_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
@@ -193,13 +199,13 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if not math.isfinite(need_s):
         return (unknown("how long a save takes is not a number", fix="plan the job again: phalanx plan JOB", at=key),)
     room = limits.number("grace_room")
-    told = f"step and save take {_told(need_s)} of the {grace_s:g} s after a SIGTERM"
+    statement = f"step and save take {_span_text(need_s)} of the {grace_s:g} s after a SIGTERM"
     if need_s * room <= grace_s:
-        return (passed(told, formula=(formula,), value=need_s, threshold=grace_s, unit="s", at=key),)
+        return (passed(statement, formula=(formula,), value=need_s, threshold=grace_s, unit="s", at=key),)
     half_s = min(evidence.the_plan.reliability.interval_s, job_s(evidence.the_plan)) / 2
     return (
         failed(
-            f"{told}: the last checkpoint is cut off",
+            f"{statement}: the last checkpoint is cut off",
             formula=(formula,),
             value=need_s,
             threshold=grace_s / room,

@@ -57,12 +57,12 @@ def _stall(
 ) -> Outcome:
     share, most = blocked_s / interval_s, limits.number("most_stall")
     formula = (f"δ/τ = {blocked_s:.3g} s / {interval_s:,.0f} s = {share:.2%}, {how}",)
-    told = f"training stands still for checkpoints {share:.2%} of the time"
+    statement = f"training stands still for checkpoints {share:.2%} of the time"
     if share <= most:
-        return passed(told, formula=formula, value=share, threshold=most, at="checkpoint.interval_s")
+        return passed(statement, formula=formula, value=share, threshold=most, at="checkpoint.interval_s")
     edits = _cheaper(evidence, _cost(evidence, blocked_s, persist_s))
     return failed(
-        f"{told}, more than {most:.0%}",
+        f"{statement}, more than {most:.0%}",
         formula=formula,
         value=share,
         threshold=most,
@@ -99,12 +99,12 @@ def _backlog(
 ) -> Outcome:
     share, most = persist_s / interval_s, limits.number("most_persist")
     formula = (f"W/τ = {persist_s:.3g} s / {interval_s:,.0f} s = {share:.2f}, {how}",)
-    told = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
+    statement = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
     if share <= most:
-        return passed(told, formula=formula, value=share, threshold=most, unit="x", at="checkpoint.interval_s")
+        return passed(statement, formula=formula, value=share, threshold=most, unit="x", at="checkpoint.interval_s")
     edits = interval_edits(evidence, _cost(evidence, blocked_s, persist_s), "near Daly's optimum")
     return failed(
-        f"{told}: the next one begins before it is written",
+        f"{statement}: the next one begins before it is written",
         formula=formula,
         value=share,
         threshold=most,
@@ -170,8 +170,8 @@ def _disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> t
         f"{format_bytes(need)}; free {format_bytes(free)}",
     )
     if need <= free:
-        told = f"{format_bytes(free)} are free, checkpoints take {format_bytes(need)}"
-        return (passed(told, formula=formula, value=need, threshold=free, unit="B", at="checkpoint.path"),)
+        statement = f"{format_bytes(free)} are free, checkpoints take {format_bytes(need)}"
+        return (passed(statement, formula=formula, value=need, threshold=free, unit="B", at="checkpoint.path"),)
     return (
         failed(
             f"checkpoints take {format_bytes(need)}, and {format_bytes(free)} are free",
@@ -201,12 +201,12 @@ def _memory(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if not have or not math.isfinite(need) or not plan.job.checkpoint.asynchronous:
         return ()
     formula = (f"{limits.number('copies'):.0f} × {format_bytes(r.checkpoint_bytes)} / {plural(r.hosts, 'host')}",)
-    told = f"staging takes {format_bytes(need)} of the {format_bytes(have)} of a host"
+    statement = f"staging takes {format_bytes(need)} of the {format_bytes(have)} of a host"
     if need <= have:
-        return (passed(told, formula=formula, value=need, threshold=have, unit="B", at="plan:reliability"),)
+        return (passed(statement, formula=formula, value=need, threshold=have, unit="B", at="plan:reliability"),)
     return (
         failed(
-            told,
+            statement,
             formula=formula,
             value=need,
             threshold=have,

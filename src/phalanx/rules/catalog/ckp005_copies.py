@@ -43,28 +43,28 @@ def _too_old(evidence: Evidence, limits: Limits, every: int) -> str:
     asked = evidence.the_job.checkpoint.memory_every != "auto"  # "auto" is as often as it pays
     if not (asked and every * step_s > limits.number("memory_ratio") * interval_s):
         return ""
-    copied, saved = _told(every * step_s), _told(interval_s)
+    copied, saved = _span_text(every * step_s), _span_text(interval_s)
     return f"a copy in memory every {every:,} steps, {copied}, where the disk gets one every {saved}"
 
 
-def _told(seconds: float) -> str:
+def _span_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 1e15 else "for ever"
 
 
-def _absent(evidence: Evidence, limits: Limits, told: str) -> Outcome:
+def _absent(evidence: Evidence, limits: Limits, statement: str) -> Outcome:
     if not limits.flag("required"):
-        return exempt(f"{told}: not required of {plural(evidence.devices, 'device')}, the disk is enough")
-    return _goes_back(evidence, told, "error")
+        return exempt(f"{statement}: not required of {plural(evidence.devices, 'device')}, the disk is enough")
+    return _goes_back(evidence, statement, "error")
 
 
-def _goes_back(evidence: Evidence, told: str, severity: Severity) -> Outcome:
+def _goes_back(evidence: Evidence, statement: str, severity: Severity) -> Outcome:
     r = evidence.the_plan.reliability
     interval_s = capped_s(evidence.the_plan)
     lost = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
     ours = evidence.practice.trainer == "phalanx"
     return failed(
-        f"{told}: each failure of these {plural(r.hosts, 'host')} goes back to the disk",
-        formula=(f"τ/2M = {_told(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
+        f"{statement}: each failure of these {plural(r.hosts, 'host')} goes back to the disk",
+        formula=(f"τ/2M = {_span_text(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
         value="none",
         threshold="other host",
         at="checkpoint.memory_every",
@@ -89,16 +89,16 @@ def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
         return _inside(f"copies lie on the host they protect, and there are {hosts:,}", formula, limits)
     rack_scale = plan.cluster.domain_devices >= limits.number("rack_devices") > plan.cluster.host_devices
     if rack_scale and racks > 1 and place != "other rack":
-        told = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
-        return _inside(told, formula, limits)
+        statement = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
+        return _inside(statement, formula, limits)
     return passed(
         f"copies lie on another {'rack' if rack_scale and racks > 1 else 'host'}", formula=formula, value=place
     )
 
 
-def _inside(told: str, formula: tuple[str, ...], limits: Limits) -> Outcome:
+def _inside(statement: str, formula: tuple[str, ...], limits: Limits) -> Outcome:
     return failed(
-        told,
+        statement,
         formula=formula,
         at="checkpoint.memory_every",
         severity="error" if limits.flag("required") else None,
@@ -114,13 +114,13 @@ def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("the job ends before a checkpoint on disk pays: its last one is enough")
     interval_s = capped_s(evidence.the_plan)  # a job that ends before has its last one
     ratio = interval_s / best_s
-    told = f"beside copies in memory the disk gets one every {_told(interval_s)}"
-    formula = (f"τ/τ* = {_told(interval_s)} / {_told(best_s)} = {ratio:.1f}",)
+    statement = f"beside copies in memory the disk gets one every {_span_text(interval_s)}"
+    formula = (f"τ/τ* = {_span_text(interval_s)} / {_span_text(best_s)} = {ratio:.1f}",)
     if ratio <= most:
-        return passed(told, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
+        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
     edits = interval_edits(evidence, planned_cost(evidence), "Daly's optimum without copies in memory")
     return failed(
-        f"{told}, {ratio:.1f}x the optimum",
+        f"{statement}, {ratio:.1f}x the optimum",
         formula=formula,
         value=ratio,
         threshold=most,

@@ -53,12 +53,12 @@ def _proved(evidence: Evidence, limits: Limits) -> Outcome:
         return missing(evidence, what)
     drill = found[0]
     if drill.bitwise and drill.clean:
-        return passed(f"drilled: {what}: {drill.told}", value=True, threshold=True)
+        return passed(f"drilled: {what}: {drill.statement}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
-        return passed(f"drilled: a run with a failure went on like one without: {drill.told}")
-    told = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
+        return passed(f"drilled: a run with a failure went on like one without: {drill.statement}")
+    statement = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"
     return failed(
-        f"drilled: a run with a failure did not end like one without: {told}",
+        f"drilled: a run with a failure did not end like one without: {statement}",
         value=drill.bitwise,
         threshold=True,
         impact=OTHER,

@@ -16,13 +16,13 @@ def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impa
     if drill is None:
         return missing(evidence, what)
     if drill.clean:
-        return passed(f"drilled: {what}, and nothing was lost or wrong: {drill.told}", value=True, threshold=True)
+        return passed(f"drilled: {what}, and nothing was lost or wrong: {drill.statement}", value=True, threshold=True)
     return failed(
         f"drilled: {what}, and it failed: {'; '.join(drill.wrong[:3]) or 'the oracle found a fault'}",
         value=False,
         threshold=True,
         impact=harm,
-        fix=f"fix what the record {drill.told} reports, then {SUITE}",
+        fix=f"fix what the record {drill.statement} reports, then {SUITE}",
     )
 
 

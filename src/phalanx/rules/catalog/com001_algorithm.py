@@ -153,7 +153,7 @@ def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Ra
 
 def _slow(evidence: Evidence, race: _Race, most: float) -> Outcome:
     one, step_s = race.message, evidence.the_plan.prediction.step_s
-    told = f"{race.taken} takes {race.slower:.1f}x the time of {race.best} for {one.operation} of {one.size}"
+    statement = f"{race.taken} takes {race.slower:.1f}x the time of {race.best} for {one.operation} of {one.size}"
     impact = evidence.loses(
         (1 - 1 / race.ratio) * one.wire_s / max(step_s, 1e-30),
         "at most: the difference, as far as nothing hides it",
@@ -161,10 +161,10 @@ def _slow(evidence: Evidence, race: _Race, most: float) -> Outcome:
     severity: Severity | None = None
     if race.taken not in race.seconds:
         severity = "error"
-        told = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks {one.where}"
+        statement = f"there is no {race.taken} for {one.operation} between {one.ranks:,} ranks {one.where}"
         impact = Impact(note="the job does not start: NCCL ends with an error, or (older releases) ignores the setting")
     return failed(
-        f"{told} ({one.axis} axis)",
+        f"{statement} ({one.axis} axis)",
         formula=(
             race.line,
             f"T({race.taken}) / T({race.best}) = {race.slower:.2f}, of which the model may exaggerate {race.doubt:g}x: "

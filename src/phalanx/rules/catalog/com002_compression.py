@@ -68,15 +68,15 @@ def _pays(evidence: Evidence, limits: Limits) -> Outcome:
     rate_gbps = (plan.cluster.nic_bytes_per_s if spans else plan.cluster.link_bytes_per_s) * 8 / 1e9
     slow = rate_gbps <= limits.number("slow_gbps")
     least = limits.number("slow_saving" if slow else "saving")
-    told = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
+    statement = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
     formula = (
         f"1 − {format_seconds(with_s)} / {format_seconds(without_s)} = {saved:.1%}, at least {least:.0%} on "
         f"{rate_gbps:,.0f} Gb/s a device",
     )
     if saved >= least:
-        return passed(told, formula=formula, value=saved, threshold=least, at="parallel.compression")
+        return passed(statement, formula=formula, value=saved, threshold=least, at="parallel.compression")
     return failed(
-        f"{told}, less than {least:.0%}",
+        f"{statement}, less than {least:.0%}",
         formula=formula,
         value=saved,
         threshold=least,
@@ -91,9 +91,9 @@ def _step_seconds(evidence: Evidence) -> tuple[float, float] | None:
     plan = evidence.the_plan
     rows = [plan.layout, replace(plan.layout, compression="none")]
     try:
-        ask, _ = request_from_job(evidence.the_job, plan.cluster)
+        request, _ = request_from_job(evidence.the_job, plan.cluster)
         with np.errstate(all="ignore"):
-            _, times, _ = price_layouts(ask, rows)
+            _, times, _ = price_layouts(request, rows)
     except (UserError, ValueError, ArithmeticError):  # a plan of a job or a machine that does not match it any more
         return None
     with_s, without_s = (float(one) for one in times.step_s)

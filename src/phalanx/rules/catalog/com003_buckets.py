@@ -88,8 +88,8 @@ def _carrier(evidence: Evidence, one: Message) -> str:
         return "a ring of gloo"
     found = message_time(one, evidence.the_plan.cluster)
     low, high = 1e6 * found.low_s, 1e6 * found.high_s
-    told = f"{found.algorithm} {found.protocol}, {1e6 * found.seconds:,.0f} µs"
-    return f"{told} (80 % of systems: {low:,.0f} to {high:,.0f})"
+    statement = f"{found.algorithm} {found.protocol}, {1e6 * found.seconds:,.0f} µs"
+    return f"{statement} (80 % of systems: {low:,.0f} to {high:,.0f})"
 
 
 def _formula(cost: _Cost, one: Message) -> tuple[str, ...]:
@@ -103,13 +103,13 @@ def _formula(cost: _Cost, one: Message) -> tuple[str, ...]:
 def _blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
     """FSDP reduces block by block: the size is the model's, so only what it costs counts."""
     most, least_lost = limits.number("block_share"), limits.number("least_loss")
-    told = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
+    statement = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
     if cost.share <= most or cost.lost < least_lost:
         hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > most else ""
-        return passed(told + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
+        return passed(statement + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
     inside = one.per_domain
     return failed(
-        f"{told}, more than {most:.0%}",
+        f"{statement}, more than {most:.0%}",
         formula=_formula(cost, one),
         value=cost.share,
         threshold=most,
@@ -125,16 +125,16 @@ def _buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> O
     most, least = limits.number("latency_share"), limits.number("least_buckets")
     chosen = not isinstance(evidence.the_job.comm.bucket_mib, str)
     few, small = cost.buckets < least, cost.share > most
-    told = (
+    statement = (
         f"{cost.buckets:,.0f} bucket{'s' * (cost.buckets != 1)} of {one.size}, {cost.share:.0%} of their time start-up"
     )
     bad = few or small
     if not bad or (not chosen and cost.lost < limits.number("least_loss")):
         hides = f"; backward hides all but {cost.lost:.1%} of the step" if bad else ""
-        return passed(told + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
+        return passed(statement + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
     reason = f"fewer than {least:g}" if few else f"more than {most:.0%}"
     return failed(
-        f"{told}: {reason}",
+        f"{statement}: {reason}",
         formula=_formula(cost, one),
         value=cost.buckets if few else cost.share,
         threshold=least if few else most,

@@ -29,15 +29,17 @@ def _first(evidence: Evidence, limits: Limits) -> Outcome:
     set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_room(longest))
     most_s = wanted_s  # a pause that takes longer moves the bound
-    told = f"until steps are steady a rank waits {set_s:g} s for another"
+    statement = f"until steps are steady a rank waits {set_s:g} s for another"
     if set_s < limits.number("init_least_s"):
-        return _hasty(told, set_s, limits.number("init_least_s"), wanted_s)
+        return _hasty(statement, set_s, limits.number("init_least_s"), wanted_s)
     if _is_own(evidence) and longest is not None and _across_s(evidence) < longest.seconds:
         return _cut_off(_across_s(evidence), longest, wanted_s)
     if set_s <= most_s:
-        return passed(f"{told}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s")
+        return passed(
+            f"{statement}, at most {most_s:g}", value=set_s, threshold=most_s, unit="s", at="comm.init_timeout_s"
+        )
     return failed(
-        f"{told}, more than {most_s:g}",
+        f"{statement}, more than {most_s:g}",
         value=set_s,
         threshold=most_s,
         unit="s",
@@ -83,7 +85,7 @@ def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
     """A pause of the job itself is longer than anybody waits for a rank in it."""
     return failed(
         f"until steps are steady, and across saves and evaluations, a rank waits {waits_s:g} s for another, and "
-        f"{longest.told}",
+        f"{longest.statement}",
         formula=(f"max(comm.init_timeout_s, train.timeout_s) = {waits_s:g} s < {longest.seconds:.4g} s",),
         value=waits_s,
         threshold=longest.seconds,
@@ -95,10 +97,10 @@ def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
     )
 
 
-def _hasty(told: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
+def _hasty(statement: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
     """Processes that only just start are given up."""
     return failed(
-        f"{told}, less than {least_s:g}",
+        f"{statement}, less than {least_s:g}",
         value=set_s,
         threshold=least_s,
         unit="s",
@@ -129,19 +131,19 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     formula = (
         f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
         f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
-        *((longest.told,) if longest is not None and longest.seconds > least_s else ()),
+        *((longest.statement,) if longest is not None and longest.seconds > least_s else ()),
     )
-    told = f"a rank waits {set_s:.4g} s for another in a steady step"
+    statement = f"a rank waits {set_s:.4g} s for another in a steady step"
     if not own and longest is not None and least_s <= set_s < longest.seconds:
-        return (_too_short(f"{told}, and {longest.told}", set_s, longest, wanted_s, formula),)
+        return (_too_short(f"{statement}, and {longest.statement}", set_s, longest, wanted_s, formula),)
     if least_s <= set_s <= most_s:
-        told += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
-        return (passed(told, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
+        statement += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
+        return (passed(statement, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
         edit = _patient(evidence, set_s) or _edit(wanted_s)
-        return (_too_long(evidence, limits, told, set_s, most_s, set_s - wanted_s, edit, formula),)
+        return (_too_long(evidence, limits, statement, set_s, most_s, set_s - wanted_s, edit, formula),)
     floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
-    return (_too_short(f"{told}, less than {least_s:.4g}", set_s, floor, wanted_s, formula, least_s=least_s),)
+    return (_too_short(f"{statement}, less than {least_s:.4g}", set_s, floor, wanted_s, formula, least_s=least_s),)
 
 
 def _auto(evidence: Evidence, step_s: float) -> float:
@@ -169,11 +171,11 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             fix="name a cluster the planner knows, or check the run's folder",
             at="train.timeout_s",
         )
-    told = f"a rank waits {written:.4g} s for another in a steady step"
+    statement = f"a rank waits {written:.4g} s for another in a steady step"
     wanted_s = max(most_s, _with_room(longest_silence(evidence)))
     if written <= wanted_s:
-        return passed(told, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
-    return _too_long(evidence, limits, told, written, wanted_s, written - wanted_s, _edit(wanted_s), ())
+        return passed(statement, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
+    return _too_long(evidence, limits, statement, written, wanted_s, written - wanted_s, _edit(wanted_s), ())
 
 
 def _step(evidence: Evidence) -> tuple[float | None, str]:
@@ -189,7 +191,7 @@ def _step(evidence: Evidence) -> tuple[float | None, str]:
 def _too_long(
     evidence: Evidence,
     limits: Limits,
-    told: str,
+    statement: str,
     set_s: float,
     most_s: float,
     late_s: float,
@@ -197,7 +199,7 @@ def _too_long(
     formula: tuple[str, ...],
 ) -> Outcome:
     return failed(
-        f"{told}, more than {most_s:.4g}",
+        f"{statement}, more than {most_s:.4g}",
         formula=formula,
         value=set_s,
         threshold=most_s,
@@ -210,11 +212,17 @@ def _too_long(
 
 
 def _too_short(
-    told: str, set_s: float, floor: Silence, wanted_s: float, formula: tuple[str, ...], *, least_s: float | None = None
+    statement: str,
+    set_s: float,
+    floor: Silence,
+    wanted_s: float,
+    formula: tuple[str, ...],
+    *,
+    least_s: float | None = None,
 ) -> Outcome:
     """Under a silence that was seen, or under the floor, it ends healthy runs; else it is only tight."""
     return failed(
-        told,
+        statement,
         formula=formula,
         value=set_s,
         threshold=least_s if least_s is not None else floor.seconds,
@@ -261,7 +269,7 @@ wrong as well: a network card that flaps comes back within seconds (MegaScale, a
     how="""
 `30 ≤ comm.init_timeout_s ≤ 300` (from 5 s on CPUs) covers start and compilation. `train.timeout_s` lies between
 `clamp(5 · step, 30 s, 120 s)` and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a
-formation left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp, and no less
+membership left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp, and no less
 than `fault.dead_after_s`: a silent rank is found by its heartbeat first. A step longer than 120 s moves the upper
 bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up
 to a tenth beyond the bound. CPU ranks may give up after 5 s.

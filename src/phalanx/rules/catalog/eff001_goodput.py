@@ -1,4 +1,4 @@
-"""EFF001: enough of the time trains."""
+"""EFF001: enough of the time is spent training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def _no_plan(evidence: Evidence) -> Outcome:
         return unknown(
             f"there is no plan: {evidence.refusals[0].what}", fix="fix that first: TOP001 and MEM001 say how"
         )
-    return unknown("neither a plan nor a run says how much of the time trains", fix="name a cluster, or a run")
+    return unknown(
+        "neither a plan nor a run says how much of the time is spent training", fix="name a cluster, or a run"
+    )
 
 
 def _ended(evidence: Evidence) -> tuple[Outcome, ...]:
@@ -59,15 +61,15 @@ def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt(f"{value:.1%} predicted: reported, not judged on {evidence.profile.name}")
     if (missing := unmeasured_rate(evidence)) is not None:
         return missing
-    told = f"{value:.1%} of the time is predicted to train, {target:.0%} is the target of {evidence.scaling.name}"
+    statement = f"{value:.1%} of the time is predicted to train, {target:.0%} is the target of {evidence.scaling.name}"
     if evidence.the_plan.job.fault.recovery == "stop":
-        told += "; somebody starts it again after each failure (FLT003)"
+        statement += "; somebody starts it again after each failure (FLT003)"
     if value >= target:
         what = f"how often {evidence.practice.trainer} saves; at the optimum {value:.1%} of the time would train"
         missing = unsaid(evidence, "checkpoint.interval_s", what)
-        return missing or passed(told, formula=formula, value=value, threshold=target)
+        return missing or passed(statement, formula=formula, value=value, threshold=target)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=value,
         threshold=target,
@@ -129,14 +131,14 @@ def _measured(evidence: Evidence, limits: Limits) -> Outcome:
     if wall_s(log) < limits.number("least_wall_s"):
         lasted = format_seconds(wall_s(log))
         return exempt(f"{value:.1%} trained: reported, not judged, since {lasted} are mostly start and end")
-    told = (
+    statement = (
         f"{value:.1%} of {format_seconds(wall_s(log))} trained, {target:.0%} is the target of {evidence.scaling.name}"
     )
     formula = (f"seconds of steps that stayed / seconds on the clock = {value:.3f}; at least {target:g}",)
     if value >= target:
-        return passed(told, formula=formula, value=value, threshold=target)
+        return passed(statement, formula=formula, value=value, threshold=target)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=value,
         threshold=target,
@@ -158,12 +160,12 @@ def _worst_hour(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("no full hour to judge by itself")
     if log.grammar.unclosed:
         return exempt(f"{value:.1%} in the worst hour: an incident is open, FLT002 judges it")
-    told = f"{value:.1%} of the worst hour trained"
+    statement = f"{value:.1%} of the worst hour trained"
     formula = (f"{value:.3f}; at least {least:g}",)
     if value >= least:
-        return passed(told, formula=formula, value=value, threshold=least)
+        return passed(statement, formula=formula, value=value, threshold=least)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=value,
         threshold=least,

@@ -27,12 +27,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt(f"MFU {value:.1%}: reported, not judged: no published floor for {evidence.profile.name}")
     if steps_of(log) < limits.number("least_steps"):
         return exempt(f"MFU {value:.1%} over {plural(steps_of(log), 'step')}: too few to judge")
-    told = f"MFU {value:.1%}, the floor of {evidence.profile.name} is {floor:.0%}"
+    statement = f"MFU {value:.1%}, the floor of {evidence.profile.name} is {floor:.0%}"
     formula = _formula(evidence, value, floor)
     if value >= floor:
-        return passed(told, formula=formula, value=value, threshold=floor)
+        return passed(statement, formula=formula, value=value, threshold=floor)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=value,
         threshold=floor,

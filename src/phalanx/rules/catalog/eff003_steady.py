@@ -37,13 +37,13 @@ def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     if not p50 or p50 <= 0 or p95 is None or took is None:
         return exempt("steps take no time on record")
     ratio = p95 / p50
-    told = f"p95 of the steps is {ratio:.2f}x their median {format_seconds(p50)}"
+    statement = f"p95 of the steps is {ratio:.2f}x their median {format_seconds(p50)}"
     formula = (f"{p95:.4g} s / {p50:.4g} s = {ratio:.3f}; at most {most:g}",)
     if ratio <= most:
-        return passed(told, formula=formula, value=ratio, threshold=most, unit="x")
+        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
     mean = known(took.mean) or p50
     return failed(
-        told,
+        statement,
         formula=formula,
         value=ratio,
         threshold=most,
@@ -57,14 +57,14 @@ def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
 def _drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Limits) -> Outcome:
     drift, most = known(steps.drift), limits.number("drift")
     if drift is None or most >= NOT_JUDGED or wall_s(log) < limits.number("drift_wall_s"):
-        told = f"drift {drift:+.1%}: " if drift is not None else ""
-        return exempt(f"{told}not judged of {format_seconds(wall_s(log))}")
-    told = f"the last quarter's steps take {drift:+.1%} of the first quarter's"
+        statement = f"drift {drift:+.1%}: " if drift is not None else ""
+        return exempt(f"{statement}not judged of {format_seconds(wall_s(log))}")
+    statement = f"the last quarter's steps take {drift:+.1%} of the first quarter's"
     formula = (f"median of the last quarter / median of the first - 1 = {drift:+.4f}; at most {most:g}",)
     if drift <= most:
-        return passed(told, formula=formula, value=drift, threshold=most)
+        return passed(statement, formula=formula, value=drift, threshold=most)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=drift,
         threshold=most,
@@ -78,12 +78,12 @@ def _data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     share, most = known(steps.data_share), limits.number("data")
     if share is None:
         return exempt("the log does not say how long steps wait for data")
-    told = f"{share:.1%} of the step time waits for data"
+    statement = f"{share:.1%} of the step time waits for data"
     formula = (f"{share:.4f}; at most {most:g}",)
     if share <= most:
-        return passed(told, formula=formula, value=share, threshold=most)
+        return passed(statement, formula=formula, value=share, threshold=most)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=share,
         threshold=most,
@@ -98,14 +98,14 @@ def _imbalance(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     if slowest is None or slowest <= 0:
         return exempt("the log does not compare the ranks' own times")
     waste = max(0.0, 1 - 1 / slowest)
-    told = f"{waste:.1%} of the time is lost to uneven work (S = {slowest:.2f})"
+    statement = f"{waste:.1%} of the time is lost to uneven work (S = {slowest:.2f})"
     if most >= NOT_JUDGED:
-        return exempt(f"{told}: reported, not judged on {evidence.profile.name}, where ranks share cores")
+        return exempt(f"{statement}: reported, not judged on {evidence.profile.name}, where ranks share cores")
     formula = (f"1 - 1/S = 1 - 1/{slowest:.3f} = {waste:.3f}; at most {most:g}",)
     if waste <= most:
-        return passed(told, formula=formula, value=waste, threshold=most)
+        return passed(statement, formula=formula, value=waste, threshold=most)
     return failed(
-        told,
+        statement,
         formula=formula,
         value=waste,
         threshold=most,
@@ -128,7 +128,7 @@ ByteDance measured S = T / T_ideal above 1.1 on 42.5 % of 3,079 jobs of 128 GPUs
 Python's garbage collection drifted apart between ranks.
 """,
     how="""
-Over steady steps (not the first five of a formation, not those that compiled; at least 100): `p95 / p50 <= 1.10`, on
+Over steady steps (not the first five of a membership, not those that compiled; at least 100): `p95 / p50 <= 1.10`, on
 cpu-gloo 1.5, since cores are shared with the rest of the machine; median of the last quarter over that of the first
 `<= 1.05` (runs of a day or more; not judged on cpu-gloo); waiting for data `<= 2 %` of the step time; `1 - 1/S <= 10 %`
 (not judged on cpu-gloo, where the scheduler decides who waits).

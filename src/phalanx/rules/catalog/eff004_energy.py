@@ -29,22 +29,22 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return _uncounted(evidence, "no rank counts energy", "none", counters, limits)
     guessed = [one for one in sources if one not in counters]
     if guessed:
-        told = f"energy is from {', '.join(guessed)}, not from a counter"
-        return _uncounted(evidence, told, ", ".join(guessed), counters, limits)
-    return _told(log, sources)
+        statement = f"energy is from {', '.join(guessed)}, not from a counter"
+        return _uncounted(evidence, statement, ", ".join(guessed), counters, limits)
+    return _energy_reported(log, sources)
 
 
 def _sources(log: LogFacts) -> tuple[str, ...]:
     return log.monitor.energy_sources if log.monitor is not None else ()
 
 
-def _uncounted(evidence: Evidence, told: str, value: str, counters: tuple[str, ...], limits: Limits) -> Outcome:
+def _uncounted(evidence: Evidence, statement: str, value: str, counters: tuple[str, ...], limits: Limits) -> Outcome:
     """On CPUs a remark: RAPL is readable by root alone, and not at all on most virtual machines."""
     how = (
         "let the ranks read the powercap counters (root, or chmod of energy_uj)" if not evidence.profile.is_gpu else ""
     )
     return failed(
-        told,
+        statement,
         formula=(f"{value} is not one of {', '.join(counters)}",),
         value=value,
         threshold=", ".join(counters),
@@ -55,7 +55,7 @@ def _uncounted(evidence: Evidence, told: str, value: str, counters: tuple[str, .
     )
 
 
-def _told(log: LogFacts, sources: tuple[str, ...]) -> Outcome:
+def _energy_reported(log: LogFacts, sources: tuple[str, ...]) -> Outcome:
     energy_j, steps = known(log.energy_j), log.steps
     if energy_j is None and log.monitor is not None:
         energy_j = known(log.monitor.energy_j)

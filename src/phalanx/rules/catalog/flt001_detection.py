@@ -27,14 +27,14 @@ def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
         return unknown(
             f"whether ranks of {practice.trainer} send heartbeats is not known", fix="name a run log with a failure"
         )
-    told = f"ranks of {practice.trainer} say every {beat_s:g} s that they live"
+    statement = f"ranks of {practice.trainer} say every {beat_s:g} s that they live"
     if 0 < beat_s <= most:
-        return passed(told, value=beat_s, threshold=most, unit="s")
+        return passed(statement, value=beat_s, threshold=most, unit="s")
     if beat_s <= 0:
-        told = f"ranks of {practice.trainer} send no heartbeat: a failure shows when a collective times out"
+        statement = f"ranks of {practice.trainer} send no heartbeat: a failure shows when a collective times out"
     waits_s = _timeout_s(evidence)
     return failed(
-        told,
+        statement,
         formula=(f"heartbeat {beat_s:g} s is not within (0, {most:g}] s; a collective waits {waits_s:g} s",),
         value=beat_s,
         threshold=most,
@@ -59,14 +59,14 @@ def _patience(evidence: Evidence, limits: Limits) -> Outcome:
     dead_s, most = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
     if not evidence.stated("fault.dead_after_s"):
         return exempt(f"{evidence.practice.trainer} has no setting for the silence after which a rank is dead")
-    told = f"a rank is dead after {dead_s:g} s of silence"
+    statement = f"a rank is dead after {dead_s:g} s of silence"
     least = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
     if dead_s < least:
-        return _hasty(evidence, told, least, limits)
+        return _hasty(evidence, statement, least, limits)
     if dead_s <= most:
-        return passed(told, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
+        return passed(statement, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
     return failed(
-        told,
+        statement,
         formula=(f"fault.dead_after_s = {dead_s:g} s > {most:g} s",),
         value=dead_s,
         threshold=most,
@@ -83,11 +83,11 @@ def _late(value_s: float, most: float, limits: Limits) -> Severity | None:
     return beyond(value_s, most, limits) if limits.flag("late_is_error") else "warning"
 
 
-def _hasty(evidence: Evidence, told: str, least: float, limits: Limits) -> Outcome:
+def _hasty(evidence: Evidence, statement: str, least: float, limits: Limits) -> Outcome:
     """Shorter than a few heartbeats: every rank is dead between two of them."""
     beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
     return failed(
-        f"{told}, and sends a heartbeat only every {beat_s:g} s",
+        f"{statement}, and sends a heartbeat only every {beat_s:g} s",
         formula=(f"fault.dead_after_s < {beats:g} heartbeats × {beat_s:g} s = {least:g} s",),
         value=evidence.the_job.fault.dead_after_s,
         threshold=least,
@@ -116,14 +116,14 @@ def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     most = limits.number("measured_s")
-    told = f"p95 of detection {where} is {format_seconds(value_s)}"
+    statement = f"p95 of detection {where} is {format_seconds(value_s)}"
     if value_s <= 0:  # the rank itself reported it
-        told = f"detection {where} took no time"
-    told = "; ".join([told, *more])
+        statement = f"detection {where} took no time"
+    statement = "; ".join([statement, *more])
     if value_s <= most:
-        return passed(told, value=value_s, threshold=most, unit="s")
+        return passed(statement, value=value_s, threshold=most, unit="s")
     return failed(
-        told,
+        statement,
         formula=(f"p95(detection) = {value_s:.3g} s > {most:g} s",),
         value=value_s,
         threshold=most,

@@ -6,7 +6,7 @@ from phalanx.rules.catalog.flt_shared import counted, high, how_to_see, no_drill
 from phalanx.rules.catalog.shared import MARGIN, beyond
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import LogFacts
-from phalanx.rules.outcome import Impact, Outcome, Severity, Spot, failed, passed, unknown
+from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural
 
@@ -55,27 +55,23 @@ def _bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
 
 def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     bound_s, because = _bound(evidence, limits)
-    told = f"p95 of recovery {where} is {format_seconds(value_s)}"
-    told = "; ".join([told, *more])
+    statement = f"p95 of recovery {where} is {format_seconds(value_s)}"
+    statement = "; ".join([statement, *more])
     formula = (f"p95(failure to the next step that stayed) = {value_s:.3g} s; bound {bound_s:g} s ({because})",)
     if value_s <= bound_s:
-        return passed(told, formula=formula, value=value_s, threshold=bound_s, unit="s")
+        return passed(statement, formula=formula, value=value_s, threshold=bound_s, unit="s")
     return failed(
-        told,
+        statement,
         formula=formula,
         value=value_s,
         threshold=bound_s,
         unit="s",
         at="fault.recovery",
-        severity=_severity(value_s, bound_s, limits),
+        severity=beyond(value_s, bound_s, limits) if limits.flag("late_is_error") else "warning",
         impact=per_failure(evidence, value_s - bound_s, "recovery beyond the bound"),
         fix="keep a spare place (phalanx train --spares 1) and copies in memory (checkpoint.memory_every); the "
         "incidents in phalanx report RUN say whether noticing, waiting or restoring took the time",
     )
-
-
-def _severity(value_s: float, bound_s: float, limits: Limits) -> Severity | None:
-    return beyond(value_s, bound_s, limits) if limits.flag("late_is_error") else "warning"
 
 
 def _never(evidence: Evidence, log: LogFacts) -> Outcome:

@@ -35,9 +35,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             fix="say how many are kept: --set fault.spares=N",
         )
     have = plan.reliability.spares
-    told = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
+    statement = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
     if have >= need:
-        return passed(told, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
+        return passed(statement, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
     elastic = evidence.stated("fault.recovery") and fault.recovery in ("auto", "shrink")
     idle, line = _idle(plan, need)
     if elastic and idle <= limits.number("idle_share"):
@@ -45,7 +45,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         threshold = limits.number("idle_share")
         return passed(what, formula=(*formula, line), value=idle, threshold=threshold, at="fault.recovery")
     return failed(
-        told if not elastic else f"{told}, and going on smaller would leave {idle:.0%} of the job idle",
+        statement if not elastic else f"{statement}, and going on smaller would leave {idle:.0%} of the job idle",
         formula=(*formula, *((line,) if elastic else ())),
         value=have,
         threshold=need,
@@ -64,11 +64,11 @@ def _stops(evidence: Evidence, limits: Limits) -> Outcome:
     risk = failure_chance(evidence.the_plan)
     length, apart = format_seconds(length_s), format_seconds(mtbf_s)
     formula = (f"1 - exp(-{length} / {apart} between failures) = {risk:.1%}; at most {most:.0%}",)
-    told = f"the first failure ends the job, and one comes with {risk:.0%}"
+    statement = f"the first failure ends the job, and one comes with {risk:.0%}"
     if risk <= most:
-        return passed(told, formula=formula, value=risk, threshold=most, at="fault.recovery")
+        return passed(statement, formula=formula, value=risk, threshold=most, at="fault.recovery")
     return failed(
-        f'{told}: fault.recovery = "stop" uses no spare and does not shrink',
+        f'{statement}: fault.recovery = "stop" uses no spare and does not shrink',
         formula=formula,
         value=risk,
         threshold=most,

@@ -24,11 +24,11 @@ def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
             f"after how many failures in a row {practice.trainer} gives up is not known",
             fix="bound it in the launcher: torchrun --max-restarts 3",
         )
-    told = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
+    statement = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
     if 0 <= count <= most:
-        return passed(told, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
+        return passed(statement, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
     return failed(
-        told if count >= 0 else f"{practice.trainer} never gives up",
+        statement if count >= 0 else f"{practice.trainer} never gives up",
         formula=(f"fault.restarts = {count} > {most:g}",),
         value=count,
         threshold=most,
@@ -51,8 +51,8 @@ def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     nameless = sum(not one.what for one in log.incidents)
     if nameless:
         return (_nameless(nameless, len(log.incidents)),)
-    told = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
-    return (passed(told, value=idle, threshold=most, unit="restarts"),)
+    statement = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
+    return (passed(statement, value=idle, threshold=most, unit="restarts"),)
 
 
 def _loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
@@ -90,7 +90,7 @@ def _drill(evidence: Evidence) -> tuple[Outcome, ...]:
     if one is None:
         return ()
     if one.clean:
-        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {one.told}"),)
+        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {one.statement}"),)
     return (
         failed(
             f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",

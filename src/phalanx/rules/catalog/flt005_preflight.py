@@ -1,4 +1,4 @@
-"""FLT005: hosts are looked at before every formation."""
+"""FLT005: hosts are looked at before every membership."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def _habit(evidence: Evidence) -> Outcome:
 
 
 def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    if log.preflights is None or log.formations is None:
+    if log.preflights is None or log.memberships is None:
         return unknown(
             "the log does not say whether hosts were checked before they took part",
             fix="phalanx train writes it to supervisor.jsonl; ranks that another launcher started have no supervisor",
         )
-    missing = log.formations - log.preflights
-    told = f"in {log.preflights} of {log.formations} memberships every host had been checked when it joined"
-    told += f"; {plural(log.refused_hosts, 'host')} or places were shut out" if log.refused_hosts else ""
+    missing = log.memberships - log.preflights
+    statement = f"in {log.preflights} of {log.memberships} memberships every host had been checked when it joined"
+    statement += f"; {plural(log.refused_hosts, 'host')} or places were shut out" if log.refused_hosts else ""
     if missing <= limits.number("missed"):
-        return passed(told, value=log.preflights, threshold=log.formations, unit="formations")
+        return passed(statement, value=log.preflights, threshold=log.memberships, unit="memberships")
     return failed(
-        told,
-        formula=(f"{log.formations} formations - {log.preflights} with a preflight = {missing} without",),
+        statement,
+        formula=(f"{log.memberships} memberships - {log.preflights} with a preflight = {missing} without",),
         value=log.preflights,
-        threshold=log.formations,
-        unit="formations",
+        threshold=log.memberships,
+        unit="memberships",
         impact=_a_start(evidence),
         fix="update phalanx on all hosts: agents check before every membership since 0.4",
     )
@@ -96,13 +96,13 @@ Few machines cause most failures: taking lemon nodes out brought failures of lar
 (arXiv:2402.06194). A look takes milliseconds to seconds, a start on a sick host minutes of all devices.
 """,
     how="""
-Before a run: the trainer's habit (a warning, since a scheduler may do it instead). Of a run: formations whose members
-were all looked at when they joined = formations (a host looks again before each formation and refuses it when something
-is wrong; of that the log has only the refusals). On the machine itself: what the trainer needs is installed. What is
-looked at: docs/security.md, "before a host takes part".
+Before a run: whether the trainer checks hosts (a warning, since a scheduler may do it instead). For a run: in every
+membership all hosts were checked when they joined. A host checks itself again before each membership and refuses if
+something is wrong; the log records only the refusals. On the machine itself: what the trainer needs is installed.
+docs/security.md lists the checks under "before a host takes part".
 """,
     limits={
-        "missed": Limit(value=0, unit="formations", note="formations that may begin without a look: house, none"),
+        "missed": Limit(value=0, unit="memberships", note="memberships that may begin without a look: house, none"),
         "packages": Limit(value=("torch",), note="what a host of a local job must have installed"),
     },
     bad="""

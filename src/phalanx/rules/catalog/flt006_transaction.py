@@ -57,7 +57,7 @@ def _run(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
 
 def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
     """Nothing was compared: only a run whose members never changed has nothing to prove."""
-    if log.formations is not None and log.formations <= 1:
+    if log.memberships is not None and log.memberships <= 1:
         return exempt("the membership never changed: no rank could act on an old one")
     if log.digests is not None and log.digests.alone:
         return exempt(
@@ -65,7 +65,7 @@ def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
         )
     if drilled(evidence, *CHANGES) is not None:
         return None
-    changed = "the members of the run changed" if log.formations else "the log does not say who took part"
+    changed = "the members of the run changed" if log.memberships else "the log does not say who took part"
     return unknown(
         f"{changed}, no digest was compared, and {no_drill(evidence)}",
         fix=f'fault.digest_every = "auto" for the next run; {how_to_see(evidence)}',
@@ -73,11 +73,11 @@ def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
 
 
 def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
-    told = f"{digests.differing} of {digests.compared} compared steps have more than one digest"
+    statement = f"{digests.differing} of {digests.compared} compared steps have more than one digest"
     if digests.differing <= limits.number("differing"):
-        return passed(told, value=digests.differing, threshold=limits.number("differing"), unit="steps")
+        return passed(statement, value=digests.differing, threshold=limits.number("differing"), unit="steps")
     return failed(
-        told,
+        statement,
         value=digests.differing,
         threshold=limits.number("differing"),
         unit="steps",
@@ -88,11 +88,11 @@ def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Out
 
 
 def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
-    told = f"an epoch that was over committed {plural(digests.stale, 'step')}"
+    statement = f"an epoch that was over committed {plural(digests.stale, 'step')}"
     if digests.stale <= limits.number("stale"):
-        return passed(told, value=digests.stale, threshold=limits.number("stale"), unit="steps")
+        return passed(statement, value=digests.stale, threshold=limits.number("stale"), unit="steps")
     return failed(
-        told,
+        statement,
         value=digests.stale,
         threshold=limits.number("stale"),
         unit="steps",
@@ -108,9 +108,11 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if one is None:
         return (_wanted(evidence),) if limits.flag("must_drill") else ()
     if one.clean and one.bitwise:
-        return (passed(f"{_told(evidence, one)}: every step has the bits of a run without faults: {one.told}"),)
+        return (
+            passed(f"{_drill_text(evidence, one)}: every step has the bits of a run without faults: {one.statement}"),
+        )
     if one.clean:
-        return (passed(f"{_told(evidence, one)}: the oracle found nothing: {one.told}"),)
+        return (passed(f"{_drill_text(evidence, one)}: the oracle found nothing: {one.statement}"),)
     return (
         failed(
             f"a drill found: {'; '.join(one.wrong[:2]) or 'something'}",
@@ -121,7 +123,7 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     )
 
 
-def _told(evidence: Evidence, one: DrillFacts) -> str:
+def _drill_text(evidence: Evidence, one: DrillFacts) -> str:
     return f"drilled{with_ranks(evidence, (one,))} ({', '.join(one.fired)})"
 
 
@@ -157,7 +159,7 @@ happens all day.
     how="""
 One digest per (epoch, step) over all ranks that hold the same weights (shards of ZeRO and experts have no copy, and are
 not compared); no step of a rank for an epoch older than one it had reported, and none of anybody more than 5 s after
-the next formation began, but for the one it was in. A drill of this code and profile that changed the members (kill,
+the next membership began, but for the one it was in. A drill of this code and profile that changed the members (kill,
 hang, host, freeze, partition) must be clean; from 32,769 devices on there must be one. Before a run the trainer's own
 promise counts (none is a warning).
 """,

@@ -48,12 +48,12 @@ def _often(evidence: Evidence, limits: Limits) -> Outcome:
         )
     span_s = every * step_s
     often = "step" if every == 1 else plural(every, "step")
-    told = f"replicas are compared every {often}, {format_seconds(span_s)}"
+    statement = f"replicas are compared every {often}, {format_seconds(span_s)}"
     formula = (f"K · t_step = {every} × {step_s:.3g} s = {span_s:,.1f} s; checkpoint interval {most_s:,.0f} s",)
     if span_s <= most_s or every == 1:
-        return passed(told, formula=formula, value=span_s, threshold=most_s, unit="s", at=KEY)
+        return passed(statement, formula=formula, value=span_s, threshold=most_s, unit="s", at=KEY)
     return failed(
-        f"{told}: less often than checkpoints are taken",
+        f"{statement}: less often than checkpoints are taken",
         formula=formula,
         value=span_s,
         threshold=most_s,
@@ -99,15 +99,15 @@ def _found(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, 
     digests = log.digests
     if digests is None or not digests.compared:
         if digests is not None and digests.alone:
-            told = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
-            return (exempt(f"{told}; each rank compares its own between two updates"),)
+            statement = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
+            return (exempt(f"{statement}; each rank compares its own between two updates"),)
         return () if _too_short(evidence, log) else (_silent(evidence),)
-    told = f"{plural(digests.compared, 'comparison')}, {digests.differing} with a difference"
+    statement = f"{plural(digests.compared, 'comparison')}, {digests.differing} with a difference"
     if digests.differing <= limits.number("differing"):
-        return (passed(told, value=digests.differing, threshold=limits.number("differing"), unit="steps"),)
+        return (passed(statement, value=digests.differing, threshold=limits.number("differing"), unit="steps"),)
     return (
         failed(
-            told,
+            statement,
             value=digests.differing,
             threshold=limits.number("differing"),
             unit="steps",

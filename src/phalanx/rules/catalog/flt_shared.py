@@ -58,8 +58,8 @@ def with_ranks(evidence: Evidence, drills: Sequence[DrillFacts]) -> str:
 
 def which_drills(drills: Sequence[DrillFacts]) -> str:
     """The records that an answer rests on, for its formula: the newest three."""
-    told = ", ".join(one.told for one in drills[:3])
-    return f"drills that count: {told}" + (f" and {len(drills) - 3} more" if len(drills) > 3 else "")
+    statement = ", ".join(one.statement for one in drills[:3])
+    return f"drills that count: {statement}" + (f" and {len(drills) - 3} more" if len(drills) > 3 else "")
 
 
 def no_drill(evidence: Evidence) -> str:

@@ -63,18 +63,14 @@ def interval_edits(evidence: Evidence, cost: SaveCost, note: str) -> tuple[Edit,
     best_s, least_s = cost.best_s, _least_s(evidence, cost)
     if not (0 < best_s < math.inf and math.isfinite(least_s)):
         return ()
-    value = _rounded(best_s)
+    # Whole seconds, or three digits of a few.
+    value = round(best_s) if best_s >= 10 else float(f"{best_s:.3g}")
     if value < least_s:
         value = math.ceil(least_s) if least_s >= 10 else math.ceil(1000 * least_s) / 1000
         note = f"{note}, and as long as CKP004 asks"
     if not suits(evidence, cost, value):
         return ()
     return (Edit(key=KEY, value=value, safe=True, note=note), *_younger_copies(evidence, value))
-
-
-def _rounded(seconds: float) -> float:
-    """Whole seconds, or three digits of a few."""
-    return round(seconds) if seconds >= 10 else float(f"{seconds:.3g}")
 
 
 def _least_s(evidence: Evidence, cost: SaveCost) -> float:

@@ -30,11 +30,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         + f" = {format_bytes(memory.total_bytes)}",
         f"{format_bytes(memory.total_bytes)} / {format_bytes(memory.device_bytes)} = {share:.1%} of the device",
     )
-    told = f"the fullest device holds {share:.1%} of its memory"
+    statement = f"the fullest device holds {share:.1%} of its memory"
     if share <= most:
-        return passed(told + _undecided(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory")
+        return passed(
+            statement + _undecided(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
+        )
     return failed(
-        f"{told}, more than {most:.0%}",
+        f"{statement}, more than {most:.0%}",
         formula=formula,
         value=share,
         threshold=most,

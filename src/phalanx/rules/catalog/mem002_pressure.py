@@ -28,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _ends(evidence: Evidence, log: LogFacts) -> Outcome:
     dead = [one for one in log.incidents if any(word in one.what.lower() for word in OUT_OF_MEMORY)]
-    if not dead and log.formations is None:
+    if not dead and log.memberships is None:
         return unknown(
             "no supervisor recorded why ranks ended",
             fix="start it with phalanx train, whose agents record it; under another launcher see its own log",
@@ -70,11 +70,11 @@ def _held(monitor: MonitorFacts, limits: Limits) -> Outcome:
         )
     ratio = held / peak
     formula = (f"{format_bytes(held)} held / {format_bytes(peak)} filled = {ratio:.2f}, at most {most:g}",)
-    told = f"the allocator holds {ratio:.2f}x what tensors filled at most"
+    statement = f"the allocator holds {ratio:.2f}x what tensors filled at most"
     if ratio <= most:
-        return passed(told, formula=formula, value=ratio, threshold=most, unit="x")
+        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
     return failed(
-        told,
+        statement,
         formula=formula,
         value=ratio,
         threshold=most,
@@ -112,11 +112,11 @@ def _honest(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcom
         )
     off, most = planned / peak - 1, limits.number("most_error")
     formula = (f"{format_bytes(planned)} / {format_bytes(peak)} − 1 = {off:+.1%}",)
-    told = f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}: {off:+.1%}"
+    statement = f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}: {off:+.1%}"
     if abs(off) <= most:
-        return passed(told, formula=formula, value=off, threshold=most, at="plan:memory")
+        return passed(statement, formula=formula, value=off, threshold=most, at="plan:memory")
     return failed(
-        told,
+        statement,
         formula=formula,
         value=off,
         threshold=most,

@@ -12,7 +12,7 @@ AUTO = Edit(key="precision.loss_scale", value="auto", safe=False, note="found wh
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The format of the products against the kind of scale."""
     compute, kind = evidence.the_job.precision.compute, _kind(evidence)
-    formula = (f"compute = {compute}; loss scale = {_told(evidence, kind)}",)
+    formula = (f"compute = {compute}; loss scale = {_scaling_text(evidence, kind)}",)
     if kind is None:
         return unknown(
             f"nothing says how {evidence.practice.trainer} scales the loss in {compute}",
@@ -35,7 +35,7 @@ def _kind(evidence: Evidence) -> str | None:
     return evidence.practice.loss_scale or ("dynamic" if evidence.practice.trainer == "phalanx" else None)
 
 
-def _told(evidence: Evidence, kind: str | None) -> str:
+def _scaling_text(evidence: Evidence, kind: str | None) -> str:
     scale = evidence.the_job.precision.loss_scale
     return f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
 

@@ -69,8 +69,8 @@ def _moments(evidence: Evidence, limits: Limits) -> Outcome:
     if job.optim.name == "adamw8bit":
         return passed("8-bit moments by a named recipe: block-wise 8-bit Adam, arXiv:2110.02861", value="int8", at=at)
     if job.optim.name == "adafactor" or kind in limits.words("moment_formats"):
-        told = "fp32, factored" if job.optim.name == "adafactor" else kind
-        return passed(f"moments are kept in {told}", value=kind, threshold="fp32", at=at)
+        statement = "fp32, factored" if job.optim.name == "adafactor" else kind
+        return passed(f"moments are kept in {statement}", value=kind, threshold="fp32", at=at)
     return failed(
         f"moments are kept in {kind}; a recipe that does so: {RECIPES.get(kind, 'none is known')}",
         value=kind,

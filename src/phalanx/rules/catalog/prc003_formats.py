@@ -33,11 +33,11 @@ def _parity(evidence: Evidence, limits: Limits) -> Outcome:
         f"({found.narrow}), {found.wide_loss:.4f} in {found.wide_format} ({found.wide})",
         f"gap = {found.narrow_loss:.4f} / {found.wide_loss:.4f} - 1 = {found.gap:+.3%}",
     )
-    told = f"{kind} ends {found.gap:+.3%} from {found.wide_format}"
+    statement = f"{kind} ends {found.gap:+.3%} from {found.wide_format}"
     if found.gap <= most:
-        return passed(told, formula=formula, value=found.gap, threshold=most, at="precision.compute")
+        return passed(statement, formula=formula, value=found.gap, threshold=most, at="precision.compute")
     return failed(
-        told,
+        statement,
         formula=formula,
         value=found.gap,
         threshold=most,

@@ -29,12 +29,12 @@ def _bounded(evidence: Evidence, limits: Limits) -> Outcome:
             at=key,
         )
     count = evidence.the_job.train.skipped_steps
-    told = f"the run stops after {plural(count, 'skipped step')} in a row"
+    statement = f"the run stops after {plural(count, 'skipped step')} in a row"
     if count <= most:
-        return passed(told, value=count, threshold=most, unit="steps", at=key)
+        return passed(statement, value=count, threshold=most, unit="steps", at=key)
     step_s = evidence.plan.prediction.step_s if evidence.plan is not None else 0.0
     return failed(
-        f"{told}, more than {most:.0f}",
+        f"{statement}, more than {most:.0f}",
         formula=(f"{plural(count, 'step')} × {step_s:.3g} s = {count * step_s:,.0f} s of steps that learn nothing",),
         value=count,
         threshold=most,
@@ -72,17 +72,17 @@ def _together(evidence: Evidence, steps: StepFacts | None) -> Outcome:
 def _guarded(evidence: Evidence, limits: Limits) -> Outcome:
     clip, factor = evidence.the_job.optim.clip, evidence.the_job.train.spike_factor
     if not evidence.stated("optim.clip") and not evidence.written("train.spike_factor"):
-        told = f"nothing says whether {evidence.practice.trainer} clips gradients here"
-        return unknown(told, fix="set optim.clip to the norm it clips to, 0 for none", at="optim.clip")
+        statement = f"nothing says whether {evidence.practice.trainer} clips gradients here"
+        return unknown(statement, fix="set optim.clip to the norm it clips to, 0 for none", at="optim.clip")
     formula = (f"optim.clip = {clip:g}; train.spike_factor = {factor:g}",)
     if 0 < factor < limits.number("least_factor"):
         return _touchy(factor, limits)
     if 0 < clip <= limits.number("most_clip") or factor > 0:
         how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
         return passed(f"a gradient that explodes is {how}", formula=formula, value=clip or factor, at="optim.clip")
-    told = "neither clipped" if clip <= 0 else f"clipped only to a norm of {clip:,.0f}, which is no bound, and not"
+    statement = "neither clipped" if clip <= 0 else f"clipped only to a norm of {clip:,.0f}, which is no bound, and not"
     return failed(
-        f"a gradient that explodes is {told}{' nor' * (clip <= 0)} skipped",
+        f"a gradient that explodes is {statement}{' nor' * (clip <= 0)} skipped",
         formula=formula,
         value=clip,
         threshold=limits.number("most_clip"),

@@ -23,15 +23,15 @@ def _checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
         return unknown(
             f"the format of {practice.trainer}'s checkpoints is not known", fix="say which format it is set to write"
         )
-    told = f"{practice.trainer} writes and reads {form}"
+    statement = f"{practice.trainer} writes and reads {form}"
     if form in safe:
-        return passed(told, value=form, threshold=", ".join(safe))
+        return passed(statement, value=form, threshold=", ".join(safe))
     least = limits.words("torch")[0]
     torch = (evidence.host.packages or {}).get("torch", "") if evidence.host is not None else ""
     if torch and at_least(torch, least) and practice.verifies_digests:
-        return passed(f"{told}, with torch {torch} and digests that are verified", value=torch, threshold=least)
+        return passed(f"{statement}, with torch {torch} and digests that are verified", value=torch, threshold=least)
     return failed(
-        f"{told}, which holds pickles" + (f", with torch {torch}" if torch else ""),
+        f"{statement}, which holds pickles" + (f", with torch {torch}" if torch else ""),
         formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {least}, weights_only and digests",),
         value=form,
         threshold=", ".join(safe),

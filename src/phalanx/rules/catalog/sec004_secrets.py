@@ -17,12 +17,12 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
     most, count = limits.number("lines"), grammar.secrets
-    told = f"{plural(count, 'line')} of events and logs look like credentials"
-    told += "; searched in part, there is more than is searched" if grammar.secrets_partial else ""
+    statement = f"{plural(count, 'line')} of events and logs look like credentials"
+    statement += "; searched in part, there is more than is searched" if grammar.secrets_partial else ""
     if count <= most:
-        return passed(told, value=count, threshold=most, unit="lines")
+        return passed(statement, value=count, threshold=most, unit="lines")
     return failed(
-        told,
+        statement,
         value=count,
         threshold=most,
         unit="lines",

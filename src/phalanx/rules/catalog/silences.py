@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.plan.plan import Plan
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log import CheckpointFacts, Spread
 
@@ -28,7 +27,7 @@ class Silence:
     measured: bool = False
 
     @property
-    def told(self) -> str:
+    def statement(self) -> str:
         """For a finding."""
         return f"{self.what} takes {self.seconds:.3g} s{'' if self.measured else ' (predicted)'}"
 
@@ -63,7 +62,10 @@ def _evaluation(evidence: Evidence) -> Silence | None:
     sequences = job.train.evaluate_sequences
     if plan is None or not sequences or not evidence.stated("train.evaluate_sequences"):
         return None
-    return Silence(seconds=plan.prediction.step_s_high / 3 * sequences / _batch(plan), what="an evaluation")
+    return Silence(
+        seconds=plan.prediction.step_s_high / 3 * sequences / max(1, plan.job.batch.global_sequences),
+        what="an evaluation",
+    )
 
 
 def _restore(evidence: Evidence) -> Silence | None:
@@ -72,10 +74,6 @@ def _restore(evidence: Evidence) -> Silence | None:
     if plan is None or evidence.practice.saves is False:
         return None
     return Silence(seconds=plan.reliability.persist_s, what="restoring a checkpoint")
-
-
-def _batch(plan: Plan) -> int:
-    return max(1, plan.job.batch.global_sequences)
 
 
 def _most(*spreads: Spread | None) -> float | None:

@@ -60,14 +60,14 @@ def _habit(evidence: Evidence) -> Outcome:
 
 def _interval(evidence: Evidence, limits: Limits) -> Outcome:
     interval_s, most = evidence.the_job.telemetry.interval_s, limits.number("device_s")
-    told = f"devices are sampled every {interval_s:g} s"
+    statement = f"devices are sampled every {interval_s:g} s"
     formula = (f"telemetry.interval_s = {interval_s:g} s <= {most:g} s",)
     if interval_s < limits.number("least_s"):
-        return _too_often("telemetry.interval_s", interval_s, most, told, limits)
+        return _too_often("telemetry.interval_s", interval_s, most, statement, limits)
     if interval_s <= most:
-        return passed(told, formula=formula, value=interval_s, threshold=most, unit="s")
+        return passed(statement, formula=formula, value=interval_s, threshold=most, unit="s")
     return failed(
-        told,
+        statement,
         formula=(f"telemetry.interval_s = {interval_s:g} s > {most:g} s",),
         value=interval_s,
         threshold=most,
@@ -79,11 +79,11 @@ def _interval(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _too_often(key: str, value_s: float, most: float, told: str, limits: Limits) -> Outcome:
+def _too_often(key: str, value_s: float, most: float, statement: str, limits: Limits) -> Outcome:
     """A thread that never rests takes the core that feeds the device."""
     least = limits.number("least_s")
     return failed(
-        f"{told}, more often than every {least:g} s",
+        f"{statement}, more often than every {least:g} s",
         formula=(f"{key} = {value_s:g} s < {least:g} s",),
         value=value_s,
         threshold=least,
@@ -99,14 +99,14 @@ def _pings(evidence: Evidence, limits: Limits) -> Outcome:
     every_s, most = evidence.the_job.telemetry.peers_every_s, limits.number("peers_s")
     if evidence.plan is not None and evidence.devices < 2:
         return exempt("one rank has no peers")
-    told = f"peer latency is reported every {every_s:g} s" if every_s else "peer latency is never measured"
+    statement = f"peer latency is reported every {every_s:g} s" if every_s else "peer latency is never measured"
     if 0 < every_s < limits.number("least_s"):
-        return _too_often("telemetry.peers_every_s", every_s, most, told, limits)
+        return _too_often("telemetry.peers_every_s", every_s, most, statement, limits)
     if 0 < every_s <= most:
         formula = (f"0 < telemetry.peers_every_s = {every_s:g} s <= {most:g} s",)
-        return passed(told, formula=formula, value=every_s, threshold=most, unit="s")
+        return passed(statement, formula=formula, value=every_s, threshold=most, unit="s")
     return failed(
-        told,
+        statement,
         formula=(f"telemetry.peers_every_s = {every_s:g} s is not within (0, {most:g}] s",),
         value=every_s,
         threshold=most,
@@ -126,11 +126,11 @@ def _steps(log: LogFacts) -> Outcome:
     if steps is None or steps.count <= 0:
         return still_reading(log, "steps") or exempt("the run has no step yet")
     span = steps.last - steps.first + 1
-    told = f"{steps.count:,} of {span:,} steps are on record"
+    statement = f"{steps.count:,} of {span:,} steps are on record"
     if steps.count >= span:
-        return passed(told, value=steps.count, threshold=span, unit="steps")
+        return passed(statement, value=steps.count, threshold=span, unit="steps")
     return failed(
-        told,
+        statement,
         formula=(f"{span:,} - {steps.count:,} = {plural(span - steps.count, 'step')} without a `step` event",),
         value=steps.count,
         threshold=span,
@@ -185,13 +185,13 @@ def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             fix="phalanx train writes `noise_scale` with every step: look for a `remark` in the rank's events",
         )
     gap = known(noise.gap_steps)
-    told = f"{plural(noise.count, 'value')} of the gradient noise" + (
+    statement = f"{plural(noise.count, 'value')} of the gradient noise" + (
         f", p99 {gap:.0f} steps apart" if gap is not None else ""
     )
     if gap is None or gap <= most:
-        return passed(told, value=gap, threshold=most, unit="steps")
+        return passed(statement, value=gap, threshold=most, unit="steps")
     return failed(
-        told,
+        statement,
         formula=(f"p99 of the distance = {gap:.0f} steps > {most:g}",),
         value=gap,
         threshold=most,
@@ -251,15 +251,15 @@ def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: L
     )
 
 
-def _rhythm(log: LogFacts, told: str, gap_s: float | None, most: float, limits: Limits) -> Outcome:
+def _rhythm(log: LogFacts, statement: str, gap_s: float | None, most: float, limits: Limits) -> Outcome:
     gap = known(gap_s)
     if gap is None:
-        return passed(f"{told}, once in each formation", threshold=most, unit="s")
-    told = f"{told} {gap:.1f} s apart or less, for 99 % of the time on 99 % of the ranks"
+        return passed(f"{statement}, once in each membership", threshold=most, unit="s")
+    statement = f"{statement} {gap:.1f} s apart or less, for 99 % of the time on 99 % of the ranks"
     if gap <= most:
-        return passed(told, formula=(f"{gap:.1f} s <= {most:g} s",), value=gap, threshold=most, unit="s")
+        return passed(statement, formula=(f"{gap:.1f} s <= {most:g} s",), value=gap, threshold=most, unit="s")
     return failed(
-        told,
+        statement,
         formula=(f"not exceeded for 99 % of the time on 99 % of the ranks: {gap:.1f} s > {most:g} s",),
         value=gap,
         threshold=most,

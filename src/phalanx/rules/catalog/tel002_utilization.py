@@ -29,11 +29,12 @@ def _levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Li
     value = known(monitor.utilization)
     if value is None:
         return (unknown("utilization has a source and no value", fix="look at `utilization` in the monitor events"),)
-    told = f"mean utilization {value:.0%}: reported, not judged"
-    if not _anchored(monitor) or limits.number("mean") <= NOT_JUDGED:
-        return (exempt(f"{told} ({_why(evidence, monitor)})"),)
+    statement = f"mean utilization {value:.0%}: reported, not judged"
+    # NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level.
+    if not all(one.endswith("-sm") for one in monitor.utilization_sources) or limits.number("mean") <= NOT_JUDGED:
+        return (exempt(f"{statement} ({_why(evidence, monitor)})"),)
     if wall_s(log) < limits.number("least_wall_s"):
-        return (exempt(f"{told} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
+        return (exempt(f"{statement} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
     return (_mean(evidence, value, limits.number("mean")), _hour(evidence, monitor, limits.number("hour")))
 
 
@@ -73,11 +74,11 @@ def _source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome
 
 
 def _mean(evidence: Evidence, value: float, least: float) -> Outcome:
-    told = f"mean utilization {value:.0%}"
+    statement = f"mean utilization {value:.0%}"
     if value >= least:
-        return passed(told, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
+        return passed(statement, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
     return failed(
-        told,
+        statement,
         formula=(f"mean over all ranks = {value:.3f} < {least:g}",),
         value=value,
         threshold=least,
@@ -92,11 +93,11 @@ def _hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
     value = known(monitor.lowest_hour)
     if value is None:
         return exempt("no hour to judge by itself")
-    told = f"lowest hour {value:.0%}"
+    statement = f"lowest hour {value:.0%}"
     if value >= least:
-        return passed(told, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
+        return passed(statement, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
     return failed(
-        told,
+        statement,
         formula=(f"lowest mean of an hour = {value:.3f} < {least:g}",),
         value=value,
         threshold=least,
@@ -104,11 +105,6 @@ def _hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
         impact=evidence.loses_once(HOUR_S * (1 - value), "devices without work in that hour"),
         fix="look at that hour in phalanx web: data, checkpoints, or a recovery that did not end",
     )
-
-
-def _anchored(monitor: MonitorFacts) -> bool:
-    """NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level."""
-    return all(one.endswith("-sm") for one in monitor.utilization_sources)
 
 
 def _why(evidence: Evidence, monitor: MonitorFacts) -> str:

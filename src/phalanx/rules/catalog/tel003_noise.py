@@ -38,10 +38,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 def _compared(log: LogFacts, count: int, error: float | None, most: float) -> Outcome:
     if error is None:
         return exempt(f"{plural(count, 'value')}, too few with their parts to work out again")
-    told = f"the parts give noise_scale within {error:.2%}"
+    statement = f"the parts give noise_scale within {error:.2%}"
     formula = (f"|EMA(noise_trace) / EMA(grad_squared) / noise_scale - 1| = {error:.4f}; at most {most:g}",)
     if error <= most:
-        return passed(told, formula=formula, value=error, threshold=most)
+        return passed(statement, formula=formula, value=error, threshold=most)
     return failed(
         f"noise_scale is {error:.1%} from what its parts give",
         formula=formula,

@@ -36,11 +36,11 @@ def _scores(log: LogFacts, limits: Limits) -> Outcome:
             "no rank has a score", fix="every rank writes compute_s and wait_s with every step (docs/events.md)"
         )
     share, least = found / world, limits.number("ranks_share")
-    told = f"{found:,} of {world:,} ranks have a score"
+    statement = f"{found:,} of {world:,} ranks have a score"
     if share >= least:
-        return passed(told, formula=(f"{share:.1%} >= {least:.0%}",), value=share, threshold=least)
+        return passed(statement, formula=(f"{share:.1%} >= {least:.0%}",), value=share, threshold=least)
     return still_reading(log, "the ranks' own times") or failed(
-        told,
+        statement,
         formula=(f"{found:,} / {world:,} = {share:.1%} < {least:.0%}",),
         value=share,
         threshold=least,
@@ -57,14 +57,14 @@ def _slowest(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
         return passed("nobody stands out in the last 100 steps", threshold=least)
     relative, worst = min(scored, key=lambda pair: pair[0])
     if relative >= least:
-        return passed(_told(worst, relative), value=relative, threshold=least)
+        return passed(_straggler_text(worst, relative), value=relative, threshold=least)
     return _slow(evidence, worst, relative, least)
 
 
 def _slow(evidence: Evidence, worst: Straggler, relative: float, least: float) -> Outcome:
     where = f"rank {worst.rank}" + (f" on {worst.host}" if worst.host else "")
     return failed(
-        _told(worst, relative),
+        _straggler_text(worst, relative),
         formula=(f"score = peers' time / own time = 1 / {worst.score:.2f} = {relative:.2f} < {least:g}",),
         value=relative,
         threshold=least,
@@ -75,7 +75,7 @@ def _slow(evidence: Evidence, worst: Straggler, relative: float, least: float) -
     )
 
 
-def _told(worst: Straggler, relative: float) -> str:
+def _straggler_text(worst: Straggler, relative: float) -> str:
     return f"{worst.text} (score {relative:.2f})"
 
 
@@ -96,7 +96,7 @@ def _drilled(evidence: Evidence) -> tuple[Outcome, ...]:
                 fix="phalanx drill JOB --suite again, with more steps; if it stays, the scores are wrong",
             ),
         )
-    return (passed(f"a drill named the rank that was slowed down: {tried[0].told}"),) if tried else ()
+    return (passed(f"a drill named the rank that was slowed down: {tried[0].statement}"),) if tried else ()
 
 
 RULE = Rule(

@@ -54,14 +54,16 @@ def _whole(log: LogFacts) -> tuple[Outcome, ...]:
         found.append(_listed(log, f"the log has {_names(grammar.repeated)} more than once", grammar.repeated))
     if grammar.ranks_missing and not log.bytes_left:
         ranks = tuple(f"{one}" for one in grammar.ranks_missing)
-        told = f"rank {ranks[0]} left no event" if len(ranks) == 1 else f"{len(ranks):,} left no event: {_names(ranks)}"
-        found.append(_listed(log, f"of {log.world:,} ranks, {told}", ranks))
+        statement = (
+            f"rank {ranks[0]} left no event" if len(ranks) == 1 else f"{len(ranks):,} left no event: {_names(ranks)}"
+        )
+        found.append(_listed(log, f"of {log.world:,} ranks, {statement}", ranks))
     return tuple(found)
 
 
-def _listed(log: LogFacts, told: str, items: tuple[str, ...]) -> Outcome:
+def _listed(log: LogFacts, statement: str, items: tuple[str, ...]) -> Outcome:
     return failed(
-        told,
+        statement,
         value=len(items),
         threshold=0,
         at=file_of(log),
@@ -162,7 +164,7 @@ their order for the same reason, and OPT-175B's 40 restarts in two weeks were ke
 without an end hides how long the recovery took.
 """,
     how="""
-Events that must be there once are there once (`run_start` of a rank: once in a formation); every rank of the world
+Events that must be there once are there once (`run_start` of a rank: once in a membership); every rank of the world
 wrote; `(epoch, step)` and time go forward but for a restore; every incident is followed by a step or an end (the newest
 one of a run that goes on may be open); lines that are no events: at most 8 an incident, since a process that is killed
 tears its last line; clocks of ranks at the same step differ by at most 1 s (a warning: durations do not depend on it).

@@ -59,12 +59,12 @@ def _cost(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     share, most = known(evidence.the_log.telemetry_share), limits.number("telemetry")
     if share is None:
         return ()  # not every log tells; the ledger has it in its steps either way
-    told = f"telemetry takes {share:.2%} of the step time"
+    statement = f"telemetry takes {share:.2%} of the step time"
     if share <= most:
-        return (passed(told, formula=(f"{share:.4f} <= {most:g}",), value=share, threshold=most),)
+        return (passed(statement, formula=(f"{share:.4f} <= {most:g}",), value=share, threshold=most),)
     return (
         failed(
-            told,
+            statement,
             formula=(f"{share:.4f} > {most:g}",),
             value=share,
             threshold=most,

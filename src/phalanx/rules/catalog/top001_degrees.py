@@ -21,7 +21,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     """The layout's arithmetic, or why the planner found no layout."""
     if evidence.plan is not None:
         return _layout(evidence, evidence.plan, limits)
-    refused = tuple(one for one in evidence.refusals if not _of_another_rule(one))
+    refused = tuple(
+        one for one in evidence.refusals if not (is_memory(one) or is_batch(one) or "matrix units" in one.what)
+    )
     if refused:
         return tuple(_refusal(evidence, one) for one in refused)
     if evidence.refusals:
@@ -41,16 +43,12 @@ def is_batch(problem: Problem) -> bool:
     return "global batch" in problem.what or "batch.micro =" in problem.what
 
 
-def _of_another_rule(problem: Problem) -> bool:
-    return is_memory(problem) or is_batch(problem) or "matrix units" in problem.what  # PRC003
-
-
 def _refusal(evidence: Evidence, problem: Problem) -> Outcome:
     if problem.what.startswith(SILENT):
         return unknown(f"the configuration {problem.what}", fix=problem.fix)
-    told = f"{problem.what}: {problem.why}" if problem.why else problem.what
+    statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
-        told,
+        statement,
         at=_key(problem),
         impact=_all(evidence),
         fix=problem.fix or "leave the sizes under [parallel] to the planner",
@@ -80,8 +78,8 @@ def _layout(evidence: Evidence, plan: Plan, limits: Limits) -> Outcome | tuple[O
         failed(what, formula=(product,), value=value, threshold=bound, at=at, impact=_all(evidence), fix=fix)
         for what, value, bound, at, fix in _faults(job, plan, limits)
     )
-    told = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
-    return wrong or passed(told, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
+    statement = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
+    return wrong or passed(statement, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
 
 
 def _faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, int, str, str]]:

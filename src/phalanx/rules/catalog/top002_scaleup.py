@@ -18,8 +18,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     link = plan.cluster.accelerator.link
     formula = (f"{together} of the {size} ranks of a tensor group share one domain of {domain:,} devices ({link})",)
     if together >= size * limits.number("together"):
-        told = f"tensor groups of {size} stay inside a domain of {domain:,}"
-        return passed(told, formula=formula, value=together, threshold=size, unit="ranks")
+        statement = f"tensor groups of {size} stay inside a domain of {domain:,}"
+        return passed(statement, formula=formula, value=together, threshold=size, unit="ranks")
     fitting = max(n for n in range(1, max(1, min(size, domain)) + 1) if domain % n == 0 and size % n == 0)
     return failed(
         f"tensor groups of {size} span {-(-size // together)} domains of {domain:,} devices",

@@ -51,8 +51,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         f"{format_seconds(times[best])}: {ratio:.2f}, at most {most:.2f}",
     )
     if ratio <= most:
-        told = f"traffic takes {ratio:.2f}x the time of the best order of axes"
-        return passed(told, formula=formula, value=ratio, threshold=most, unit="x")
+        statement = f"traffic takes {ratio:.2f}x the time of the best order of axes"
+        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
     shown_s = sum(one.shown_s for one in carried)
     return failed(
         f"traffic takes {ratio:.2f}x the time it would with {_named(plan, best)} nearest first",

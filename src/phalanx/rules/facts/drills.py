@@ -61,7 +61,7 @@ class DrillFacts:
     made: str = ""  # day on which it was signed, as "2026-11-16"
 
     @property
-    def told(self) -> str:
+    def statement(self) -> str:
         """Which drill this is, for a finding."""
         parts = [self.job, plural(self.world, "rank") if self.world else "", self.made]
         return f"{self.path} ({', '.join(part for part in parts if part)})" if any(parts) else self.path
@@ -186,8 +186,8 @@ def _changed_s(path: Path) -> float:
 
 def _made_s(record: _Record) -> tuple[float, float]:
     """When the drill was; a copy changes the time of a file, and what nobody signed says nothing."""
-    told = number(record.body, "made_s") if record.is_signed else None
-    return told or 0.0, _changed_s(record.path)
+    made_s = number(record.body, "made_s") if record.is_signed else None
+    return made_s or 0.0, _changed_s(record.path)
 
 
 def _read(path: Path, key: bytes | None) -> _Record | None:
@@ -278,8 +278,8 @@ def _save_point(text: str) -> str:
 
 def _met_damage(record: Mapping[str, Any]) -> bool:
     """Whether a restore met a damaged checkpoint: `train.drill.refused` writes "epoch 14 refused step-00000099 …"."""
-    told = [one for one in _list(record, "verdicts") if one.get("name") == REFUSED]
-    return any(one.get("ok") is True and MET in str(one.get("evidence")) for one in told)
+    verdicts = [one for one in _list(record, "verdicts") if one.get("name") == REFUSED]
+    return any(one.get("ok") is True and MET in str(one.get("evidence")) for one in verdicts)
 
 
 def _holds(record: Mapping[str, Any], name: str) -> bool:

@@ -62,8 +62,8 @@ def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path()
         source="this machine",
         devices=len(machine.gpus) or machine.usable_cores,
         nic_paths=nic_paths(machine, root=root),
-        link_latency_s=_told(measured.link_latency_s) if measured else None,
-        link_bytes_per_s=_told(measured.link_bytes_per_s) if measured else None,
+        link_latency_s=_known_value(measured.link_latency_s) if measured else None,
+        link_bytes_per_s=_known_value(measured.link_bytes_per_s) if measured else None,
         disk_free_bytes=_free_bytes(folder),
         memory_bytes=float(machine.memory_bytes),
         packages=installed(),
@@ -97,7 +97,7 @@ def _measured(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | 
     return profile if profile.device == ("cuda" if machine.gpus else "cpu") else None
 
 
-def _told(value: float) -> float | None:
+def _known_value(value: float) -> float | None:
     """A profile writes 0 for what was not measured."""
     return value or None
 
@@ -132,7 +132,8 @@ def _nearest(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
     if not here:
         return None
     near = [
-        (path_kind(here, there, same_node=_same_node(gpu, card)), card.name) for card, there in _placed(cards, root)
+        (path_kind(here, there, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
+        for card, there in _placed(cards, root)
     ]
     if not near:
         return None
@@ -156,10 +157,6 @@ def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -
         return "PHB"  # up to the host bridge
     between = max(len(first), len(second)) - 1 - shared  # bridges below what they share
     return "PIX" if between <= 1 else "PXB"
-
-
-def _same_node(gpu: Gpu, card: Nic) -> bool:
-    return gpu.numa_node == card.numa_node and gpu.numa_node >= 0
 
 
 def _gpu_folder(gpu: Gpu, root: Path) -> Path | None:

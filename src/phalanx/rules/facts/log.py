@@ -40,7 +40,7 @@ class StepFacts:
     last: int
     count: int  # that stayed
     again: int  # done again after a restore
-    duration_s: Spread | None = None  # steady ones: not the first five of a formation, not those that compiled
+    duration_s: Spread | None = None  # steady ones: not the first five of a membership, not those that compiled
     drift: float | None = None  # median duration of the last quarter over that of the first, less 1
     data_share: float | None = None  # of the time, waiting for batches
     tokens: Mapping[int, int] | None = None  # tokens of a step -> how many steps; at most 256 sizes, then None
@@ -122,7 +122,7 @@ class CheckpointFacts:
     interval_saves: int = 0  # that were committed
     blocked_s: Spread | None = None  # training stood still
     persist_s: Spread | None = None  # until safe on disk
-    interval_s: Spread | None = None  # from the commit before, of whatever kind, in the same formation
+    interval_s: Spread | None = None  # from the commit before, of whatever kind, in the same membership
     final_blocked_s: Spread | None = None  # the same of all other saves
     final_persist_s: Spread | None = None
     bytes: float | None = None  # of the last one
@@ -182,8 +182,8 @@ class LogFacts:
     peers: PeerFacts | None = None
     checkpoints: CheckpointFacts | None = None
     grammar: GrammarFacts = GrammarFacts()
-    preflights: int | None = None  # formations before which every host was looked at
-    formations: int | None = None
+    preflights: int | None = None  # memberships before which every host was looked at
+    memberships: int | None = None
     refused_hosts: int = 0
     incidents: tuple[Incident, ...] = ()
     detect_s: Spread | None = None  # from a failure to its notice

@@ -56,16 +56,16 @@ def parity_of(first: Run, second: Run) -> ParityFacts:
         raise _refuse(
             narrow, wide, f"differ in [{'], ['.join(differing)}]", "train the same job twice, but for precision"
         )
-    told = [summarize_briefly(run, RunHistory.open(run)) for run in (narrow, wide)]
-    if told[0].tokens != told[1].tokens or not told[0].tokens:
-        what = f"saw {told[0].tokens:,} and {told[1].tokens:,} tokens"
+    statement = [summarize_briefly(run, RunHistory.open(run)) for run in (narrow, wide)]
+    if statement[0].tokens != statement[1].tokens or not statement[0].tokens:
+        what = f"saw {statement[0].tokens:,} and {statement[1].tokens:,} tokens"
         raise _refuse(narrow, wide, what, "let both end at the same step")
-    return _facts(narrow, wide, formats=[formats[place] for place in order], told=told)
+    return _facts(narrow, wide, formats=[formats[place] for place in order], statement=statement)
 
 
-def _facts(narrow: Run, wide: Run, *, formats: list[str], told: list[Summary]) -> ParityFacts:
-    held_out = all(one.evaluation is not None and one.evaluation.loss is not None for one in told)
-    losses = [one.evaluation.loss if held_out and one.evaluation else one.last_loss for one in told]
+def _facts(narrow: Run, wide: Run, *, formats: list[str], statement: list[Summary]) -> ParityFacts:
+    held_out = all(one.evaluation is not None and one.evaluation.loss is not None for one in statement)
+    losses = [one.evaluation.loss if held_out and one.evaluation else one.last_loss for one in statement]
     if any(loss is None or not math.isfinite(loss) or loss <= 0 for loss in losses):
         raise _refuse(narrow, wide, f"have the losses {losses[0]} and {losses[1]}", "runs that end with a finite loss")
     return ParityFacts(
@@ -73,8 +73,8 @@ def _facts(narrow: Run, wide: Run, *, formats: list[str], told: list[Summary]) -
         wide=wide.name,
         narrow_format=formats[0],
         wide_format=formats[1],
-        model=told[0].model,
-        tokens=told[0].tokens,
+        model=statement[0].model,
+        tokens=statement[0].tokens,
         narrow_loss=float(losses[0] or 0.0),
         wide_loss=float(losses[1] or 0.0),
         held_out=held_out,

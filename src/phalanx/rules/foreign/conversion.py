@@ -134,7 +134,7 @@ class Conversion:
 
     def _lost(self, leaf: Leaf) -> str:
         """A number holds the place of what the file does say, and nobody may judge by it."""
-        return f"in place of {told_value(leaf.key)}, which is not readable"
+        return f"in place of {value_text(leaf.key)}, which is not readable"
 
     def skip(self, name: str, reason: str) -> None:
         """A leaf that no rule of the specification asks about."""
@@ -216,7 +216,7 @@ def found_in(key: str, entries: Iterable[str]) -> str:
     return max(fits, key=len, default="")
 
 
-def told_value(value: object) -> str:
+def value_text(value: object) -> str:
     """A foreign value for a person: short, and without anything a terminal obeys."""
     text = (
         "null" if value is None else shown_value(value) if isinstance(value, bool | int | float | str | list) else "{}"

@@ -19,7 +19,7 @@ from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
 from phalanx.rules.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
-from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, Leaf, their_keys, told_value
+from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, Leaf, their_keys, value_text
 from phalanx.rules.foreign.files import read_arguments, read_tree
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
 from phalanx.units import format_seconds, plural
@@ -139,7 +139,7 @@ def _converted(
     else:
         resolved = _with_interval(config, steps, found)
     unmapped = tuple(
-        Unmapped(key=key, value=told_value(config.leaves[key].value), why=settled.text)
+        Unmapped(key=key, value=value_text(config.leaves[key].value), why=settled.text)
         for key, settled in config.settled.items()
         if settled.fate == "unmapped"
     )

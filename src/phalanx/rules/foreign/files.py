@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_text
 from phalanx.io.toml import read_toml
-from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, told_value
+from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, value_text
 from phalanx.units import KIB
 
 NOUN = "configuration"
@@ -164,7 +164,7 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
         if top is not None and isinstance(top.inner, dict) and top.key is None:
             top.key = _name(event, f"{path}:{line}")
             if top.key in top.inner:
-                raise mistake(f"{path}:{line}", f"key {told_value(top.key)} is given twice", fix="keep one of the two")
+                raise mistake(f"{path}:{line}", f"key {value_text(top.key)} is given twice", fix="keep one of the two")
             continue
         steps = top.next_steps() if top is not None else ()
         lines.setdefault(steps, line)

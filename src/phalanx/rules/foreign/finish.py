@@ -12,7 +12,7 @@ from phalanx.job.draft import Draft, apply_overrides
 from phalanx.job.model import known_presets
 from phalanx.job.schema import Data
 from phalanx.rules.facts.trainers import Practice
-from phalanx.rules.foreign.conversion import Conversion, JobSetting, told_value
+from phalanx.rules.foreign.conversion import Conversion, JobSetting, value_text
 from phalanx.units import parse_count
 
 NEEDED = ("layers", "hidden", "heads", "vocab")
@@ -311,7 +311,7 @@ def _decisive(config: Conversion) -> None:
         key = DECISIVE.get(name, "")
         said = config.values.get(key)
         if key and not (said is not None and said.note.startswith("--set")):
-            config.need(f"{leaf.key} = {told_value(leaf.value)} is not a number", f"give --set {key}=…")
+            config.need(f"{leaf.key} = {value_text(leaf.value)} is not a number", f"give --set {key}=…")
 
 
 def _lacking(config: Conversion) -> list[str]:

@@ -26,7 +26,7 @@ MOST_TEXT = 1000
 def render_html(reports: Sequence[CheckReport]) -> str:
     """The whole file."""
     body = "\n".join(_report(one) for one in reports)
-    title = _safe(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
+    title = _escaped_text(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
@@ -37,9 +37,9 @@ def render_html(reports: Sequence[CheckReport]) -> str:
 def render_fragment(report: CheckReport) -> str:
     """One report for a notebook: summary and findings, without a style sheet that would reach the rest of the page."""
     items = "".join(f"<li>{_fragment_item(one, report)}</li>" for one in report.problems)
-    notes = "".join(f"<p>{_safe(one)}</p>" for one in report.notes)
+    notes = "".join(f"<p>{_escaped_text(one)}</p>" for one in report.notes)
     listed = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
-    head = f"<p><b>{_safe(report.target)}</b>: {_safe(summary_of(report))}</p>"
+    head = f"<p><b>{_escaped_text(report.target)}</b>: {_escaped_text(summary_of(report))}</p>"
     return f'<div class="phalanx-check">{head}{notes}{listed}</div>'
 
 
@@ -47,27 +47,27 @@ def _fragment_item(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     colour = {"error": "#c0392b", "warning": "#b7791f", "info": "#2b6cb0"}[finding.severity]
     texts = (shown_cost(outcome.impact, report.usd), *fix_lines(outcome))
-    more = "".join(f"<br><small>{_safe(text)}</small>" for text in texts if text)
-    head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_safe(rule.slug)}'
-    return f"{head} <small>{_safe(shown_place(finding))}</small><br>{_safe(outcome.what)}{more}"
+    more = "".join(f"<br><small>{_escaped_text(text)}</small>" for text in texts if text)
+    head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_escaped_text(rule.slug)}'
+    return f"{head} <small>{_escaped_text(shown_place(finding))}</small><br>{_escaped_text(outcome.what)}{more}"
 
 
 def _report(report: CheckReport) -> str:
-    problems = "\n".join(_finding(one, report) for one in report.problems)
+    problems = "\n".join(_finding_html(one, report) for one in report.problems)
     return "\n".join(
         (
-            f"<h1>{_safe(report.target)}</h1>",
-            f'<p class="lead">{_safe(summary_of(report))}</p>',
-            _tiles(report),
-            *(f"<p>{_safe(one)}</p>" for one in report.notes),
+            f"<h1>{_escaped_text(report.target)}</h1>",
+            f'<p class="lead">{_escaped_text(summary_of(report))}</p>',
+            _tiles_html(report),
+            *(f"<p>{_escaped_text(one)}</p>" for one in report.notes),
             f"<h2>Findings</h2>\n{problems or '<p>None.</p>'}",
             f"<h2>Every rule</h2>\n{_table(report)}",
-            _unmapped(report),
+            _unmapped_html(report),
         )
     )
 
 
-def _tiles(report: CheckReport) -> str:
+def _tiles_html(report: CheckReport) -> str:
     counts, stake = counts_of(report), total_at_stake(report)
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     tiles = {
@@ -82,50 +82,57 @@ def _tiles(report: CheckReport) -> str:
         "evidence": seen,
     }
     inner = "".join(
-        f'<div class="tile"><b>{_safe(value)}</b><span>{_safe(name)}</span></div>' for name, value in tiles.items()
+        f'<div class="tile"><b>{_escaped_text(value)}</b><span>{_escaped_text(name)}</span></div>'
+        for name, value in tiles.items()
     )
     return f'<div class="tiles">{inner}</div>'
 
 
-def _finding(finding: Finding, report: CheckReport) -> str:
+def _finding_html(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
-    place = f'<span class="quiet">{finding.severity}, {_safe(shown_place(finding))}</span>'
-    own = f' <span class="quiet">(your own rule, from {_safe(rule.origin)})</span>' if rule.origin else ""
+    place = f'<span class="quiet">{finding.severity}, {_escaped_text(shown_place(finding))}</span>'
+    own = f' <span class="quiet">(your own rule, from {_escaped_text(rule.origin)})</span>' if rule.origin else ""
     parts = [
-        f"<p><b>{rule.id}</b> {_safe(rule.slug)} {place}{own}</p>",
-        f"<p>{_safe(outcome.what)}</p>",
+        f"<p><b>{rule.id}</b> {_escaped_text(rule.slug)} {place}{own}</p>",
+        f"<p>{_escaped_text(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
-        *(f"<p>{_safe(text)}</p>" for text in (shown_cost(outcome.impact, report.usd), *fix_lines(outcome)) if text),
+        *(
+            f"<p>{_escaped_text(text)}</p>"
+            for text in (shown_cost(outcome.impact, report.usd), *fix_lines(outcome))
+            if text
+        ),
     ]
     return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
 
 
 def _table(report: CheckReport) -> str:
-    rows = "".join(_row(one) for one in report.findings)
+    rows = "".join(_row_html(one) for one in report.findings)
     head = "<tr><th>rule</th><th>verdict</th><th>what</th><th>where</th></tr>"
     return f'<div class="scroll"><table>{head}{rows}</table></div>'
 
 
-def _row(finding: Finding) -> str:
+def _row_html(finding: Finding) -> str:
     verdict = finding.verdict if finding.outcome.applies else "does not apply"
     reason = f" ({finding.reason})" if finding.reason else ""
     return (
-        f"<tr><td>{finding.rule.id} {_safe(finding.rule.slug)}</td>"
+        f"<tr><td>{finding.rule.id} {_escaped_text(finding.rule.slug)}</td>"
         f'<td class="verdict-{finding.verdict}">{verdict}</td>'
-        f'<td class="long">{_safe(finding.outcome.what + reason)}</td><td>{_safe(shown_place(finding))}</td></tr>'
+        f'<td class="long">{_escaped_text(finding.outcome.what + reason)}</td>'
+        f"<td>{_escaped_text(shown_place(finding))}</td></tr>"
     )
 
 
-def _unmapped(report: CheckReport) -> str:
+def _unmapped_html(report: CheckReport) -> str:
     if not report.unmapped:
         return ""
     rows = "".join(
-        f'<tr><td>{_safe(one.key)}</td><td>{_safe(one.value)}</td><td class="long">{_safe(one.why)}</td></tr>'
+        f"<tr><td>{_escaped_text(one.key)}</td><td>{_escaped_text(one.value)}</td><td "
+        f'class="long">{_escaped_text(one.why)}</td></tr>'
         for one in report.unmapped
     )
     return f'<h2>Not checked</h2>\n<div class="scroll"><table>{rows}</table></div>'
 
 
-def _safe(text: str) -> str:
+def _escaped_text(text: str) -> str:
     return escape(printable(text, most=MOST_TEXT))

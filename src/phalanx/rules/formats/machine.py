@@ -74,7 +74,7 @@ def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, A
     index = {rule_id: number for number, rule_id in enumerate(rules)}
     seen: Counter[str] = Counter()
     results = [
-        _result(one, report, root, index[one.rule.id], seen)
+        _sarif_result(one, report, root, index[one.rule.id], seen)
         for report in reports
         for one in report.findings
         if one.verdict != "pass"
@@ -84,7 +84,7 @@ def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, A
         "name": "phalanx",
         "version": version,
         "shortDescription": {"text": f"Training specification {edition}."},
-        "rules": [_rule(rule) for rule in rules.values()],
+        "rules": [_sarif_rule(rule) for rule in rules.values()],
     }
     return {
         "tool": {"driver": driver},
@@ -94,7 +94,7 @@ def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, A
     }
 
 
-def _rule(rule: Rule) -> dict[str, Any]:
+def _sarif_rule(rule: Rule) -> dict[str, Any]:
     return {
         "id": rule.id,
         "name": "".join(word.capitalize() for word in rule.slug.split("-")),
@@ -111,7 +111,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
+def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
     is_open = finding.verdict == "unknown"
     kind, level = ("open", "none") if is_open else ("fail", SARIF_LEVEL[finding.severity])
     result = {
@@ -119,10 +119,10 @@ def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: 
         "ruleIndex": index,
         "kind": kind,
         "level": level,
-        "message": {"text": _message(finding, report)},
-        "locations": [_location(finding, root)],
-        "partialFingerprints": {"phalanxFinding/v1": _fingerprint(finding, root, seen)},
-        "properties": _properties(finding),
+        "message": {"text": _sarif_message(finding, report)},
+        "locations": [_sarif_location(finding, root)],
+        "partialFingerprints": {"phalanxFinding/v1": _finding_fingerprint(finding, root, seen)},
+        "properties": _sarif_properties(finding),
     }
     if finding.verdict == "waived":
         waiver = {"kind": "inSource", "status": "accepted", "justification": printable(finding.reason)}
@@ -130,20 +130,20 @@ def _result(finding: Finding, report: CheckReport, root: str, index: int, seen: 
     return result
 
 
-def _message(finding: Finding, report: CheckReport) -> str:
+def _sarif_message(finding: Finding, report: CheckReport) -> str:
     outcome = finding.outcome
     lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
 
 
-def _location(finding: Finding, root: str) -> dict[str, Any]:
+def _sarif_location(finding: Finding, root: str) -> dict[str, Any]:
     uri = as_uri(finding.file, root)
     artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
     line = max(1, finding.line)  # of the file as a whole: its first, since scanners ask for one
     return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
 
 
-def _fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
+def _finding_fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
     """Of rule, file and setting: neither a moved line nor another value makes another finding of it."""
     at = finding.outcome.at
     what = "log" if isinstance(at, Spot) else at
@@ -152,7 +152,7 @@ def _fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
     return hashlib.sha256(f"{text}\n{seen[text]}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def _properties(finding: Finding) -> dict[str, Any]:
+def _sarif_properties(finding: Finding) -> dict[str, Any]:
     outcome = finding.outcome
     found = {
         "value": finite(outcome.value),
@@ -173,34 +173,35 @@ MOST_GITHUB_TEXT = 400
 
 def render_github(reports: Sequence[CheckReport], *, root: str) -> str:
     """One command per finding, one notice per target; `root` is the folder that file names are told from."""
-    return "".join(line + "\n" for report in reports for line in _commands(report, root))
+    return "".join(line + "\n" for report in reports for line in _github_commands(report, root))
 
 
-def _commands(report: CheckReport, root: str) -> list[str]:
+def _github_commands(report: CheckReport, root: str) -> list[str]:
     title = f"phalanx check {report.target}"
-    found = [_command(one, report, root) for one in report.problems]
+    found = [_github_command(one, report, root) for one in report.problems]
     found += [
-        f"::warning title={_property(title)}::{_data(printable(one, most=MOST_GITHUB_TEXT))}" for one in report.notes
+        f"::warning title={_github_property(title)}::{_github_data(printable(one, most=MOST_GITHUB_TEXT))}"
+        for one in report.notes
     ]
-    return [*found, f"::notice title={_property(title)}::{_data(summary_of(report))}"]
+    return [*found, f"::notice title={_github_property(title)}::{_github_data(summary_of(report))}"]
 
 
-def _command(finding: Finding, report: CheckReport, root: str) -> str:
+def _github_command(finding: Finding, report: CheckReport, root: str) -> str:
     outcome = finding.outcome
     place = {"file": relative(finding.file, root), "line": str(finding.line) if finding.line else ""}
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
-    told = ",".join(f"{name}={_property(value)}" for name, value in {**place, **title}.items() if value)
+    statement = ",".join(f"{name}={_github_property(value)}" for name, value in {**place, **title}.items() if value)
     lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
     message = "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
-    return f"::{GITHUB_LEVEL[finding.severity]} {told}::{_data(message)}"
+    return f"::{GITHUB_LEVEL[finding.severity]} {statement}::{_github_data(message)}"
 
 
-def _data(text: str) -> str:
+def _github_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(printable(text)).replace(":", "%3A").replace(",", "%2C")
+def _github_property(text: str) -> str:
+    return _github_data(printable(text)).replace(":", "%3A").replace(",", "%2C")
 
 
 # A report as JUnit XML: a suite per target, a case per rule; missing evidence is a skipped case.
@@ -210,16 +211,16 @@ def render_junit(reports: Sequence[CheckReport]) -> str:
     """The document, with a last line break."""
     root = Tree.Element("testsuites", name="phalanx check")
     for report in reports:
-        root.append(_suite(report))
+        root.append(_junit_suite(report))
     Tree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(report: CheckReport) -> Tree.Element:
+def _junit_suite(report: CheckReport) -> Tree.Element:
     by_rule: dict[str, list[Finding]] = {}
     for one in report.findings:
         by_rule.setdefault(one.rule.id, []).append(one)
-    cases = [_case(found, report) for found in by_rule.values()]
+    cases = [_junit_case(found, report) for found in by_rule.values()]
     suite = Tree.Element(
         "testsuite",
         name=printable(report.target),
@@ -233,7 +234,7 @@ def _suite(report: CheckReport) -> Tree.Element:
     return suite
 
 
-def _case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
+def _junit_case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
     """One rule. What is only told for information stands in the case's output and fails nothing."""
     rule = found[0].rule
     case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
@@ -241,22 +242,22 @@ def _case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
     skipped = [one for one in found if one.verdict in ("unknown", "waived")]
     if bad:
         kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
-        Tree.SubElement(case, "failure", type=kind, message=message).text = _story(bad, report)
+        Tree.SubElement(case, "failure", type=kind, message=message).text = _junit_text(bad, report)
     elif skipped:
-        Tree.SubElement(case, "skipped", message="; ".join(_reason(one) for one in skipped))
+        Tree.SubElement(case, "skipped", message="; ".join(_skip_reason(one) for one in skipped))
     else:
-        Tree.SubElement(case, "system-out").text = _story(found, report)
+        Tree.SubElement(case, "system-out").text = _junit_text(found, report)
     return case
 
 
-def _reason(finding: Finding) -> str:
+def _skip_reason(finding: Finding) -> str:
     if finding.verdict == "waived":
         return printable(f"waived: {finding.reason}")
     fix = f" ({finding.outcome.fix})" if finding.outcome.fix else ""
     return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_TEXT)
 
 
-def _story(found: Sequence[Finding], report: CheckReport) -> str:
+def _junit_text(found: Sequence[Finding], report: CheckReport) -> str:
     lines: list[str] = []
     for one in found:
         cost = shown_cost(one.outcome.impact, report.usd)

@@ -33,24 +33,24 @@ def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> It
     for number, report in enumerate(reports):
         if number:
             yield "", ""
-        for style, text in _page(report, verbose=verbose):
+        for style, text in _page_lines(report, verbose=verbose):
             yield style, printable(text, most=MOST_TEXT)
 
 
-def _page(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
+def _page_lines(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
     for one in report.problems:
         yield from finding_lines(one, report)
         yield "", ""
     yield from (("warning", f"! {line}") for line in report.notes)
     if report.notes:
         yield "", ""
-    yield from _unknown(report)
-    yield from _waived(report)
-    yield from _unmapped(report)
+    yield from _unknown_lines(report)
+    yield from _waived_lines(report)
+    yield from _unmapped_lines(report)
     if verbose:
-        yield from _passed(report)
+        yield from _passed_lines(report)
     yield "head", f"{report.target}: {summary_of(report)}"
-    yield "quiet", _basis(report)
+    yield "quiet", _basis_text(report)
     if hint := _by_option(report):
         yield "quiet", hint
 
@@ -86,7 +86,7 @@ def fix_lines(outcome: Outcome) -> Iterator[str]:
         yield f"fix: {outcome.fix}"
 
 
-def _unknown(report: CheckReport) -> Iterator[Line]:
+def _unknown_lines(report: CheckReport) -> Iterator[Line]:
     """Missing evidence, by what is missing: one line for many rules."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in report.findings:
@@ -101,7 +101,7 @@ def _unknown(report: CheckReport) -> Iterator[Line]:
         yield "", ""
 
 
-def _waived(report: CheckReport) -> Iterator[Line]:
+def _waived_lines(report: CheckReport) -> Iterator[Line]:
     found = [one for one in report.findings if one.verdict == "waived"]
     for one in found:
         yield "quiet", f"waived {one.rule.id}  {one.outcome.what}  ({one.reason})"
@@ -109,7 +109,7 @@ def _waived(report: CheckReport) -> Iterator[Line]:
         yield "", ""
 
 
-def _unmapped(report: CheckReport) -> Iterator[Line]:
+def _unmapped_lines(report: CheckReport) -> Iterator[Line]:
     if not report.unmapped:
         return
     count = len(report.unmapped)
@@ -122,16 +122,16 @@ def _unmapped(report: CheckReport) -> Iterator[Line]:
     yield "", ""
 
 
-def _passed(report: CheckReport) -> Iterator[Line]:
+def _passed_lines(report: CheckReport) -> Iterator[Line]:
     for one in report.findings:
         if one.verdict != "pass":
             continue
         mark = "ok" if one.outcome.applies else "--"
-        yield "quiet", f"{mark} {one.rule.id} {one.rule.slug}  {one.outcome.what}{_bound(one.outcome)}"
+        yield "quiet", f"{mark} {one.rule.id} {one.rule.slug}  {one.outcome.what}{_bound_text(one.outcome)}"
     yield "", ""
 
 
-def _bound(outcome: Outcome) -> str:
+def _bound_text(outcome: Outcome) -> str:
     """Value against threshold; yes and no need no figures."""
     value, limit = outcome.value, outcome.threshold
     if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(limit, int | float):
@@ -145,26 +145,26 @@ def _by_option(report: CheckReport) -> str:
         return ""
     edits = [one.outcome.edits for one in report.findings if one.verdict == "fail" and one.outcome.edits]
     safe = sum(all(edit.safe for edit in some) for some in edits)
-    told = [f"{safe} with --fix"] if safe else []
-    told += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
-    return f"  fixable: {', '.join(told)}; --diff shows the edits" if told else ""
+    statement = [f"{safe} with --fix"] if safe else []
+    statement += [f"{len(edits) - safe} with --unsafe-fixes"] if len(edits) > safe else []
+    return f"  fixable: {', '.join(statement)}; --diff shows the edits" if statement else ""
 
 
-def _devices(report: CheckReport) -> str:
+def _devices_text(report: CheckReport) -> str:
     if not report.devices:
         return f"number of devices not known (taken as {report.scaling})"
     return f"{plural(report.devices, 'device')} ({report.scaling})"
 
 
-def _basis(report: CheckReport) -> str:
+def _basis_text(report: CheckReport) -> str:
     """What the verdicts rest on, and the money in question."""
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     own = len({one.rule.id for one in report.findings if one.rule.origin})
     mine = f" and {plural(own, 'rule')} of your own" if own else ""
-    basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices(report)}"
+    basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices_text(report)}"
     stake = total_at_stake(report)
-    told = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
-    return f"{basis}; evidence: {seen}{told}"
+    statement = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
+    return f"{basis}; evidence: {seen}{statement}"
 
 
 # A report as plain values: what `--json` prints, and the few words that every format shares.
@@ -280,19 +280,19 @@ def shown_cost(impact: Impact, job_usd: float | None) -> str:
     """What a finding costs, in one line; empty where nothing can be told."""
     parts = []
     if impact.points is not None and math.isfinite(impact.points):
-        parts.append(f"{_points(impact.points)} of effective training time")
+        parts.append(f"{_points_text(impact.points)} of effective training time")
     if impact.usd is not None and math.isfinite(impact.usd):
         of = f" of this {format_money(job_usd)} job" if job_usd else ""
-        parts.append(f"{_dollars(impact.usd)}{of}")
-    told = ", ".join(parts)
-    return f"{told}: {impact.note}" if told and impact.note else told or impact.note
+        parts.append(f"{_dollars_text(impact.usd)}{of}")
+    statement = ", ".join(parts)
+    return f"{statement}: {impact.note}" if statement and impact.note else statement or impact.note
 
 
-def _dollars(usd: float) -> str:
+def _dollars_text(usd: float) -> str:
     return "less than a cent" if 0 < usd < 0.01 else f"about {format_money(usd)}"
 
 
-def _points(points: float) -> str:
+def _points_text(points: float) -> str:
     """Hundredths of the time; tiny ones are said to be so rather than rounded to nothing."""
     if 0 < points < 0.01:
         return "below 0.01 points"
@@ -338,8 +338,8 @@ def summary_of(report: CheckReport) -> str:
     """One line with every count."""
     counts: Mapping[str, int] = counts_of(report)
     errors = len({one.rule.id for one in report.findings if one.verdict == "fail" and one.severity == "error"})
-    told = f" ({plural(errors, 'error')})" if errors else ""
-    line = f"{counts['pass']} pass, {counts['fail']} fail{told}, {counts['unknown']} unknown, {counts['waived']} waived"
+    bad = f" ({plural(errors, 'error')})" if errors else ""
+    line = f"{counts['pass']} pass, {counts['fail']} fail{bad}, {counts['unknown']} unknown, {counts['waived']} waived"
     remarks = sum(is_remark(one) for one in report.findings)
     line += f"; {plural(remarks, 'remark')}" if remarks else ""
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

@@ -16,7 +16,7 @@ from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log import DigestFacts
 
 MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
-MOST_FORMATIONS = 16_384
+MOST_MEMBERSHIPS = 16_384
 MOST_TIMES = 4_096  # steps of the witness whose time is
 MOST_OFFSETS = 64  # of a rank
 MOST_GAPS = 1_000  # different distances; skipped steps that are compared
@@ -26,38 +26,38 @@ Key = tuple[int, int]  # epoch, step
 Holder = tuple[int, ...]  # ranks of the same holder hold the same weights
 
 
-class Formations:
-    """What the supervisor told of formations: who holds the same weights, and since when an older one is over."""
+class LoggedMemberships:
+    """What the supervisor told of memberships: who holds the same weights, and since when an older one is over."""
 
     def __init__(self, planned: Mapping[str, Any]) -> None:
-        self._planned = planned  # the plan's layout, where no formation is known
-        self._told: dict[int, Mapping[str, Any]] = {}
+        self._planned = planned  # the plan's layout, where no membership is known
+        self._reported: dict[int, Mapping[str, Any]] = {}
         self._epochs: list[int] = []
         self._begins: list[float] = []
 
     def tell(self, epoch: int, layout: Mapping[str, Any]) -> None:
-        """The layout of a formation."""
-        if len(self._told) < MOST_FORMATIONS:
-            self._told[epoch] = layout
+        """The layout of a membership."""
+        if len(self._reported) < MOST_MEMBERSHIPS:
+            self._reported[epoch] = layout
 
     def layout(self, epoch: int) -> Mapping[str, Any]:
-        """Of a formation; empty where nobody told."""
-        return self._told.get(epoch, {})
+        """Of a membership; empty where nobody told."""
+        return self._reported.get(epoch, {})
 
     def begin(self, epoch: int, time_s: float) -> None:
         """Its members may go: all of them have left what they did before."""
-        if len(self._epochs) < MOST_FORMATIONS and (not self._epochs or epoch > self._epochs[-1]):
+        if len(self._epochs) < MOST_MEMBERSHIPS and (not self._epochs or epoch > self._epochs[-1]):
             self._epochs.append(epoch)
             self._begins.append(time_s)
 
     def over_s(self, epoch: int) -> float:
-        """When the next formation began."""
+        """When the next membership began."""
         place = bisect_right(self._epochs, epoch)
         return self._begins[place] if place < len(self._begins) else math.inf
 
     def knows(self, epoch: int) -> bool:
         """Whether there is a layout."""
-        return bool(self._told.get(epoch) or self._planned)
+        return bool(self._reported.get(epoch) or self._planned)
 
     def holder(self, epoch: int, rank: int) -> Holder | None:
         """Whose weights a rank holds; None where no other rank is known to hold the same.
@@ -65,7 +65,7 @@ class Formations:
         Along data and context, weights are copies, but for ZeRO and experts, where they are parts. ZeRO of any stage:
         the weights that a rank updates and digests are its shard (docs/decisions/0010).
         """
-        layout = self._told.get(epoch) or self._planned
+        layout = self._reported.get(epoch) or self._planned
         if not layout or (integer(layout, "expert") or 1) > 1:
             return None
         places, sizes = {}, {}
@@ -81,7 +81,7 @@ class Formations:
 
 
 class Digests:
-    """Compares what ranks wrote for the same step of the same formation.
+    """Compares what ranks wrote for the same step of the same membership.
 
     Only weights that several ranks hold are remembered: of a shard that one rank holds there is nothing to compare.
     """
@@ -99,13 +99,20 @@ class Digests:
         self.differing_spot: Spot | None = None
         self.stale = 0
         self.stale_spot: Spot | None = None
-        self.is_told = False
+        self.is_reported = False
 
     def take(
-        self, columns: EventColumns, rank: int, file: str, lines: Sequence[int], *, where: Formations, witness: bool
+        self,
+        columns: EventColumns,
+        rank: int,
+        file: str,
+        lines: Sequence[int],
+        *,
+        where: LoggedMemberships,
+        witness: bool,
     ) -> None:
         """The steps of a rank that have one."""
-        self.is_told = True
+        self.is_reported = True
         steps, epochs = columns.get("step"), columns.get("epoch")
         for place, digest in enumerate(columns.get("digest")):
             if digest is None:
@@ -121,10 +128,10 @@ class Digests:
                 self._add((epoch, step), holder, said, Spot(file=file, line=lines[place]))
 
     def past(self, count: int, spot: Spot) -> None:
-        """Steps of a formation that was over."""
+        """Steps of a membership that was over."""
         self.stale += count
         self.stale_spot = self.stale_spot or spot
-        self.is_told = True
+        self.is_reported = True
 
     def _distance(self, step: int) -> None:
         if self._last is not None and step > self._last and len(self._gaps) < MOST_GAPS:
@@ -156,7 +163,7 @@ class Digests:
 
     def facts(self) -> DigestFacts | None:
         """None where no rank wrote a digest."""
-        if not self.is_told:
+        if not self.is_reported:
             return None
         every = self._gaps.most_common(1)[0][0] if self._gaps else None
         return DigestFacts(
@@ -219,9 +226,9 @@ def skips_differ(
     """A step that one rank skipped and another, that tells of the steps around it, did not."""
     keys = {key for some in skips.values() for key in some}
     for key in sorted(keys)[:MOST_GAPS]:
-        told = [rank for rank, span in spans.items() if _spans(span, key)]
-        skipped = [rank for rank in told if key in skips.get(rank, ())]
-        if skipped and len(skipped) < len(told):
+        reported = [rank for rank, span in spans.items() if _spans(span, key)]
+        skipped = [rank for rank in reported if key in skips.get(rank, ())]
+        if skipped and len(skipped) < len(reported):
             return skips[skipped[0]][key]
     return None
 

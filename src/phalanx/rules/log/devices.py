@@ -35,7 +35,7 @@ class Gaps:
         self._last_step_s = 0.0
 
     def begin(self) -> None:
-        """A formation begins: what lies between two of them is no gap of a thread that slept."""
+        """A membership begins: what lies between two of them is no gap of a thread that slept."""
         _put(self._taken, self._tail_s())
         self._last_s = self._first_step_s = None
 
@@ -84,7 +84,7 @@ def usual_s(gaps: Iterable[Gaps]) -> float | None:
 
 
 class Meter:
-    """The energy counter of one rank: it begins anew in every formation."""
+    """The energy counter of one rank: it begins anew in every membership."""
 
     __slots__ = ("_epoch", "_last", "_total")
 
@@ -161,9 +161,9 @@ class Peers:
 
     def take(self, columns: EventColumns) -> None:
         """Some more of a rank."""
-        told = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
-        self._p99.add([p99_s for pair in told if (p99_s := number(pair, "p99_s")) is not None])
-        for pair in told:
+        reported = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
+        self._p99.add([p99_s for pair in reported if (p99_s := number(pair, "p99_s")) is not None])
+        for pair in reported:
             self._answered += min(max(integer(pair, "count") or 0, 0), 10**9)
             self._lost += min(max(integer(pair, "lost") or 0, 0), 10**9)
 

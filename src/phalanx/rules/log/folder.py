@@ -33,8 +33,8 @@ def has_provenance(launch: Mapping[str, Any]) -> bool | None:
 
 def is_job_changed(run: Run, launch: Mapping[str, Any]) -> bool:
     """Whether job.json is another than the launch says; False where one of them is missing."""
-    told, job = at(launch, "provenance").get("job_digest"), _json(run, "job.json")
-    return bool(told and job) and told != job_digest(job)
+    reported, job = at(launch, "provenance").get("job_digest"), _json(run, "job.json")
+    return bool(reported and job) and reported != job_digest(job)
 
 
 def listens(run: Run, launch: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from phalanx.record.account.ledger import LedgerStream
 from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, LineBlock
 from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
-from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Formations, Key
+from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Key, LoggedMemberships
 from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
 from phalanx.rules.log.grammar import BACK_S, Grammar
 from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
@@ -30,8 +30,8 @@ NUMBERS = frozenset(("step", "monitor", "peers", "timeline", "evaluate"))
 class Counted:
     """What all ranks together come to."""
 
-    def __init__(self, formations: Formations) -> None:
-        self.formations = formations
+    def __init__(self, memberships: LoggedMemberships) -> None:
+        self.memberships = memberships
         self.lines, self.grammar, self.secrets = EventParser(), Grammar(), Secrets()
         self.digests, self.clocks = Digests(), Clocks()
         self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
@@ -59,7 +59,7 @@ class RankLog:
         self.telemetry_s: float | None = None
         self.steps = 0
         self.peak_bytes = 0.0
-        self._layout: tuple[Any, dict[str, Any]] | None = None  # ranks and layout of the formation it is in
+        self._layout: tuple[Any, dict[str, Any]] | None = None  # ranks and layout of the membership it is in
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
@@ -144,7 +144,7 @@ class RankLog:
             epoch = columns.get("epoch")[0] or 0
             self.begun_again += epoch <= self._started
             self._started = max(self._started, epoch)
-            self._in_layout(columns.get("world")[0], self._all.formations.layout(epoch))
+            self._in_layout(columns.get("world")[0], self._all.memberships.layout(epoch))
         if self._is_witness:
             self._all.steps.begin()
             restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None
@@ -200,8 +200,8 @@ class RankLog:
         self.monitor_gaps.step(columns.get("t"))
         self.peer_gaps.step(columns.get("t"))
         if columns.has("digest") and any(columns.get("digest")):
-            formations = self._all.formations
-            self._all.digests.take(columns, self.rank, file, lines, where=formations, witness=self._is_witness)
+            memberships = self._all.memberships
+            self._all.digests.take(columns, self.rank, file, lines, where=memberships, witness=self._is_witness)
         if self._is_witness:
             self._all.clocks.know(columns)
             self._all.steps.take(columns, file, lines)
@@ -227,7 +227,7 @@ class RankLog:
             first = epochs.index(epoch)
             last = len(epochs) - 1 - epochs[::-1].index(epoch)
             known = epoch or 0
-            over_s = self._all.formations.over_s(known) + LATE_S
+            over_s = self._all.memberships.over_s(known) + LATE_S
             if known < self._epoch:
                 self._all.digests.past(epochs.count(epoch), Spot(file=file, line=lines[first]))
             elif times[last] > over_s:
@@ -263,13 +263,13 @@ class RankLog:
             self.took_s += took_s
             self.waited_s += waited_s
         if columns.has("telemetry_s"):
-            told_s = sum(filter(None, columns.get("telemetry_s")))
-            self.telemetry_s = (self.telemetry_s or 0.0) + (told_s if told_s < MOST_S else 0.0)
+            reported_s = sum(filter(None, columns.get("telemetry_s")))
+            self.telemetry_s = (self.telemetry_s or 0.0) + (reported_s if reported_s < MOST_S else 0.0)
         peak = max(filter(None, columns.get("memory_bytes")), default=0.0)
         self.peak_bytes = max(self.peak_bytes, peak if peak < 1e18 else 0.0)
 
 
-# What the supervisor told: hosts, formations, restores, failures and the end.
+# What the supervisor told: hosts, memberships, restores, failures and the end.
 
 
 MOST_TOLD = 4096  # restores and failures that are remembered; the newest
@@ -279,11 +279,11 @@ MOST_HOSTS = 100_000
 class Supervisor:
     """Takes the lines of supervisor.jsonl, in order."""
 
-    def __init__(self, known: Formations) -> None:
+    def __init__(self, known: LoggedMemberships) -> None:
         self._known = known
         self._hosts: dict[str, bool] = {}  # those that are there: whether they were looked at
         self.kinds: dict[str, int] = {}
-        self.formations = self.preflights = self.refused = self.most_in_a_row = self.world = 0
+        self.memberships = self.preflights = self.refused = self.most_in_a_row = self.world = 0
         self.launches = 0
         self.restores: deque[Restore] = deque(maxlen=MOST_TOLD)
         # When noticed, and for how long others were waited for.
@@ -309,7 +309,7 @@ class Supervisor:
         if kind == "host":
             self._host(event)
         elif kind == "epoch":
-            self._formation(event)
+            self._membership(event)
         elif kind == "restore":
             restore = restore_of(event, spot)
             if restore is not None:
@@ -334,11 +334,11 @@ class Supervisor:
         elif event["state"] == "lost":
             self._hosts.pop(name, None)
 
-    def _formation(self, event: Mapping[str, Any]) -> None:
-        """A host looks at itself when it joins, and again whenever it is asked for ranks of a new formation."""
+    def _membership(self, event: Mapping[str, Any]) -> None:
+        """A host looks at itself when it joins, and again whenever it is asked for ranks of a new membership."""
         members = event.get("members")
         hosts = {printable(one.get("host"), most=100) for one in members or () if isinstance(one, dict)}
-        self.formations += 1
+        self.memberships += 1
         self.preflights += bool(hosts) and all(self._hosts.get(host) for host in hosts)
         self.launches += event.get("reason") == "start"
         # Ranks of the newest launch: one that was resumed with fewer is a smaller job, one that lost some is not.

@@ -34,8 +34,8 @@ class Pending:
         self.steps: set[int] = set()
         self.late: set[int] = set()  # those that another was taken after, before they were safe
         self.epoch: Any = None
-        self.last_s: float | None = None  # when the last one was safe, in this formation
-        # Of a record that gives no reasons, what the newest save took: the last of a formation may be a Ctrl-C's.
+        self.last_s: float | None = None  # when the last one was safe, in this membership
+        # Of a record that gives no reasons, what the newest save took: the last of a membership may be a Ctrl-C's.
         self.unsure: list[tuple[Histogram, float]] = []
 
 
@@ -50,18 +50,18 @@ class Saves:
         self._disorder_spot: Spot | None = None
         self._steps: dict[int, None] = {}
         self._bytes: dict[int, float] = {}
-        self.is_told = False
+        self.is_reported = False
 
     def take(self, columns: EventColumns, file: str, lines: Sequence[int], pending: Pending, *, witness: bool) -> None:
         """Some more of a rank."""
-        self.is_told = True
+        self.is_reported = True
         for event, line in zip(columns.events, lines, strict=True):
             spot = Spot(file=file, line=line)
-            if event.get("epoch") != pending.epoch:  # what a formation had not finished nobody will
+            if event.get("epoch") != pending.epoch:  # what a membership had not finished nobody will
                 pending.steps.clear()
                 pending.late.clear()
                 pending.unsure.clear()
-                pending.last_s = None  # what lies between two formations is no interval
+                pending.last_s = None  # what lies between two memberships is no interval
                 pending.epoch = event.get("epoch")
             if event.get("error"):
                 self._errors += 1

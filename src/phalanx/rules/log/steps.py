@@ -14,7 +14,7 @@ from phalanx.record.event_schema import EventColumns, Floats
 from phalanx.rules.facts.log import NoiseFacts, StepFacts
 from phalanx.rules.log.sums import Histogram, Sample
 
-WARM_UP = 5  # steps of a formation that no timing counts: NVRx leaves out as many
+WARM_UP = 5  # steps of a membership that no timing counts: NVRx leaves out as many
 MOST_SIZES = 256  # of batches
 DECAY = 0.99  # of the running means that a jump is measured by: they look back on about 100 steps
 BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
@@ -28,8 +28,8 @@ class Steps:
     def __init__(self) -> None:
         self.first: int | None = None
         self.last: int | None = None
-        self._told = self._again = 0
-        self._settling = 0  # steps of this formation so far, up to WARM_UP
+        self._reported = self._again = 0
+        self._settling = 0  # steps of this membership so far, up to WARM_UP
         self.begin_layout()
         self._not_finite = self._skipped = self._row = self._most_in_row = 0
         self._not_finite_spot: Spot | None = None
@@ -46,7 +46,7 @@ class Steps:
         self._size_lines: dict[int, Spot] = {}
 
     def begin(self) -> None:
-        """A formation begins: what comes next may be done again."""
+        """A membership begins: what comes next may be done again."""
         self._settling = 0
         self._noise.begin()
 
@@ -68,7 +68,7 @@ class Steps:
         self._noise.take(columns)
 
     def _count(self, steps: Sequence[int]) -> None:
-        self._told += len(steps)
+        self._reported += len(steps)
         before = self.last
         for step in (steps[0],) if _is_run(steps) else steps:
             if before is not None and step <= before:
@@ -78,7 +78,7 @@ class Steps:
         self.last = steps[-1]
 
     def _steady(self, columns: EventColumns, taken_s: Any) -> Any:
-        """Which steps count for timings: not the first of a formation, not those that compiled."""
+        """Which steps count for timings: not the first of a membership, not those that compiled."""
         steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
         if self._settling < WARM_UP:
             steady[: WARM_UP - self._settling] = False
@@ -153,7 +153,7 @@ class Steps:
         return StepFacts(
             first=self.first,
             last=self.last,
-            count=max(0, self._told - self._again),
+            count=max(0, self._reported - self._again),
             again=self._again,
             duration_s=self._durations.spread(),
             drift=late / early - 1.0 if enough and early and late else None,
@@ -251,7 +251,7 @@ class Noise:
         self._means = [Means(decay=NOISE_DECAY**every) for every in EVERY]
 
     def begin(self) -> None:
-        """A formation begins; the running means go on where its first step was."""
+        """A membership begins; the running means go on where its first step was."""
         self._last_step = None
         for means in self._means:
             means.is_begun = False
@@ -261,10 +261,10 @@ class Noise:
         if not columns.has("noise_scale"):
             return
         steps, scales = columns.get("step"), columns.get("noise_scale")
-        told = columns.floats("noise_scale")
-        known = ~np.isnan(told)
+        reported = columns.floats("noise_scale")
+        known = ~np.isnan(reported)
         if known.any():
-            self._tell(columns.floats("step")[known], told[known])
+            self._tell(columns.floats("step")[known], reported[known])
         if self._checked < MOST_CHECKED and columns.has("noise_trace") and columns.has("grad_squared"):
             self._checked += len(columns)
             self._check(columns, steps, scales)
@@ -347,5 +347,5 @@ def _whole(steps: float | None) -> float | None:
     return None if steps is None else float(round(steps))
 
 
-def _off(told: float, computed: float) -> float:
-    return abs(told - computed) / max(abs(computed), 1e-300)
+def _off(reported: float, computed: float) -> float:
+    return abs(reported - computed) / max(abs(computed), 1e-300)

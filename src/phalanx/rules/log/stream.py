@@ -24,7 +24,7 @@ from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
-from phalanx.rules.log.agreement import Formations, skew, skips_differ
+from phalanx.rules.log.agreement import LoggedMemberships, skew, skips_differ
 from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
 from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
@@ -34,7 +34,7 @@ MOST_WORLD = 10_000_000  # files of events have names for as many
 # The ledger is walked anew when the run has grown by this share: a look at a run of hours every second costs little.
 AGAIN_SHARE, SMALL_BYTES = 0.05, 4 * 2**20
 # What a log must have, beside the steps themselves.
-BEGINS, TOLD, ENDS = "run_start", ("epoch", "restore"), "run_end"
+BEGINS, REPORTED, ENDS = "run_start", ("epoch", "restore"), "run_end"
 
 Progress = Callable[[int, int], None]
 
@@ -49,8 +49,8 @@ class LogStream:
         self._begin()
 
     def _begin(self) -> None:
-        formations = Formations(_layout(self.run))
-        self._all, self._told = Counted(formations), Supervisor(formations)
+        memberships = LoggedMemberships(_layout(self.run))
+        self._all, self._reported = Counted(memberships), Supervisor(memberships)
         self._tally = ByteTally()
         self._supervisor = EventFeed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
@@ -90,7 +90,7 @@ class LogStream:
         self._pass(passing)
         self._list()
         for piece in self._supervisor.pieces(budget_bytes):
-            self._told.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
+            self._reported.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
         self._read(before, budget_bytes, progress)
         return self.bytes_read != before
 
@@ -136,7 +136,7 @@ class LogStream:
         steps = self._steps()
         launch = launch_of(self.run)
         self._all.secrets.look_around(self.run, self._shown)
-        told = self._told if self._supervisor.read_bytes else None
+        reported = self._reported if self._supervisor.read_bytes else None
         walked = known.walked
         step_s = steps.duration_s.p50 if steps is not None and steps.duration_s is not None else None
         made = LogFacts(
@@ -152,13 +152,13 @@ class LogStream:
             steps=steps,
             digests=self._all.digests.facts(),
             noise=self._all.steps.noise(),
-            formations=(told.formations if told else None) or (walked.ledger.formations if walked else None),
-            preflights=told.preflights if told and told.formations else None,
-            refused_hosts=told.refused if told else 0,
+            memberships=(reported.memberships if reported else None) or (walked.ledger.formations if walked else None),
+            preflights=reported.preflights if reported and reported.memberships else None,
+            refused_hosts=reported.refused if reported else 0,
             incidents=known.incidents,
-            detect_s=accounts.detect_s(walked, told.failures if told else (), step_s),
+            detect_s=accounts.detect_s(walked, reported.failures if reported else (), step_s),
             recovery_s=accounts.recovery_s(known.incidents),
-            most_in_a_row=told.most_in_a_row if told else 0,
+            most_in_a_row=reported.most_in_a_row if reported else 0,
             ledger=walked.ledger if walked is not None else None,
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
             lowest_hour=known.lowest_hour,
@@ -172,17 +172,17 @@ class LogStream:
 
     def _world(self) -> int:
         """Ranks of the newest launch; of a run whose supervisor told nothing, all there are."""
-        told = self._told.world if self._supervisor.read_bytes else 0
-        return max(self.run.world() or 0, told or len(self._ranks))
+        reported = self._reported.world if self._supervisor.read_bytes else 0
+        return max(self.run.world() or 0, reported or len(self._ranks))
 
     def _measured(self, made: LogFacts) -> LogFacts:
         """What devices, neighbours and checkpoints say."""
         ranks = self._ranks.values()
         retries = [one.retries for one in ranks if one.retries is not None]
-        restores = (self._told.restores if self._supervisor.read_bytes else None) or [
+        restores = (self._reported.restores if self._supervisor.read_bytes else None) or [
             restore for one in ranks for restore in one.restores
         ]
-        has_saves = self._all.saves.is_told or restores
+        has_saves = self._all.saves.is_reported or restores
         return replace(
             made,
             monitor=self._all.monitors.facts(
@@ -280,7 +280,7 @@ class LogStream:
     def _occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What must be there once, or at least once; what a run that goes on will still tell is not missing yet."""
         missing, repeated = [], []
-        ranks, told = list(self._ranks.values()), self._told.kinds
+        ranks, reported = list(self._ranks.values()), self._reported.kinds
         begun = made.steps is not None or made.is_over
         ended = made.is_over and not made.bytes_left
         if not ranks and made.is_over:
@@ -288,17 +288,17 @@ class LogStream:
         if any(BEGINS not in one.kinds for one in ranks if "step" in one.kinds or ended):
             missing.append(BEGINS)
         if self._supervisor.read_bytes and begun:
-            missing += [kind for kind in TOLD if kind not in told]
+            missing += [kind for kind in REPORTED if kind not in reported]
         if ended and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
             missing.append(ENDS)
-        if ended and self._supervisor.read_bytes and "end" not in told:
+        if ended and self._supervisor.read_bytes and "end" not in reported:
             missing.append("end")
-        starts = max(1, self._told.launches)
-        if told.get("end", 0) > starts:
+        starts = max(1, self._reported.launches)
+        if reported.get("end", 0) > starts:
             repeated.append("end")
         if any(one.states.count("done") > starts for one in ranks):
             repeated.append(ENDS)
-        if self._supervisor.read_bytes and any(one.begun_again for one in ranks):  # no formation has another's epoch
+        if self._supervisor.read_bytes and any(one.begun_again for one in ranks):  # no membership has another's epoch
             repeated.append(BEGINS)
         return tuple(missing), tuple(repeated)
 
@@ -312,7 +312,7 @@ class LogStream:
         """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""
         if not made.is_over:
             return 0
-        ended_s = self._told.ended_s
+        ended_s = self._reported.ended_s
         return sum(one.recovery_s is None and (ended_s is None or ended_s < one.t) for one in made.incidents)
 
 

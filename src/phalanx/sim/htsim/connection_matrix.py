@@ -55,7 +55,7 @@ class Line:
 def read_lines(path: Path, *, most_bytes: int) -> list[Line]:
     """Lines with words, without comments; raises UserError for what is no such file."""
     found: list[Line] = []
-    for number, text in enumerate(_text(path, most_bytes).splitlines(), start=1):
+    for number, text in enumerate(_read_matrix(path, most_bytes).splitlines(), start=1):
         words = tuple(text.split("#", 1)[0].split())
         if words:
             found.append(Line(path=path, number=number, words=words))
@@ -64,7 +64,7 @@ def read_lines(path: Path, *, most_bytes: int) -> list[Line]:
     return found
 
 
-def _text(path: Path, most_bytes: int) -> str:
+def _read_matrix(path: Path, most_bytes: int) -> str:
     try:
         with path.open("rb") as stream:
             raw = stream.read(most_bytes + 1)
@@ -205,14 +205,14 @@ def read_cm(path: Path) -> Matrix:
     for line in read_lines(path, most_bytes=MOST_BYTES):
         first = line.words[0]
         if "->" in first:
-            _connection(reading, line)
+            _take_connection(reading, line)
         elif first in COUNTS:
             _count(reading, line)
         elif first in _READERS:
             _READERS[first](reading, line)
         else:
             raise line.unknown(first, (*COUNTS, "SOURCE->TARGET", *_READERS))
-    _check(reading, path)
+    _check_matrix(reading, path)
     return Matrix(
         nodes=reading.counts["Nodes"],
         connections=tuple(reading.connections),
@@ -227,8 +227,8 @@ def _count(reading: _Reading, line: Line) -> None:
     reading.counts[line.words[0]] = line.whole(1, least=2 if line.words[0] == "Nodes" else 0, most=10**9)
 
 
-def _connection(reading: _Reading, line: Line) -> None:
-    source, target = _ends(reading, line)
+def _take_connection(reading: _Reading, line: Line) -> None:
+    source, target = _connection_ends(reading, line)
     values: dict[str, int] = {}
     start: float | None = None
     for at in range(1, len(line.words), 2):
@@ -238,7 +238,7 @@ def _connection(reading: _Reading, line: Line) -> None:
         if word in values or (word == "start" and start is not None):
             raise line.wrong(f"{word} is given twice", fix="keep one of the two")
         if word == "start":
-            start = _start(line, at + 1)
+            start = _start_time(line, at + 1)
         else:
             values[word] = line.whole(at + 1, least=0 if word == "prio" else 1)
     if (start is None) == ("trigger" not in values):
@@ -263,7 +263,7 @@ def _connection(reading: _Reading, line: Line) -> None:
     )
 
 
-def _ends(reading: _Reading, line: Line) -> tuple[int, int]:
+def _connection_ends(reading: _Reading, line: Line) -> tuple[int, int]:
     ends = line.words[0].split("->")
     if len(ends) != 2 or not all(end.isdecimal() and len(end) <= 9 for end in ends):
         raise line.wrong(f'"{line.words[0][:40]}" is no connection', fix="write 0->5")
@@ -278,7 +278,7 @@ def _ends(reading: _Reading, line: Line) -> tuple[int, int]:
     return source, target
 
 
-def _start(line: Line, at: int) -> float:
+def _start_time(line: Line, at: int) -> float:
     try:
         start = float(line.words[at][:40])
     except (IndexError, ValueError):
@@ -288,7 +288,7 @@ def _start(line: Line, at: int) -> float:
     return start
 
 
-def _trigger(reading: _Reading, line: Line) -> None:
+def _take_trigger(reading: _Reading, line: Line) -> None:
     ident, kind, count, at = 0, "", 0, 1
     while at < len(line.words):
         word = line.words[at]
@@ -308,7 +308,7 @@ def _trigger(reading: _Reading, line: Line) -> None:
     reading.triggers[ident] = Trigger(ident=ident, kind=kind, count=count)
 
 
-def _failure(reading: _Reading, line: Line) -> None:
+def _take_failure(reading: _Reading, line: Line) -> None:
     kind, numbers = "", {}
     for at in range(1, len(line.words), 2):
         word = line.words[at]
@@ -323,10 +323,10 @@ def _failure(reading: _Reading, line: Line) -> None:
     reading.failures.append(Failure(switch=kind, number=numbers["switch_id"], link=numbers["link_id"]))
 
 
-_READERS: dict[str, Callable[[_Reading, Line], None]] = {"trigger": _trigger, "failure": _failure}
+_READERS: dict[str, Callable[[_Reading, Line], None]] = {"trigger": _take_trigger, "failure": _take_failure}
 
 
-def _check(reading: _Reading, path: Path) -> None:
+def _check_matrix(reading: _Reading, path: Path) -> None:
     real = {
         "Connections": len(reading.connections),
         "Triggers": len(reading.triggers),
@@ -386,7 +386,7 @@ def write_cm(matrix: Matrix) -> str:
     lines = [f"Nodes {matrix.nodes}", f"Connections {len(matrix.connections)}"]
     lines += [f"Triggers {len(matrix.triggers)}"] if matrix.triggers else []
     lines += [f"Failures {len(matrix.failures)}"] if matrix.failures else []
-    lines += [_line(one) for one in matrix.connections]
+    lines += [_matrix_line(one) for one in matrix.connections]
     for trigger in matrix.triggers:
         count = f" count {trigger.count}" if trigger.count else ""
         lines.append(f"trigger id {trigger.ident} {trigger.kind}{count}")
@@ -395,7 +395,7 @@ def write_cm(matrix: Matrix) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(one: Connection) -> str:
+def _matrix_line(one: Connection) -> str:
     words = [f"{one.source}->{one.target}"]
     words += [f"id {one.ident}"] if one.ident else []
     words.append(f"trigger {one.trigger}" if one.start_ps is None else f"start {one.start_ps:.0f}")

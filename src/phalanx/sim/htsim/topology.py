@@ -72,12 +72,12 @@ class _File:
 
 def read_topo(path: Path) -> Topo:
     """The fabric of a `.topo` file; raises UserError with file and line for what is none."""
-    file = _parse(path)
-    _check(file)
-    return Topo(fabric=_fabric(file), not_mapped=tuple(_not_mapped(file)))
+    file = _parse_topology(path)
+    _check_topology(file)
+    return Topo(fabric=_topology_fabric(file), not_mapped=tuple(_not_mapped(file)))
 
 
-def _parse(path: Path) -> _File:
+def _parse_topology(path: Path) -> _File:
     file, found, current = _File(path=path), dict[int, dict[str, int]](), -1
     for line in read_lines(path, most_bytes=MOST_BYTES):
         word = line.words[0].lower()
@@ -120,7 +120,7 @@ def _take(file: _File, found: dict[int, dict[str, int]], current: int, word: str
     found[current][word] = line.whole(1, least=LEAST[word], most=most)
 
 
-def _check(file: _File) -> None:
+def _check_topology(file: _File) -> None:
     """What htsim checks too: that ports, pods and bundles fit each other."""
     top = len(file.tiers) - 1
     for tier, values in enumerate(file.tiers):
@@ -181,7 +181,7 @@ def _check_tier(file: _File, tier: int, below: int) -> None:
         )
 
 
-def _fabric(file: _File) -> Fabric:
+def _topology_fabric(file: _File) -> Fabric:
     nodes, tiers = file.head["nodes"], file.tiers
     down, up = tiers[0]["radix_down"], tiers[0]["radix_up"]
     pods, deep = nodes // file.head["podsize"], len(tiers) == 3
@@ -229,7 +229,7 @@ def _not_mapped(file: _File) -> list[str]:
 
 def write_topo(fabric: Fabric) -> TopoText:
     """One plane of a fabric as a `.topo` file; raises UserError for a fabric that none describes."""
-    _writable(fabric)
+    _check_writable(fabric)
     said: list[str] = []
     if fabric.planes > 1:
         said.append(f"{fabric.planes} planes: the file is one of them, with NICs of {fabric.port_gbps:g} Gb/s")
@@ -239,9 +239,12 @@ def write_topo(fabric: Fabric) -> TopoText:
     latency_ns = round(fabric.hop_s * 1e9)
     if abs(latency_ns - fabric.hop_s * 1e9) > 1e-6:
         said.append(f"a latency of {fabric.hop_s * 1e9:g} ns per link is {latency_ns} ns there")
-    lines = [f"# {_plain(fabric.name)}, written by Phalanx", *(f"# not mapped: {_plain(one)}" for one in said)]
+    lines = [
+        f"# {_plain_text(fabric.name)}, written by Phalanx",
+        *(f"# not mapped: {_plain_text(one)}" for one in said),
+    ]
     lines += [f"Nodes {nodes}", f"Tiers {fabric.tiers}", f"Podsize {nodes // fabric.pods}"]
-    for tier, (down, up, bundle) in enumerate(_ports(fabric)):
+    for tier, (down, up, bundle) in enumerate(_tier_ports(fabric)):
         lines += ["", f"Tier {tier}", f"Downlink_speed_Gbps {fabric.port_gbps:.0f}", f"Radix_Down {down}"]
         lines += [f"Radix_Up {up}", f"Oversubscribed {down // up}"] if up else []
         lines += [f"Downlink_Latency_ns {latency_ns}", "Switch_Latency_ns 0"]
@@ -249,11 +252,11 @@ def write_topo(fabric: Fabric) -> TopoText:
     return TopoText(text="\n".join(lines) + "\n", nodes=nodes, not_mapped=tuple(said))
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     return text.encode("ascii", "replace").decode("ascii").replace("\n", " ")
 
 
-def _ports(fabric: Fabric) -> list[tuple[int, int, int]]:
+def _tier_ports(fabric: Fabric) -> list[tuple[int, int, int]]:
     """Ports down, ports up and bundle of each tier."""
     bundle = fabric.t0_up // fabric.t1_per_pod
     t1_down = fabric.t0 // fabric.pods * bundle
@@ -268,26 +271,28 @@ def _t1_up(fabric: Fabric) -> int:
     return fabric.t1_up or fabric.switch.radix // 2
 
 
-def _writable(fabric: Fabric) -> None:
+def _check_writable(fabric: Fabric) -> None:
     f = fabric
     if f.tiers not in (2, 3):
-        raise _refused(f, f"{f.tiers} tiers", "htsim has two or three")
+        raise _refused_fabric(f, f"{f.tiers} tiers", "htsim has two or three")
     if f.rails > 1:
-        raise _refused(f, f"{f.rails} rails", "node i of a .topo is under switch i // Radix_Down", fix="use 1 rail")
+        raise _refused_fabric(
+            f, f"{f.rails} rails", "node i of a .topo is under switch i // Radix_Down", fix="use 1 rail"
+        )
     if f.port_gbps != int(f.port_gbps):
-        raise _refused(f, f"ports of {f.port_gbps:g} Gb/s", "htsim reads whole Gb/s")
+        raise _refused_fabric(f, f"ports of {f.port_gbps:g} Gb/s", "htsim reads whole Gb/s")
     if f.t1 < f.pods or f.t0 % f.pods or f.t1 % f.pods or f.t0_up % f.t1_per_pod:
-        raise _refused(f, f"{f.t0_up} uplinks of a T0 to {f.t1_per_pod} T1s", "htsim has equal bundles and pods")
+        raise _refused_fabric(f, f"{f.t0_up} uplinks of a T0 to {f.t1_per_pod} T1s", "htsim has equal bundles and pods")
     if f.tiers == 3 and (f.t2 < f.t1_per_pod or f.t2 % f.t1_per_pod or _t1_up(f) % (f.t2 // f.t1_per_pod)):
-        raise _refused(f, f"{_t1_up(f)} uplinks of a T1 to {f.t2} T2s", "htsim has equal bundles")
-    for tier, (down, up, _) in enumerate(_ports(f)):
+        raise _refused_fabric(f, f"{_t1_up(f)} uplinks of a T1 to {f.t2} T2s", "htsim has equal bundles")
+    for tier, (down, up, _) in enumerate(_tier_ports(f)):
         if up and down % up:
             ratio = math.ceil(down / up)
             fix = f"use {ratio}:1" if tier == 0 else ""
-            raise _refused(
+            raise _refused_fabric(
                 f, f"{down} ports down and {up} up in tier {tier}", "htsim's ratio is a whole number", fix=fix
             )
 
 
-def _refused(fabric: Fabric, what: str, why: str, *, fix: str = "") -> UserError:
+def _refused_fabric(fabric: Fabric, what: str, why: str, *, fix: str = "") -> UserError:
     return mistake(f"{fabric.name} as a .topo file", what, why=why, fix=fix)

@@ -76,10 +76,10 @@ def usual_mix() -> tuple[Cause, ...]:
     for row in csv.DictReader(io.StringIO(text)):
         counts[row["cause"]] += float(row["count"])
     total = sum(counts.values())
-    return tuple(_sourced(trait(counts[name] / total), counts[name], total) for name, trait in _TRAITS.items())
+    return tuple(_with_source(trait(counts[name] / total), counts[name], total) for name, trait in _TRAITS.items())
 
 
-def _sourced(cause: Cause, count: float, total: float) -> Cause:
+def _with_source(cause: Cause, count: float, total: float) -> Cause:
     return replace(cause, source=f"{count:g} of {total:g} interruptions of Llama 3 (arXiv 2407.21783 Table 5)")
 
 
@@ -138,13 +138,12 @@ def job_causes(plan: Plan, network: NetworkCauses) -> tuple[tuple[Cause, ...], f
         return usual_mix(), mtbf_s
     own = [(replace(one, share=0.0), one.share * per_day) for one in usual_mix() if one.name not in NETWORK]
     # A job inside one fast domain does not notice the network.
-    rated = [*own, *(_parts(plan, network, network.fabric) if _leaves(plan) else ())]
+    rated = [
+        *own,
+        *(_network_parts(plan, network, network.fabric) if any("NIC" in use.tier for use in plan.mapping) else ()),
+    ]
     total = sum(rate for _, rate in rated)
     return tuple(replace(cause, share=rate / total) for cause, rate in rated), DAY_S / total
-
-
-def _leaves(plan: Plan) -> bool:
-    return any("NIC" in use.tier for use in plan.mapping)
 
 
 def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: NetworkCauses) -> tuple[Cause, ...]:
@@ -155,25 +154,25 @@ def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: NetworkCauses
     return tuple(replace(one, stall_s=REMAP_S, pace=narrow) if one.name in NETWORK else one for one in mix)
 
 
-def _parts(plan: Plan, network: NetworkCauses, fabric: Fabric) -> Iterator[tuple[Cause, float]]:
+def _network_parts(plan: Plan, network: NetworkCauses, fabric: Fabric) -> Iterator[tuple[Cause, float]]:
     """Every kind of part with its failures a day in the job's part of the fabric: its devices over all NICs."""
     mine = plan.layout.devices / fabric.hosts
     found: dict[str, tuple[float, float]] = {}  # name -> parts, failures a day
     for one in part_rates(fabric):
-        name = _name(one.part)
+        name = _part_name(one.part)
         count, rate = found.get(name, (0.0, 0.0))
         found[name] = count + one.count * mine, rate + one.failures_per_day * mine
     for name, (count, rate) in found.items():
-        yield _part(plan, network, fabric, name, count), rate
+        yield _part_cause(plan, network, fabric, name, count), rate
 
 
-def _name(part: str) -> str:
+def _part_name(part: str) -> str:
     if part.endswith("cables"):
         return "link" if part.startswith("NIC") else "uplink"
     return "T0 switch" if part.startswith("T0") else "T1 switch"
 
 
-def _part(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, count: float) -> Cause:
+def _part_cause(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, count: float) -> Cause:
     source, unit = (SWITCHES, "switch") if name.endswith("switch") else (CABLES, "cable")
     outage_s = SWITCH_BACK_S if unit == "switch" else 0.0
     cause = Cause(name=name, share=0.0, unit=unit, units=count, outage_s=outage_s, source=source)
@@ -185,11 +184,9 @@ def _part(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, count: 
     share = lost.t0_t1_link / fabric.planes if name == "uplink" else lost.t1
     if not network.edge or not sprays(fabric):
         share *= fabric.planes  # a QP cannot leave its plane, and the message waits for it
-    return replace(cause, stall_s=stall_s(fabric, _bypass_s(network)), pace=slower(plan, share))
-
-
-def _bypass_s(network: NetworkCauses) -> float:
-    return EDGE_RECOVERY_S if network.edge else CONVERGE_S
+    return replace(
+        cause, stall_s=stall_s(fabric, EDGE_RECOVERY_S if network.edge else CONVERGE_S), pace=slower(plan, share)
+    )
 
 
 def network_share(plan: Plan) -> float:

@@ -83,7 +83,7 @@ def forecast_months(
     levers: tuple[Lever, ...] = (),
 ) -> Forecast:
     """What at least one run says."""
-    lost = _lost(outcomes)
+    lost = _lost_by_cause(outcomes)
     effective = spread([one.effective for one in outcomes], most=1.0)
     days = outcomes[0].wall_s / DAY_S
     rented = plan.layout.devices + policy.spares * plan.cluster.host_devices
@@ -98,28 +98,28 @@ def forecast_months(
         effective=effective,
         sites=sites,
         formula=plan.reliability.effective_time,
-        phases=_phases(plan, policy, lost),
+        phases=_phase_shares(plan, policy, lost),
         lost=lost,
-        rates=tuple(_rate(plan, policy, cause) for cause in policy.mix),
+        rates=tuple(_cause_rate(plan, policy, cause) for cause in policy.mix),
         interruptions=spread([one.unexpected for one in outcomes]),
-        by_cause={cause.name: _mean(outcomes, _count_of(cause.name)) for cause in policy.mix},
-        planned=_mean(outcomes, _count_of("planned")),
-        borne=_mean(outcomes, lambda one: one.borne),
+        by_cause={cause.name: _mean_outcome(outcomes, _count_of(cause.name)) for cause in policy.mix},
+        planned=_mean_outcome(outcomes, _count_of("planned")),
+        borne=_mean_outcome(outcomes, lambda one: one.borne),
         spares=policy.spares,
         spares_used=spread([one.spares_used for one in outcomes]),
-        spares_short=_mean(outcomes, lambda one: one.most_spares >= policy.spares) if policy.spares else 0.0,
+        spares_short=_mean_outcome(outcomes, lambda one: one.most_spares >= policy.spares) if policy.spares else 0.0,
         longest_gap_s=spread([one.longest_gap_s for one in outcomes]),
-        gave_up=_mean(outcomes, lambda one: one.gave_up),
-        rent_usd=_usd(plan, rented * days),
-        lost_usd=_usd(plan, rented * days * (1.0 - effective.mean)),
-        spares_usd=_usd(plan, policy.spares * plan.cluster.host_devices * days),
+        gave_up=_mean_outcome(outcomes, lambda one: one.gave_up),
+        rent_usd=_usd_range(plan, rented * days),
+        lost_usd=_usd_range(plan, rented * days * (1.0 - effective.mean)),
+        spares_usd=_usd_range(plan, policy.spares * plan.cluster.host_devices * days),
         failures=sum(one.failures for one in outcomes),
         events=sum(one.events for one in outcomes),
         levers=levers,
     )
 
 
-def _mean(outcomes: Sequence[RunOutcome], of: Callable[[RunOutcome], float]) -> float:
+def _mean_outcome(outcomes: Sequence[RunOutcome], of: Callable[[RunOutcome], float]) -> float:
     return sum(of(one) for one in outcomes) / len(outcomes)
 
 
@@ -127,7 +127,7 @@ def _count_of(cause: str) -> Callable[[RunOutcome], float]:
     return lambda one: one.interruptions.get(cause, 0)
 
 
-def _lost(outcomes: Sequence[RunOutcome]) -> dict[str, dict[str, float]]:
+def _lost_by_cause(outcomes: Sequence[RunOutcome]) -> dict[str, dict[str, float]]:
     wall_s = sum(one.wall_s for one in outcomes)
     shares: dict[str, dict[str, float]] = {}
     for one in outcomes:
@@ -137,7 +137,7 @@ def _lost(outcomes: Sequence[RunOutcome]) -> dict[str, dict[str, float]]:
     return dict(sorted(shares.items(), key=lambda item: -sum(item[1].values())))
 
 
-def _phases(plan: Plan, policy: MonthsPolicy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
+def _phase_shares(plan: Plan, policy: MonthsPolicy, lost: Mapping[str, Mapping[str, float]]) -> tuple[PhaseShare, ...]:
     formula = formula_shares(plan.reliability.effective_time, policy, plan.reliability.mtbf_s)
     simulated = {phase: sum(row.get(phase, 0.0) for row in lost.values()) for phase in PHASES}
     return tuple(
@@ -159,7 +159,7 @@ def formula_shares(effective: float, policy: MonthsPolicy, mtbf_s: float) -> dic
     }
 
 
-def _rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
+def _cause_rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
     per_day, count = failures_per_day(policy, cause), units(plan, cause)
     own = bool(cause.units)  # of a named fabric
     return Rate(
@@ -172,7 +172,7 @@ def _rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
     )
 
 
-def _usd(plan: Plan, device_days: float) -> tuple[float, float, float] | None:
+def _usd_range(plan: Plan, device_days: float) -> tuple[float, float, float] | None:
     price = plan.bill.usd_per_device_hour
     if price is None:
         return None
@@ -241,19 +241,19 @@ def changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolic
     if policy.restart_s > QUICK_RESTART_S:
         yield f"restart in {QUICK_RESTART_S:g} s", dataclasses.replace(policy, restart_s=QUICK_RESTART_S)
     if policy.detect_s > QUICK_DETECT_S:
-        yield f"notice in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
+        yield f"detect in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
     if not policy.network.edge and plan.reliability.hosts > 1:
-        yield _edge(plan, policy)
+        yield _edge_policy(plan, policy)
     if not math.isfinite(saving.copy_every_s):
         copied = dataclasses.replace(saving, copy_every_s=plan.prediction.step_s)
-        yield "a copy in memory every step, if it cost nothing", dataclasses.replace(policy, saving=copied)
+        yield "an in-memory checkpoint every step, at no cost", dataclasses.replace(policy, saving=copied)
     yield "twice the spare hosts (rent not counted)", dataclasses.replace(policy, spares=2 * policy.spares or 1)
     if policy.planned_per_day:
         yield "no planned restarts", dataclasses.replace(policy, planned_per_day=0.0)
     yield "half the failures", dataclasses.replace(policy, mtbf_s=2 * policy.mtbf_s)
 
 
-def _edge(plan: Plan, policy: MonthsPolicy) -> tuple[str, MonthsPolicy]:
+def _edge_policy(plan: Plan, policy: MonthsPolicy) -> tuple[str, MonthsPolicy]:
     network = dataclasses.replace(policy.network, edge=True)
     mix, mtbf_s = job_causes(plan, network)
     name = f"edge recovery, {plural(network.planes, 'plane')}"
@@ -320,19 +320,19 @@ def site_range(
     rate, recovery, repair = among or site_spreads(plan, policy)
     if not math.isfinite(policy.mtbf_s) or not (rate.log_spread or recovery.log_spread):
         return None
-    sites = list(_policies(plan, policy, (rate, recovery, repair), days=days))
-    window_days = _window(policy, days)
+    sites = list(_site_policies(plan, policy, (rate, recovery, repair), days=days))
+    window_days = _site_days(policy, days)
     outcomes = [
         simulate_run(site, days=window_days, random=np.random.Generator(np.random.PCG64([seed, index, 1])))
         for index, site in enumerate(sites)
     ]
-    return _summary(outcomes, (rate, recovery, repair), longer=days / window_days)
+    return _site_summary(outcomes, (rate, recovery, repair), longer=days / window_days)
 
 
-def _policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) -> Iterator[MonthsPolicy]:
+def _site_policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) -> Iterator[MonthsPolicy]:
     usual = plan.reliability.failures_per_host_day
     total_s = policy.detect_s + policy.restart_s
-    each = expected_failures(policy, _window(policy, days))
+    each = expected_failures(policy, _site_days(policy, days))
     count = round(min(MOST_SITES, max(FEWEST_SITES, ALL_FAILURES / max(each, 1.0))))
     for rate, recovery_s, repair_s in sample_sites(*among, count=count):
         longer = recovery_s / total_s if total_s > 0 else 1.0
@@ -345,13 +345,13 @@ def _policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) 
         )
 
 
-def _window(policy: MonthsPolicy, days: float) -> float:
+def _site_days(policy: MonthsPolicy, days: float) -> float:
     """Days of a site's run."""
     per_day = expected_failures(policy, 1.0)
     return min(days, max(ENOUGH_DAYS, ENOUGH_FAILURES / per_day)) if per_day > 0 else days
 
 
-def _summary(outcomes: Sequence[RunOutcome], among: Spreads, *, longer: float) -> SiteRange:
+def _site_summary(outcomes: Sequence[RunOutcome], among: Spreads, *, longer: float) -> SiteRange:
     rate, recovery, repair = (one.interval if one.log_spread else None for one in among)
     return SiteRange(
         count=len(outcomes),

@@ -75,7 +75,7 @@ def months_policy(
         recovery=fault.recovery,
         restarts=fault.restarts,
         network=network,
-        paces=_paces(plan),
+        paces=_pace_by_missing(plan),
     )
 
 
@@ -101,7 +101,7 @@ def _saving(plan: Plan) -> Saving:
     )
 
 
-def _paces(plan: Plan) -> Mapping[int, float]:
+def _pace_by_missing(plan: Plan) -> Mapping[int, float]:
     """Pace by missing hosts: the same batch on fewer data ranks takes more micro-batches."""
     found = {0: 1.0}
     if plan.job.fault.recovery not in ("auto", "shrink"):

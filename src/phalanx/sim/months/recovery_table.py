@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import ALL_NETWORK
-from phalanx.sim.months.forecast import Forecast, SiteRange, Spread, forecast_months
+from phalanx.sim.months.forecast import SiteRange, Spread, forecast_months
 from phalanx.sim.months.policy import MonthsPolicy
 from phalanx.sim.months.simulate_run import RunOutcome
 from phalanx.units import DAY_S, HOUR_S, format_money, plural
@@ -64,12 +64,8 @@ def recovery_row(
         interruptions_per_day=made.interruptions.mean / made.days,
         network_lost=sum(sum(made.lost.get(cause, {}).values()) for cause in ALL_NETWORK),
         lost_device_hours_per_day=rented * DAY_S / HOUR_S * (1.0 - made.effective.mean),
-        lost_usd_per_day=_usd_per_day(made),
+        lost_usd_per_day=made.lost_usd[1] / made.days if made.lost_usd else None,
     )
-
-
-def _usd_per_day(made: Forecast) -> float | None:
-    return made.lost_usd[1] / made.days if made.lost_usd else None
 
 
 def recovery_table_text(
@@ -87,17 +83,17 @@ def recovery_table_text(
         "lost to network",
         "device-h lost/day",
     )
-    lines = [(*heads, "lost/day"), *(_cells(one) for one in rows)]
+    lines = [(*heads, "lost/day"), *(_row_cells(one) for one in rows)]
     body = text_table(lines, right=(0, 2, 3, 4, 5, 6, 7, 8))
     notes = [
         f"network: {network}",
-        f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery is noticing and restarting",
-        "differences between rows are the policies'; sites lie apart by their failure rates",
+        f"the same failures in every row ({runs:,} runs each, seed {seed}); recovery includes detection and restart",
+        "differences between rows are due to the policies; sites differ in their failure rates",
     ]
     return "\n".join([head, *(f"  {line}" for line in (*body, *notes))])
 
 
-def _cells(one: RecoveryTableRow) -> tuple[str, ...]:
+def _row_cells(one: RecoveryTableRow) -> tuple[str, ...]:
     e, usd = one.effective, one.lost_usd_per_day
     return (
         f"{one.recovery_s:g} s",

@@ -20,59 +20,59 @@ LLAMA = "interruptions of Llama 3"  # in a source: a share of that run's causes
 IDLE = 0.05  # share of the time without hosts from which that explains the rest
 NAMES = {
     "checkpoint": "checkpoints",
-    "copies": "copies in memory",
-    "detect": "noticing",
-    "restart": "restarting",
+    "copies": "in-memory checkpoints",
+    "detect": "detection",
+    "restart": "restart",
     "redone": "work redone",
     "waiting": "waiting for hosts or switches",
-    "stalled": "standing still for the network",
+    "stalled": "stalled by the network",
     "degraded": "running slower",
-    "stopped": "stopped for good",
+    "stopped": "stopped permanently",
 }
 
 
 def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
     """The page."""
     sections = [
-        ("WHERE THE TIME GOES", _ledger(made)),
-        ("BESIDE THE PLANNER'S FORMULA", _formula(policy, made)),
-        ("FAILURES", _failures(made)),
-        ("SPARES AND GAPS", _spares(plan, policy, made)),
-        ("MONEY", _money(plan, made)),
-        ("WHAT WOULD HELP, ONE AT A TIME", _levers(made)),
+        ("WHERE THE TIME GOES", _ledger_lines(made)),
+        ("COMPARED WITH THE PLANNER'S FORMULA", _formula_lines(policy, made)),
+        ("FAILURES", _failure_lines(made)),
+        ("SPARES AND GAPS", _spare_lines(plan, policy, made)),
+        ("MONEY", _money_lines(plan, made)),
+        ("WHAT WOULD HELP, ONE CHANGE AT A TIME", _lever_lines(made)),
     ]
-    lines = _headline(plan, made)
+    lines = _headline_lines(plan, made)
     for title, body in sections:
         if body:
             lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
     return "\n".join(lines)
 
 
-def _headline(plan: Plan, made: Forecast) -> list[str]:
+def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
     count = "one run" if made.runs == 1 else plural(made.runs, "run")
     e, stops, sites = made.effective, made.interruptions, made.sites
     return [
         f"{plan.job.name}: {plural(made.days, 'day')} on {plan.cluster.name} ({plural(made.devices, 'device')}), "
         f"{count}, seed {made.seed}",
-        f"  effective training time {e.mean:.2%}{_ranges(e, sites.effective if sites else None, '.2%')}",
+        f"  effective training time {e.mean:.2%}{_ranges_text(e, sites.effective if sites else None, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}"
-        f"{_ranges(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
-        *(f"  {part}" for part in _wrap(_meaning(plan, made))),
-        f"  network {_network(made)}",
+        f"{_ranges_text(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
+        *(f"  {part}" for part in _wrap(_meaning_text(plan, made))),
+        f"  network {_network_text(made)}",
     ]
 
 
-def _network(made: Forecast) -> str:
+def _network_text(made: Forecast) -> str:
     planes = plural(made.planes, "plane")
-    name = f"{made.fabric}, {planes}" if made.fabric else "without a name, at Llama 3's rate (name one with --fabric)"
+    name = f"{made.fabric}, {planes}" if made.fabric else "unspecified, at Llama 3's failure rate (see --fabric)"
     if made.fabric and all(one.cause not in ALL_NETWORK for one in made.rates):
-        return f"{made.fabric}, which carries nothing of this job: it stays inside a fast domain"
+        return f"{made.fabric}, unused: all traffic of this job stays inside a fast domain"
     if made.edge:
         return f"{name}; recovery at the edge{'' if made.fabric else f', {planes}'}"
-    return f"{name}; conventional (--edge-recovery for the other)"
+    return f"{name}; conventional recovery (see --edge-recovery)"
 
 
-def _ranges(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
+def _ranges_text(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
     """What other sites would see, and what of it is luck; a single run shows no luck."""
     luck = "" if math.isnan(one.low) else f"run-to-run luck: {one.run_low:{form}} to {one.run_high:{form}}"
     if sites is None:
@@ -81,13 +81,13 @@ def _ranges(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
     return f" (80% of sites: {sites[0]:{form}} to {sites[1]:{form}}{of_which})"
 
 
-def _meaning(plan: Plan, made: Forecast) -> str:
+def _meaning_text(plan: Plan, made: Forecast) -> str:
     """Which doubts a range has, and how to be rid of them."""
     sites, r = made.sites, plan.reliability
     if sites is None and (r.failures_per_host_day_interval or r.recovery_s_interval) and made.failures:
-        return "the ranges are luck alone: other sites were not simulated"
+        return "the ranges show run-to-run luck only: other sites were not simulated"
     if sites is None:
-        return "failure rate and recovery time are your own: the ranges are luck alone"
+        return "failure rate and recovery time are your own, so the ranges show run-to-run luck only"
     parts, own = [], []
     for name, span, key in (
         ("failures per host and day", sites.failures_per_host_day, "fault.failures_per_host_day"),
@@ -99,54 +99,56 @@ def _meaning(plan: Plan, made: Forecast) -> str:
             parts.append(f"{name} {low} to {high}")
             own.append(key)
     return (
-        f"sites: {sites.count} simulated, as published ones lie apart ({', '.join(parts)}); "
-        f"give your own for a narrower range: {', '.join(own)}"
+        f"sites: {sites.count} simulated, spread like published ones ({', '.join(parts)}); "
+        f"set your own values for a narrower range: {', '.join(own)}"
     )
 
 
-def _ledger(made: Forecast) -> list[str]:
+def _ledger_lines(made: Forecast) -> list[str]:
     phases = [phase for phase in PHASES if any(row.get(phase, 0.0) >= SMALLEST for row in made.lost.values())]
     rows = [("lost to", *phases, "all")]
     for cause, row in made.lost.items():
         if sum(row.values()) >= SMALLEST:
-            rows.append((cause, *(_share(row.get(phase, 0.0)) for phase in phases), _share(sum(row.values()))))
+            rows.append(
+                (cause, *(_share_text(row.get(phase, 0.0)) for phase in phases), _share_text(sum(row.values())))
+            )
     if len(rows) == 1:
         return ["nothing was lost"]
     whole = {phase: sum(row.get(phase, 0.0) for row in made.lost.values()) for phase in phases}
-    rows.append(("all", *(_share(whole[phase]) for phase in phases), _share(1.0 - made.effective.mean)))
+    rows.append(("all", *(_share_text(whole[phase]) for phase in phases), _share_text(1.0 - made.effective.mean)))
     return text_table(rows, right=range(1, len(phases) + 2))
 
 
-def _share(value: float) -> str:
+def _share_text(value: float) -> str:
     if value > 1.0:
         return "all"
     return f"{value:.2%}" if value >= SMALLEST else "-"
 
 
-def _formula(policy: MonthsPolicy, made: Forecast) -> list[str]:
+def _formula_lines(policy: MonthsPolicy, made: Forecast) -> list[str]:
     rows = [("", "formula", "simulated", "difference", "")]
     for one in made.phases:
         if max(one.formula, one.simulated) >= SMALLEST:
             rows.append(
-                (NAMES[one.phase], _share(one.formula), _share(one.simulated), f"{one.simulated - one.formula:+.2%}",
-                 _why(one, policy, made))
+                (NAMES[one.phase], _share_text(one.formula), _share_text(one.simulated),
+                 f"{one.simulated - one.formula:+.2%}", _why_different(one, policy, made))
             )  # fmt: skip
     simulated = made.effective.mean
     rows.append(("effective", f"{made.formula:.2%}", f"{simulated:.2%}", f"{simulated - made.formula:+.2%}", ""))
     return text_table(rows, right=(1, 2, 3))
 
 
-def _why(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
+def _why_different(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
     """What the formula does not see."""
     if abs(one.simulated - one.formula) < 5e-4:
         return ""
     reasons: Mapping[str, str] = {
-        "checkpoint": "more time trains" if one.simulated > one.formula else "less time trains",
+        "checkpoint": "more time is spent training" if one.simulated > one.formula else "less time is spent training",
         "copies": "the formula leaves them out",
         "redone": _why_redone(policy, less=one.simulated < one.formula),
-        "waiting": "spares ran out, or a switch was away",
-        "stalled": "lost links and switches until other paths carry on",
-        "degraded": "a smaller job, or a narrower link, until the repair",
+        "waiting": "spare hosts ran out, or a switch was down",
+        "stalled": "until other paths took over",
+        "degraded": "a smaller job or less bandwidth until repaired",
         "stopped": 'fault.recovery = "stop"',
     }
     return reasons.get(one.phase) or _why_recovery(made, less=one.simulated < one.formula)
@@ -154,9 +156,9 @@ def _why(one: PhaseShare, policy: MonthsPolicy, made: Forecast) -> str:
 
 def _why_redone(policy: MonthsPolicy, *, less: bool) -> str:
     if not less:
-        return "corruption goes back to a checkpoint from before it"
+        return "corruption rolls back to a checkpoint from before it"
     if math.isfinite(policy.saving.copy_every_s):
-        return f"copies in memory: {format_seconds(policy.saving.copy_every_s / 2)} lost, not half an interval"
+        return f"{format_seconds(policy.saving.copy_every_s / 2)} lost with in-memory checkpoints"
     return "a failure while the job is down loses no work"
 
 
@@ -164,23 +166,23 @@ def _why_recovery(made: Forecast, *, less: bool) -> str:
     if not less:
         return f"{made.planned:.0f} planned restarts"
     if sum(one.simulated for one in made.phases if one.phase in ("waiting", "stopped")) > IDLE:
-        return "a job that stands still does not fail"
-    borne = f"{made.borne:.0f} network faults were outlived; " if made.borne else ""
-    return f"{borne}failures during a recovery overlap"
+        return "a job that is stopped does not fail"
+    borne = f"{made.borne:.0f} network failures survived; " if made.borne else ""
+    return f"{borne}failures in a recovery overlap"
 
 
-def _failures(made: Forecast) -> list[str]:
+def _failure_lines(made: Forecast) -> list[str]:
     rows = [("cause", "per day", "per unit and day", "units", "interruptions")]
     for one in made.rates:
         each = f"{one.per_unit_day:.2g} per {one.unit}"
         rows.append((one.cause, f"{one.per_day:.3g}", each, f"{one.units:,.0f}", f"{made.by_cause[one.cause]:,.1f}"))
     lines = text_table(rows, right=(1, 3, 4))
     if made.borne:
-        lines.append(f"{made.borne:,.1f} link and switch faults were outlived: no interruption")
-    return lines + _sources(made)
+        lines.append(f"{made.borne:,.1f} link and switch failures caused no interruption")
+    return lines + _source_lines(made)
 
 
-def _sources(made: Forecast) -> list[str]:
+def _source_lines(made: Forecast) -> list[str]:
     """Where the rates come from: the usual mix in one line, with a line for each rate of a named fabric."""
     usual = [one for one in made.rates if LLAMA in one.source]
     counts = ", ".join(f"{one.cause} {one.source.partition(' ')[0]}" for one in usual)
@@ -189,39 +191,41 @@ def _sources(made: Forecast) -> list[str]:
     return lines + [f"{', '.join(one.cause for one in made.rates if one.source == text)}: {text}" for text in others]
 
 
-def _spares(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
-    lines = ["no spare hosts", _gap(made)]
+def _spare_lines(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:
+    lines = ["no spare hosts", _gap_text(made)]
     if made.spares:
         lines[0] = (
-            f"{plural(made.spares, 'spare host')}, used {made.spares_used.mean:,.1f} times; all of them out at once in "
+            f"{plural(made.spares, 'spare host')}, used {made.spares_used.mean:,.1f} times; all in use at once in "
             f"{made.spares_short:.0%} of runs (a repair takes {format_seconds(policy.repair_s)})"
         )
     if made.gave_up:
         lines.append(
-            f"{made.gave_up:,.1f} times a run, {policy.restarts} failures came in a row without a step between: "
-            f"fault.restarts = {policy.restarts} would end it there; the simulation goes on"
+            f"{made.gave_up:,.1f} times a run, {policy.restarts} failures occurred in a row without a step in between: "
+            f"fault.restarts = {policy.restarts} would end the run there; the simulation continues"
         )
     if plan.duration.wall_s < made.days * DAY_S:
-        lines.append(f"the job's tokens take {format_seconds(plan.duration.wall_s)}; it is simulated as if it went on")
+        lines.append(
+            f"the job's tokens take {format_seconds(plan.duration.wall_s)}; the simulation continues beyond that"
+        )
     return lines
 
 
-def _gap(made: Forecast) -> str:
+def _gap_text(made: Forecast) -> str:
     gap = made.longest_gap_s
     if not gap.mean:
-        return "no gap: training never stood still"
+        return "no gap: training never stopped"
     low, high = (format_seconds(value) if value else "none" for value in (gap.run_low, gap.run_high))
     span = f" (80% of runs {low} to {high})" if made.runs > 1 else ""
     return f"longest gap without a step {format_seconds(gap.mean)}{span}"
 
 
-def _money(plan: Plan, made: Forecast) -> list[str]:
+def _money_lines(plan: Plan, made: Forecast) -> list[str]:
     if made.lost_usd is None or made.spares_usd is None:
         return [plan.bill.price_source]
     low, middle, high = made.lost_usd
     span = f" ({format_money(low)} to {format_money(high)})" if low < high else ""
     spares = ", spare hosts included" if made.spares else ""
-    lines = [f"{format_money(middle)}{span} for time that did not train{spares}; {plan.bill.price_source}"]
+    lines = [f"{format_money(middle)}{span} for time without training progress{spares}; {plan.bill.price_source}"]
     if made.spares:
         lines.append(
             f"{format_money(made.spares_usd[1])} of the bill is for keeping {plural(made.spares, 'spare host')}"
@@ -229,7 +233,7 @@ def _money(plan: Plan, made: Forecast) -> list[str]:
     return lines
 
 
-def _levers(made: Forecast) -> list[str]:
+def _lever_lines(made: Forecast) -> list[str]:
     if not made.levers:
         return []
     rows = [("change", "effective", "90% confidence", "worth")]
@@ -237,7 +241,7 @@ def _levers(made: Forecast) -> list[str]:
         gain, usd = one.gain, made.rent_usd[1] * one.gain.mean if made.rent_usd else None
         interval = "-" if math.isnan(gain.low) else f"{gain.low:+.2%} to {gain.high:+.2%}"
         rows.append((one.name, f"{gain.mean:+.2%}", interval, format_money(usd) if usd is not None else "-"))
-    return [*text_table(rows, right=(1, 2, 3)), "the same failures with one thing changed; worth at the middle price"]
+    return [*text_table(rows, right=(1, 2, 3)), "the same failures with one change; worth at the median price"]
 
 
 def _wrap(text: str) -> list[str]:

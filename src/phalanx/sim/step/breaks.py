@@ -90,7 +90,8 @@ def aftermath(
     away_s = OUTAGE_S[kind] if outage_s is None else outage_s
     still_s = 0.0
     if touched:
-        still_s = _waits_s(away_s, senders=senders) if hit.stalled else _bypass_s(fabric, kind, edge=edge)
+        # Of what has no other path: until the part is back and known to be.
+        still_s = (away_s + (REMAP_S if senders else CONVERGE_S)) if hit.stalled else _bypass_s(fabric, kind, edge=edge)
     stops = hit.stalled and still_s > GIVE_UP_S
     # Whoever waits until the part is back goes on as before.
     after_s = healthy.step_s if hit.stalled else hit.step_s
@@ -173,11 +174,6 @@ def bursts(layout: Layout, layers: int, axis: str) -> float:
     if axis in ("tensor", "expert"):
         return 4 * passes
     return 3 * passes if layout.zero == 3 and layout.pipeline == 1 else 2
-
-
-def _waits_s(outage_s: float, *, senders: bool) -> float:
-    """Of what has no other path: until the part is back and known to be."""
-    return outage_s + (REMAP_S if senders else CONVERGE_S)
 
 
 def _bypass_s(fabric: Fabric, kind: str, *, edge: bool) -> float:

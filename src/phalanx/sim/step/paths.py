@@ -98,7 +98,7 @@ def axis_paths(
     fabric: Fabric, groups: Groups, axes: tuple[str, ...], devices: int, transport: Transport
 ) -> dict[str, AxisPath]:
     """Every axis that leaves its fast domain."""
-    stride = _strides(groups)
+    stride = _axis_strides(groups)
     found = {}
     for axis in axes:
         group: Group = getattr(groups, axis)
@@ -116,7 +116,7 @@ def crosses_network(group: Group, axis: str) -> bool:
     return bool(np.max(group.domains) > 1)
 
 
-def _strides(groups: Groups) -> dict[str, int]:
+def _axis_strides(groups: Groups) -> dict[str, int]:
     """Ranks between neighbours of each axis, as plan.traffic.groups places them."""
 
     def ranks(name: str) -> int:
@@ -146,11 +146,11 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
         counts |= (near == FIRST_T0) | (far == FIRST_T0)
     shares, touched = np.ones(1), 0
     if counts.any():
-        shares, touched = _shares(plane, fabric.planes, source[counts], target[counts], transport)
+        shares, touched = _flow_shares(plane, fabric.planes, source[counts], target[counts], transport)
     return AxisPath(
         axis=axis,
         share=float(shares.min()),
-        hops=_hops(links, near, far),
+        hops=_longest_path(links, near, far),
         flows=len(source),
         crossing=int((near != far).sum()),
         touched=touched,
@@ -158,9 +158,9 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
     )
 
 
-def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> tuple[Floats, int]:
+def _flow_shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> tuple[Floats, int]:
     """Share of line rate of each flow, over all planes, and how many ran over what is broken."""
-    parts, routing = _routing(len(source), planes, edge=transport.edge)
+    parts, routing = _plane_routing(len(source), planes, edge=transport.edge)
     traffic = flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
 
     def solved(broken: BrokenParts) -> Floats:
@@ -183,7 +183,7 @@ def _shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: T
     return (mixed if transport.edge and sprays(plane) else np.minimum(whole, left)), touched
 
 
-def _routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:
+def _plane_routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:
     """(parts of a message that are hashed each for itself, how each is routed), in one plane."""
     most = max(MOST_ROWS // count, 1)
     if edge:
@@ -191,7 +191,7 @@ def _routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:
     return min(max(HASHED_QPS // planes, 1), most), Routing(spread="flow", recovery="conventional")
 
 
-def _hops(links: Links, near: Ints, far: Ints) -> int:
+def _longest_path(links: Links, near: Ints, far: Ints) -> int:
     if (near // links.t0_per_pod != far // links.t0_per_pod).any():
         return 5
     return 3 if (near != far).any() else 1

@@ -81,17 +81,17 @@ def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> Step
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
-    check_spans(plan.layout, q.ask.model.layers)
-    axes = used_axes(plan.layout, experts=q.ask.model.is_moe)
+    check_spans(plan.layout, q.request.model.layers)
+    axes = used_axes(plan.layout, experts=q.request.model.is_moe)
     paths = axis_paths(fabric, q.groups, axes, devices, transport)
-    groups = on_fabric(q.groups, paths, fabric, nic=one(q.ask.physics.nic))
+    groups = on_fabric(q.groups, paths, fabric, nic=one(q.request.physics.nic))
     planned, here = work(q, q.groups), work(q, groups)
     ordered, timeline = simulate_timeline(planned), simulate_timeline(here)
     return StepReport(
         job=plan.job.name,
         layout=plan.layout.name,
         devices=devices,
-        layers=q.ask.model.layers,
+        layers=q.request.model.layers,
         fabric=fabric,
         derived=named is None,
         edge=transport.edge,
@@ -99,14 +99,14 @@ def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> Step
         plan_step_s=plan.prediction.step_s,
         stage=timeline.busiest,
         stages=plan.layout.pipeline,
-        lines=_lines(q, here, groups, paths, ordered, timeline),
+        lines=_report_lines(q, here, groups, paths, ordered, timeline),
         paths=tuple(paths.values()),
         stalled=any(path.stalled for path in paths.values()),
         timeline=timeline,
     )
 
 
-def _lines(
+def _report_lines(
     q: StepQuestion, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
     stage = timeline.busiest
@@ -126,7 +126,7 @@ def _lines(
             plan_s=planned[part],
             order_s=in_order - planned[part],
             network_s=exposed - in_order,
-            why=_waiting(here) if part == BUBBLE else _why(q, groups, paths, part),
+            why=_why_waiting(here) if part == BUBBLE else _why_different(q, groups, paths, part),
         )
         lines.append(line)
     return tuple(lines)
@@ -139,22 +139,22 @@ def _planned(plan: Plan) -> dict[str, float]:
     return {part: compute if part == COMPUTE else parts[part] for part in LINES}
 
 
-def _why(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     """What the simulation does otherwise than the plan on this line."""
     if part in (COMPUTE, "optimizer_s", "overhead_s"):
         return "the plan's own seconds"
-    network = _network(q, groups, paths, part)
+    network = _network_text(q, groups, paths, part)
     if part == "shard_s":
-        sharp = one(q.ask.profile.shard_sharpness)
-        return f"one layer is fetched ahead; the plan joins compute and traffic by a {sharp:.3g}-norm. {network}"
+        sharp = one(q.request.profile.shard_sharpness)
+        return f"one layer is prefetched; the plan combines compute and traffic by a {sharp:.3g}-norm. {network}"
     if part == "context_s":
-        return f"every hop waits for the one that leaves the domain. {network}" if "context" in paths else network
+        return f"every hop waits for the one that crosses domains. {network}" if "context" in paths else network
     if part == "gradient_s":
-        return f"reduced as each layer's backward ends, in gaps of the pipeline too. {network}"
+        return f"reduced as each layer's backward ends, also in pipeline bubbles. {network}"
     return network
 
 
-def _waiting(here: Work) -> str:
+def _why_waiting(here: Work) -> str:
     """Why stages wait for each other otherwise than by the plan's formula of equal stages."""
     least, most = min(here.layers), max(here.layers)
     layers = f"{most}" if least == most else f"{least} to {most}"
@@ -162,12 +162,13 @@ def _waiting(here: Work) -> str:
     head = (here.head_forward_s + here.head_backward_s) / each_s if each_s > 0 else 0.0
     chunk = f", all in one of its {plural(here.chunks, 'chunk')}," if here.chunks > 1 else ""
     return (
-        f"stages of {layers} layers wait for each other; the head is as long as {head:.1f} layers{chunk} on the last; "
+        f"stages of {layers} layers wait for each other; the head takes as long as {head:.1f} layers{chunk} on "
+        f"the last; "
         "traffic of a stage that waits anyway costs nothing"
     )
 
 
-def _network(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
+def _network_text(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     axis = next((axis for axis in AXES_OF[part] if axis in paths), None)
     if axis is None:
         return "inside a fast domain: no network"
@@ -175,6 +176,6 @@ def _network(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: 
     planned, here = getattr(q.groups, axis), getattr(groups, axis)
     rate = "nic_bytes_per_s" if part in ("pipeline_send_s", "context_s") else "network_bytes_per_s"
     return (
-        f"{one(getattr(planned, rate)) / 1e9:.3g} GB/s a NIC in the plan, {one(getattr(here, rate)) / 1e9:.3g} here: "
+        f"{one(getattr(planned, rate)) / 1e9:.3g} GB/s per NIC in the plan, {one(getattr(here, rate)) / 1e9:.3g} here: "
         f"slowest flow at {path.share:.2f} of line rate, {path.hops} switch{'es' if path.hops > 1 else ''}"
     )

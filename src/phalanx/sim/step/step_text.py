@@ -15,7 +15,7 @@ from phalanx.units import format_seconds, plural
 
 COLUMNS = 72
 MOST_STAGES = 8  # lines; of more stages, some from first to last
-LEGEND = "F forward, B backward, x both, W weight gradients, c traffic that shows, . bubble, o optimizer and host"
+LEGEND = "F forward, B backward, x both, W weight gradients, c exposed communication, . bubble, o optimizer and host"
 BOTH = 0.2  # of a column, from which forward beside backward is told
 
 
@@ -25,9 +25,9 @@ def picture(timeline: Timeline) -> list[str]:
     taken: dict[int, list[dict[str, float]]] = {stage: [defaultdict(float) for _ in range(COLUMNS)] for stage in shown}
     for span in timeline.spans:
         if span.track == DEVICE and span.stage in taken:
-            _paint(taken[span.stage], span, timeline.step_s / COLUMNS)
+            _paint_span(taken[span.stage], span, timeline.step_s / COLUMNS)
     width = len(str(shown[-1]))
-    lines = [f"stage {stage:{width}}  {''.join(map(_most, taken[stage]))}" for stage in shown]
+    lines = [f"stage {stage:{width}}  {''.join(map(_main_letter, taken[stage]))}" for stage in shown]
     return [*lines, LEGEND]
 
 
@@ -42,14 +42,14 @@ def chosen(stages: int) -> list[int]:
     return [round(index * (stages - 1) / (MOST_STAGES - 1)) for index in range(MOST_STAGES)]
 
 
-def _paint(columns: list[dict[str, float]], span: Span, column_s: float) -> None:
+def _paint_span(columns: list[dict[str, float]], span: Span, column_s: float) -> None:
     first, last = (min(int(at_s / column_s), COLUMNS - 1) for at_s in (span.start_s, span.end_s))
     for index in range(first, last + 1):
         inside_s = min(span.end_s, (index + 1) * column_s) - max(span.start_s, index * column_s)
-        columns[index][_letter(span)] += inside_s
+        columns[index][_span_letter(span)] += inside_s
 
 
-def _letter(span: Span) -> str:
+def _span_letter(span: Span) -> str:
     if span.part == "compute_s":
         return span.name[0] if span.name[0] in "FBW" else "B"  # the head, between forward and backward
     if span.part == BUBBLE:
@@ -57,7 +57,7 @@ def _letter(span: Span) -> str:
     return "o" if span.part in ("optimizer_s", "overhead_s") else "c"
 
 
-def _most(column: dict[str, float]) -> str:
+def _main_letter(column: dict[str, float]) -> str:
     if min(column.get("F", 0.0), column.get("B", 0.0)) > BOTH * sum(column.values()):
         return "x"
     return max(column, key=lambda letter: column[letter], default=" ")
@@ -76,77 +76,77 @@ def step_text(report: StepReport) -> str:
         f"{report.job}: {report.layout} on {plural(report.devices, 'device')}",
         f"  step      {format_seconds(report.step_s)}; the plan predicts {format_seconds(report.plan_step_s)} "
         f"({apart:+.1%})",
-        f"  fabric    {_fabric(report)}",
+        f"  fabric    {_fabric_text(report)}",
         f"  busiest   stage {report.stage} of {report.stages}",
         "",
-        f"WHERE THE TIME GOES ({_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
-        *_lines(report),
+        f"WHERE THE TIME GOES ({_table_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
+        *_table_lines(report),
         "",
-        f"THE STEP ({format_seconds(report.step_s / COLUMNS)} a column; --trace has every slice)",
+        f"THE STEP ({format_seconds(report.step_s / COLUMNS)} per column; --trace has every slice)",
         *(f"  {line}" for line in picture(report.timeline)),
         "",
         "WHY IT DIFFERS FROM THE PLAN",
-        *_reasons(report),
+        *_reason_lines(report),
     ]
     return "\n".join(parts)
 
 
-def _fabric(report: StepReport) -> str:
+def _fabric_text(report: StepReport) -> str:
     f = report.fabric
     if report.derived:
-        return f"none named: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (name one with --fabric)"
+        return f"unspecified: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (choose one with --fabric)"
     route = f"packets over {SPRAYED_PATHS} paths" if report.edge else f"{HASHED_QPS} hashed QPs (ECMP)"
     planes = plural(f.planes, "plane")
     tiers = plural(f.tiers, "tier")
-    unused = "" if report.paths else "; nothing of this step leaves a fast domain, so the fabric carries nothing"
+    unused = "" if report.paths else "; unused: all traffic of this step stays inside a fast domain"
     return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}{unused}"
 
 
-def _unit(report: StepReport) -> tuple[str, float]:
+def _table_unit(report: StepReport) -> tuple[str, float]:
     """Name and size of the unit of the table."""
     return ("seconds", 1.0) if report.step_s >= 1.0 else ("milliseconds", 1e-3)
 
 
-def _lines(report: StepReport) -> list[str]:
-    unit_s = _unit(report)[1]
+def _table_lines(report: StepReport) -> list[str]:
+    unit_s = _table_unit(report)[1]
     rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
-    rows += [_row(line, unit_s) for line in report.lines]
+    rows += [_table_row(line, unit_s) for line in report.lines]
     changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
-    shown = (_number(report.step_s / unit_s), _number(report.plan_step_s / unit_s))
-    rows.append(("step", "", "", *shown, *(_change(one / unit_s) for one in changes)))
+    shown = (_number_text(report.step_s / unit_s), _number_text(report.plan_step_s / unit_s))
+    rows.append(("step", "", "", *shown, *(_change_text(one / unit_s) for one in changes)))
     return [f"  {line}" for line in text_table(rows, right=range(1, 7))]
 
 
-def _row(line: Line, unit_s: float) -> tuple[str, ...]:
+def _table_row(line: Line, unit_s: float) -> tuple[str, ...]:
     wires = [line.wire_s, line.hidden_s] if line.wire_s else []
-    cells = [_number(value / unit_s) for value in (*wires, line.exposed_s, line.plan_s)]
-    changes = [_change(value / unit_s) for value in (line.order_s, line.network_s)]
+    cells = [_number_text(value / unit_s) for value in (*wires, line.exposed_s, line.plan_s)]
+    changes = [_change_text(value / unit_s) for value in (line.order_s, line.network_s)]
     return (line.name, *([] if wires else ["", ""]), *cells, *changes)
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return f"{value:.4f}"
 
 
-def _change(value: float) -> str:
+def _change_text(value: float) -> str:
     return f"{value:+.4f}" if abs(value) >= 5e-5 else "-"
 
 
-def _reasons(report: StepReport) -> list[str]:
-    told = [
+def _reason_lines(report: StepReport) -> list[str]:
+    reported = [
         f"  {line.name}: {moves}; {line.why}"
         for line in report.lines
-        if (moves := _moves(line, NOTHING * report.plan_step_s))
+        if (moves := _moves_text(line, NOTHING * report.plan_step_s))
     ]
-    return told or [f"  no line differs by more than {NOTHING:.2%} of the step"]
+    return reported or [f"  no line differs by more than {NOTHING:.2%} of the step"]
 
 
-def _moves(line: Line, least_s: float) -> str:
+def _moves_text(line: Line, least_s: float) -> str:
     moved = {"order": line.order_s, "network": line.network_s}
-    return ", ".join(f"{name} {_signed(seconds)}" for name, seconds in moved.items() if abs(seconds) >= least_s)
+    return ", ".join(f"{name} {_signed_seconds(seconds)}" for name, seconds in moved.items() if abs(seconds) >= least_s)
 
 
-def _signed(seconds: float) -> str:
+def _signed_seconds(seconds: float) -> str:
     return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
 
 
@@ -154,17 +154,17 @@ def break_text(kind: str, found: Sequence[Aftermath]) -> str:
     """A failure under both ways of recovering, side by side."""
     rows: list[tuple[str, ...]] = [("", *(one.recovery for one in found))]
     rows.append(("step before", *(format_seconds(one.healthy_s) for one in found)))
-    rows.append(("stands still for", *(_ends(one.stall_s) if one.stall_s else "-" for one in found)))
-    rows.append(("step in which it breaks", *(_ends(one.during_s) for one in found)))
-    rows.append(("steps after", *(_ends(one.after_s) for one in found)))
-    rows.append(("throughput of that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
-    rows.append(("connections touched", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
-    rows.append(("left without a path", *(f"{one.stalled:,}" for one in found)))
-    rows.append(("slowest flow before, of line rate", *(f"{one.share_before:.2f}" for one in found)))
+    rows.append(("stalled for", *(_seconds_or_stop(one.stall_s) if one.stall_s else "-" for one in found)))
+    rows.append(("step during the failure", *(_seconds_or_stop(one.during_s) for one in found)))
+    rows.append(("steps after", *(_seconds_or_stop(one.after_s) for one in found)))
+    rows.append(("throughput in that minute", *(f"{one.minute - 1:+.1%}" for one in found)))
+    rows.append(("connections affected", *(f"{one.touched:,} of {one.flows:,}" for one in found)))
+    rows.append(("without a path", *(f"{one.stalled:,}" for one in found)))
+    rows.append(("slowest flow before (share of line rate)", *(f"{one.share_before:.2f}" for one in found)))
     rows.append(("slowest flow after", *(f"{one.share:.2f}" for one in found)))
     if any(one.timeouts_s for one in found):
         waits = (format_seconds(one.timeouts_s) if one.timeouts_s else "-" for one in found)
-        rows.append(("of a step, waiting for lost ACKs", *waits))
+        rows.append(("waiting for lost ACKs, per step", *waits))
     rows.append(("restart", *(format_seconds(one.restart_s) if one.restart_s else "-" for one in found)))
     columns = range(1, len(found) + 1)
     title = f"WHEN {PARTS[kind].upper()} BREAKS (back after {format_seconds(found[0].outage_s)})"
@@ -173,5 +173,5 @@ def break_text(kind: str, found: Sequence[Aftermath]) -> str:
     return "\n".join([title, *(f"  {line}" for line in text_table(rows, right=columns))])
 
 
-def _ends(seconds: float) -> str:
+def _seconds_or_stop(seconds: float) -> str:
     return format_seconds(seconds) if math.isfinite(seconds) else "job stops"

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.network import collectives as net
-from phalanx.plan import request, traffic
+from phalanx.plan import traffic
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import Compute, compute_seconds, element_bytes
 from phalanx.plan.memory import OFFLOAD_PARAMETERS
 from phalanx.plan.optimizer import owned_weights
 from phalanx.plan.plan import Plan
-from phalanx.plan.request import PlanRequest
+from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import FETCHED_BYTES, StepTimes, stage_layers
 from phalanx.plan.weights import RankWeights, rank_weights
@@ -26,7 +26,7 @@ class StepQuestion:
     """One row of cases, the prediction without a calibration, and where the planner places each axis."""
 
     plan: Plan
-    ask: PlanRequest
+    request: PlanRequest
     cases: Cases
     times: StepTimes
     groups: traffic.Groups
@@ -39,10 +39,10 @@ class StepQuestion:
 
 def ask_plan(plan: Plan) -> StepQuestion:
     """The plan's own cost model."""
-    ask, _ = request.request_from_job(plan.job, plan.cluster)
-    cases, times, _ = price_layouts(ask, [plan.layout])
-    groups = traffic.groups(cases, ask.physics, ask.profile)
-    return StepQuestion(plan=plan, ask=ask, cases=cases, times=times, groups=groups)
+    request, _ = request_from_job(plan.job, plan.cluster)
+    cases, times, _ = price_layouts(request, [plan.layout])
+    groups = traffic.groups(cases, request.physics, request.profile)
+    return StepQuestion(plan=plan, request=request, cases=cases, times=times, groups=groups)
 
 
 def one(value: Floats | float) -> float:
@@ -80,9 +80,9 @@ class Sharing:
 
 def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
     """(forward, backward) of one layer and micro-batch; full recompute sends again what forward sent."""
-    c, f = q.cases, q.ask.profile
+    c, f = q.cases, q.request.profile
     tensor, expert = one(traffic.tensor_seconds(c, g, f)), one(traffic.expert_seconds(c, g, f))
-    context = one(traffic.context_seconds(c, q.ask.physics, g, done.attention.forward))
+    context = one(traffic.context_seconds(c, q.request.physics, g, done.attention.forward))
     shown = {"tensor_s": tensor, "context_s": context, "expert_s": expert}
     wire = {
         "tensor_s": tensor / one(f.tensor_exposed),
@@ -93,17 +93,19 @@ def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tu
     passes = {"tensor_s": 1.0, "context_s": 2.0, "expert_s": 1.0}  # ring attention sends twice as much back
 
     def direction(times: dict[str, float]) -> tuple[Inner, ...]:
-        return tuple(_inner(q, g, part, times[part], shown[part], wire[part]) for part in shown if shown[part] > 0)
+        return tuple(
+            _inner_traffic(q, g, part, times[part], shown[part], wire[part]) for part in shown if shown[part] > 0
+        )
 
     return direction(dict.fromkeys(shown, 1.0)), direction({part: count + again for part, count in passes.items()})
 
 
-def _inner(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
+def _inner_traffic(q: StepQuestion, g: traffic.Groups, part: str, times: float, shown_s: float, wire_s: float) -> Inner:
     axis = part.removesuffix("_s")
-    scale = times * q.pace(part) / q.ask.model.layers
+    scale = times * q.pace(part) / q.request.model.layers
     return Inner(
         part=part,
-        tier=_tier(g, axis),
+        tier=_axis_tier(g, axis),
         # Where a profile shows more than the bare wire (contention), the wire is as slow.
         wire_s=scale * max(wire_s, shown_s),
         exposed_s=scale * shown_s,
@@ -115,25 +117,25 @@ def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
     c = q.cases
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
     hop = net.ring_hop(g.context, c.tokens * width * element_bytes(c))
-    return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.ask.physics.start_s))
+    return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.request.physics.start_s))
 
 
-def _tier(g: traffic.Groups, axis: str) -> str:
+def _axis_tier(g: traffic.Groups, axis: str) -> str:
     return "nic" if crosses_network(getattr(g, axis), axis) else "link"
 
 
 def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
     """Of the stage with most layers."""
-    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    c, f, layout = q.cases, q.request.profile, q.plan.layout
     sync = traffic.gradient_traffic(c, g, held, f)
     pace = q.pace("gradient_s")
     gather_s, scatter_s = _layer_shard(q, g, held, layers)
     alone = layout.data * layout.context == 1
     return Sharing(
-        tier=_tier(g, "data"),
+        tier=_axis_tier(g, "data"),
         reduce_s=0.0 if alone else one(sync.reduce) * pace,
         again_s=one(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
-        after_s=one(traffic.factoring_seconds(c, q.ask.physics, held)) * pace,
+        after_s=one(traffic.factoring_seconds(c, q.request.physics, held)) * pace,
         gather_s=one(sync.gather) * pace,
         overlap=min(one(f.data_overlap if layout.zero == 0 else f.scatter_overlap), 1.0),
         gather_overlap=min(one(f.gather_overlap), 1.0),
@@ -144,7 +146,7 @@ def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) 
 
 def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> tuple[float, float]:
     """ZeRO-3 without a pipeline: (gather, scatter) of one layer. Gathers carry parameters, the scatter gradients."""
-    c, f, layout = q.cases, q.ask.profile, q.plan.layout
+    c, f, layout = q.cases, q.request.profile, q.plan.layout
     if layout.zero < 3 or layout.pipeline > 1:
         return 0.0, 0.0
     total = one(traffic.shard_seconds(c, g, held, f)) / layers
@@ -216,12 +218,12 @@ class Work:
 
 def work(q: StepQuestion, groups: traffic.Groups) -> Work:
     """The step of a plan with its traffic over `groups`."""
-    c, f, layout = q.cases, q.ask.profile, q.plan.layout
-    done = compute_seconds(c, q.ask.physics, f)
+    c, f, layout = q.cases, q.request.profile, q.plan.layout
+    done = compute_seconds(c, q.request.physics, f)
     layers = layers_on_stages(q, done)
     inner = inner_traffic(q, groups, done)
     forward_s, backward_s, weight_s = _layer_seconds(q, done)
-    host_micro_s, host_step_s = _host(q)
+    host_micro_s, host_step_s = _host_seconds(q)
     most = sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
     return Work(
         schedule=layout.schedule,
@@ -237,7 +239,7 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
         send_exposed=min(one(f.pipeline_exposed), 1.0),
         send_tier="nic" if one(groups.pipeline.per_domain) <= 1 else "link",
         host_micro_s=host_micro_s,
-        sharing=tuple(_scaled(most, number / max(layers)) for number in layers),
+        sharing=tuple(_scaled_sharing(most, number / max(layers)) for number in layers),
         optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
         host_step_s=host_step_s,
         balanced=bool(one(f.balanced_stages) > 0),
@@ -246,8 +248,8 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
 
 def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
     """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
-    times, total, balanced = q.times, q.ask.model.layers, q.ask.profile.balanced_stages
-    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _passed(q, done)
+    times, total, balanced = q.times, q.request.model.layers, q.request.profile.balanced_stages
+    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _layers_passed(q, done)
     head = one(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
     fullest, least = stage_layers(q.cases, head_layers=np.asarray([head]), balanced=np.asarray(balanced))
     most, last = round(one(fullest)), round(one(least))
@@ -280,15 +282,15 @@ def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int
     return (*(each + (number < more) for number in range(stages - 1)), last)
 
 
-def _passed(q: StepQuestion, done: Compute) -> float:
+def _layers_passed(q: StepQuestion, done: Compute) -> float:
     """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
-    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.ask.model.layers
+    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.request.model.layers
     return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
 
 
 def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]:
     """(forward, backward, weight gradients in it) of one layer and micro-batch, as the plan's breakdown has them."""
-    breakdown, passed = q.plan.prediction.breakdown_s, _passed(q, done)
+    breakdown, passed = q.plan.prediction.breakdown_s, _layers_passed(q, done)
     kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
     forward = backward = 0.0
     for part, seconds in kinds.items():
@@ -299,19 +301,19 @@ def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]
     backward += breakdown["recompute_s"] / passed
     stretch = 1.0 + breakdown["launch_s"] / passed / max(forward + backward, 1e-30)
     # Half of the backward products are weight gradients, as plan.step counts them for ZB-H1.
-    weight = one(done.matmul.backward) / 2.0 / q.ask.model.layers * q.pace("matmul_s")
+    weight = one(done.matmul.backward) / 2.0 / q.request.model.layers * q.pace("matmul_s")
     return forward * stretch, backward * stretch, weight * stretch
 
 
-def _host(q: StepQuestion) -> tuple[float, float]:
+def _host_seconds(q: StepQuestion) -> tuple[float, float]:
     """Host seconds per micro-batch and per step; together they are the plan's overhead."""
-    f, overhead = q.ask.profile, q.plan.prediction.breakdown_s["overhead_s"]
+    f, overhead = q.request.profile, q.plan.prediction.breakdown_s["overhead_s"]
     once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
     once = min(once * q.pace("overhead_s"), overhead)
     return (overhead - once) / q.plan.layout.accumulation, once
 
 
-def _scaled(most: Sharing, share: float) -> Sharing:
+def _scaled_sharing(most: Sharing, share: float) -> Sharing:
     """A stage with fewer layers has as much less to share; a layer's own traffic stays."""
     return replace(
         most,

@@ -51,7 +51,7 @@ def simulate_timeline(work: Work) -> Timeline:
     """Run one step."""
     stages = [Lanes(number) for number in range(work.stages)]
     for lanes in stages:
-        _gather(work, lanes)
+        _gather_parameters(work, lanes)
     if work.sharing[0].layer_gather_s > 0:
         _Sharded(work, stages[0]).run()
         return _finish(work, stages, ())
@@ -60,7 +60,7 @@ def simulate_timeline(work: Work) -> Timeline:
     return _finish(work, stages, tuple(pipeline.handovers))
 
 
-def _gather(work: Work, lanes: Lanes) -> None:
+def _gather_parameters(work: Work, lanes: Lanes) -> None:
     """Updated parameters arrive (ZeRO-1 and 2) while the first forward runs, as far as they may."""
     shared = work.sharing[lanes.stage]
     forward_s = work.layers[lanes.stage] * work.forward.compute_s
@@ -255,14 +255,14 @@ def order(schedule: str, stage: int, *, stages: int, chunks: int, micros: int) -
     >>> [f"{task.kind}{task.micro}" for task in order("1f1b", 1, stages=3, chunks=1, micros=4)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'F3', 'B2', 'B3']
     """
-    forward = _units("F", stages=stages, chunks=chunks, micros=micros)
-    backward = _units("B", stages=stages, chunks=chunks, micros=micros)
+    forward = _schedule_units("F", stages=stages, chunks=chunks, micros=micros)
+    backward = _schedule_units("B", stages=stages, chunks=chunks, micros=micros)
     if schedule == "gpipe":
         return forward + backward
     return _one_forward_one_backward(forward, backward, _warm_up(stage, stages, chunks, len(forward)))
 
 
-def _units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros: int) -> list[Task]:
+def _schedule_units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros: int) -> list[Task]:
     """Micro-batches in groups of the pipeline's depth, each group through one chunk after the other."""
     made = []
     for first in range(0, micros, stages):

@@ -30,38 +30,38 @@ def trace_json(report: StepReport, *, link: str = "NVLink") -> str:
     spans = report.timeline.spans[:MOST_EVENTS]
     last_s = spans[-1].start_s if len(spans) < len(report.timeline.spans) else report.step_s
     kept = (one for one in report.timeline.handovers if one.used_s < last_s)
-    events = [*_heads(spans, names), *_events(spans), *_arrows(kept)]
+    events = [*_track_heads(spans, names), *_span_events(spans), *_send_arrows(kept)]
     other = {"job": report.job, "layout": report.layout, "fabric": report.fabric.name, "step_s": report.step_s}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))
 
 
-def _heads(spans: tuple[Span, ...], names: dict[str, str]) -> Iterator[dict[str, object]]:
+def _track_heads(spans: tuple[Span, ...], names: dict[str, str]) -> Iterator[dict[str, object]]:
     """Names of processes and threads; only tracks that are used."""
     used = sorted({(span.stage, TRACKS.index(span.track)) for span in spans})
     for stage in sorted({stage for stage, _ in used}):
-        yield _meta("process_name", stage, 0, {"name": f"stage {stage}"})
-        yield _meta("process_sort_index", stage, 0, {"sort_index": stage})
+        yield _meta_event("process_name", stage, 0, {"name": f"stage {stage}"})
+        yield _meta_event("process_sort_index", stage, 0, {"sort_index": stage})
     for stage, track in used:
-        yield _meta("thread_name", stage, track, {"name": names[TRACKS[track]]})
-        yield _meta("thread_sort_index", stage, track, {"sort_index": track})
+        yield _meta_event("thread_name", stage, track, {"name": names[TRACKS[track]]})
+        yield _meta_event("thread_sort_index", stage, track, {"sort_index": track})
 
 
-def _meta(name: str, stage: int, track: int, args: dict[str, object]) -> dict[str, object]:
+def _meta_event(name: str, stage: int, track: int, args: dict[str, object]) -> dict[str, object]:
     return {"ph": "M", "name": name, "pid": stage + FIRST, "tid": track + FIRST, "ts": 0, "args": args}
 
 
-def _events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
+def _span_events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
     """Spans in whole nanoseconds: Perfetto drops a slice that reaches a nanosecond into the next of its track."""
     free: dict[tuple[int, str], int] = {}
     for span in spans:
-        start = max(_nanoseconds(span.start_s), free.get((span.stage, span.track), 0))
-        end = max(start, _nanoseconds(span.end_s))
+        start = max(_whole_nanoseconds(span.start_s), free.get((span.stage, span.track), 0))
+        end = max(start, _whole_nanoseconds(span.end_s))
         free[span.stage, span.track] = end
         if end > start:
             yield {
                 "ph": "X",
                 "name": span.name,
-                "cat": f"{span.part.removesuffix('_s')},{_kind(span)}",
+                "cat": f"{span.part.removesuffix('_s')},{_span_kind(span)}",
                 "pid": span.stage + FIRST,
                 "tid": TRACKS.index(span.track) + FIRST,
                 "ts": start / 1e3,
@@ -69,7 +69,7 @@ def _events(spans: Iterable[Span]) -> Iterator[dict[str, object]]:
             }
 
 
-def _kind(span: Span) -> str:
+def _span_kind(span: Span) -> str:
     """What a span is to the step: traffic on the device's own track is what no compute hides."""
     if span.track != DEVICE:
         return "wire"
@@ -78,14 +78,14 @@ def _kind(span: Span) -> str:
     return "idle" if span.part == BUBBLE else "exposed"
 
 
-def _arrows(handovers: Iterable[Handover]) -> Iterator[dict[str, object]]:
+def _send_arrows(handovers: Iterable[Handover]) -> Iterator[dict[str, object]]:
     """From each send to the pass that uses it. They follow all slices, for an arrow is tied to one that is there."""
     for number, one in enumerate(handovers):
-        yield _arrow("s", number, one.source, SENDS, one.sent_s)
-        yield {**_arrow("f", number, one.target, DEVICE, one.used_s), "bp": "e"}
+        yield _arrow_event("s", number, one.source, SENDS, one.sent_s)
+        yield {**_arrow_event("f", number, one.target, DEVICE, one.used_s), "bp": "e"}
 
 
-def _arrow(phase: str, number: int, stage: int, track: str, at_s: float) -> dict[str, object]:
+def _arrow_event(phase: str, number: int, stage: int, track: str, at_s: float) -> dict[str, object]:
     return {
         "ph": phase,
         "name": "handover",
@@ -93,9 +93,9 @@ def _arrow(phase: str, number: int, stage: int, track: str, at_s: float) -> dict
         "id": number,
         "pid": stage + FIRST,
         "tid": TRACKS.index(track) + FIRST,
-        "ts": _nanoseconds(at_s) / 1e3,
+        "ts": _whole_nanoseconds(at_s) / 1e3,
     }
 
 
-def _nanoseconds(seconds: float) -> int:
+def _whole_nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)

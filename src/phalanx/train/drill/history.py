@@ -83,8 +83,8 @@ class EpochHistory:
     kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this epoch found it
 
     @property
-    def formation(self) -> str:
-        """Two epochs of the same formation compute alike."""
+    def membership_key(self) -> str:
+        """Two epochs of the same membership compute alike."""
         return json.dumps(self.layout, sort_keys=True)
 
 
@@ -135,7 +135,7 @@ def read_history(run: Run) -> DrillHistory:
 
 def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: int = 0) -> DrillHistory:
     """Epochs from the supervisor's events, executions from the ranks', and the chain that stayed."""
-    told = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
+    reported = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
     history = DrillHistory(
         epochs=[],
         chain=[],
@@ -143,13 +143,13 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
         replacements=[],
         quarantines=[],
         checkpoints=[],
-        ranks=told,
+        ranks=reported,
         end=None,
         torn=torn,
     )
     _read_supervisor(history, supervisor)
     by_number = {epoch.number: epoch for epoch in history.epochs}
-    for event in told:
+    for event in reported:
         epoch = by_number.get(int(event.get("epoch", -1)))
         if event["event"] == "step" and epoch is not None:
             _add_step(epoch, event)
@@ -231,7 +231,7 @@ def _chain(history: DrillHistory) -> None:
         epoch.undone = chain[epoch.restore_step :]
         del chain[epoch.restore_step :]
         for step, one in sorted(epoch.steps.items()):
-            lineage = one.lineage = _child(lineage, epoch.formation, step, skipped=one.skipped)
+            lineage = one.lineage = _child(lineage, epoch.membership_key, step, skipped=one.skipped)
             if step == len(chain):
                 chain.append(one)
             if (epoch.number, step + 1) in commits:
@@ -247,8 +247,8 @@ def _lineage_at(chain: list[StepExecution], epoch: EpochHistory, saved: Mapping[
     return chain[step - 1].lineage if step <= len(chain) else f"unknown {epoch.number}"
 
 
-def _child(parent: str, formation: str, step: int, *, skipped: bool) -> str:
-    text = json.dumps([parent, formation, step, skipped])
+def _child(parent: str, membership_key: str, step: int, *, skipped: bool) -> str:
+    text = json.dumps([parent, membership_key, step, skipped])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -258,7 +258,7 @@ def layout_sequence(history: DrillHistory) -> list[dict[str, Any]]:
     before = ""
     for one in history.chain:
         epoch = history.epoch(one.epoch)
-        if epoch is not None and epoch.formation != before:
-            before = epoch.formation
+        if epoch is not None and epoch.membership_key != before:
+            before = epoch.membership_key
             found.append({"from_step": one.step, "layout": epoch.layout})
     return found

@@ -253,8 +253,8 @@ def limit_files(*, for_s: float) -> None:
     timer.start()
 
 
-def _flip(pieces: Sequence[TensorShard], *, seed: int) -> None:
-    _flip_bit([piece.tensor for piece in pieces if piece.tensor.numel()], seed=seed)
+def _flip(shards: Sequence[TensorShard], *, seed: int) -> None:
+    _flip_bit([shard.tensor for shard in shards if shard.tensor.numel()], seed=seed)
 
 
 @torch.no_grad()

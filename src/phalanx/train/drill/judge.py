@@ -147,10 +147,10 @@ def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None
     total = unknown = 0
     for one in history.chain:
         epoch = history.epoch(one.epoch)
-        told = one.samples
-        counts = Counter(sample for ids in told.values() for sample in ids)
+        reported = one.samples
+        counts = Counter(sample for ids in reported.values() for sample in ids)
         total += len(counts)
-        silent = [rank for rank in range(epoch.world if epoch else 0) if rank not in told]
+        silent = [rank for rank in range(epoch.world if epoch else 0) if rank not in reported]
         unknown += bool(silent)
         holders = _holders(epoch)
         if silent and not _fell(history, one, silent):
@@ -213,11 +213,11 @@ def judge_ledger(run: Run) -> Verdict:
 
 def judge_ending(history: DrillHistory, *, state: str, wanted: Sequence[str]) -> Verdict:
     """The run came to the end it should come to, and its record and its launcher agree on that."""
-    told = str(history.end.get("state")) if history.end is not None else "no end"
+    reported = str(history.end.get("state")) if history.end is not None else "no end"
     text = f"the run is {state} after {plural(len(history.chain), 'step')}"
     wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
-    if told != state:
-        wrong.append(f"its record says {told}")
+    if reported != state:
+        wrong.append(f"its record says {reported}")
     return Verdict(name="the run ended well", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
@@ -229,8 +229,8 @@ def _difference(same: Sequence[StepExecution]) -> str:
             by_rank[rank].setdefault(digest, one.epoch)
     for rank, digests in sorted(by_rank.items()):
         if len(digests) > 1:
-            told = ", ".join(f"{digest[:12]} (epoch {epoch})" for digest, epoch in digests.items())
-            return f"step {same[0].step}, rank {rank}: {told}"
+            reported = ", ".join(f"{digest[:12]} (epoch {epoch})" for digest, epoch in digests.items())
+            return f"step {same[0].step}, rank {rank}: {reported}"
     losses = {one.loss for one in same if one.loss is not None}
     return f"step {same[0].step}: losses {_few(sorted(losses))}" if len(losses) > 1 else ""
 

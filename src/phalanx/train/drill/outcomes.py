@@ -76,13 +76,13 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
         text = f"no fault fired that needs noticing: {_why_none(found)}"
     if wrong or not late:
         return Verdict(name=name, ok=not wrong, evidence=evidence_text(text, wrong))
-    told = (
+    reported = (
         f"{late[0].fault} fired less than {patience_s:g} s before the end of the run and had not been noticed by then"
     )
     more = f", and {len(late) - 1:,} more" if len(late) > 1 else ""
     if drawn and must:
         return Verdict(name=name, ok=True, evidence=f"{text}; {len(late):,} more fired too late to be judged")
-    evidence = f"{text + '; ' if must else ''}{told}{more}: use more steps or an earlier fault"
+    evidence = f"{text + '; ' if must else ''}{reported}{more}: use more steps or an earlier fault"
     return Verdict(name=name, ok=False, judged=False, evidence=evidence)
 
 
@@ -102,9 +102,9 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
     waiting = {at: one for at, one in enumerate(firings) if FAULT_KINDS[one.kind].ends}
     found: dict[int, Event] = {}
     owned: set[int] = set()  # incidents that a fault explains
-    told = sorted([*history.incidents, *history.replacements], key=lambda one: float(one["t"]))
+    reported = sorted([*history.incidents, *history.replacements], key=lambda one: float(one["t"]))
     for by_name in (True, False):
-        for number, incident in enumerate(told):
+        for number, incident in enumerate(reported):
             before = [
                 at
                 for at, one in waiting.items()

@@ -188,8 +188,8 @@ def _subject_name(subject: object) -> str:
     """Of the drilled job: its name, and enough of its digests that two jobs of one name are kept apart."""
     if not isinstance(subject, dict):
         return ""
-    told = f"{subject.get('digest')} {subject.get('splits')}"
-    return f"{str(subject.get('job'))[:24]}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    reported = f"{subject.get('digest')} {subject.get('splits')}"
+    return f"{str(subject.get('job'))[:24]}-{hashlib.sha256(reported.encode()).hexdigest()[:12]}"
 
 
 def software_versions() -> dict[str, str]:

@@ -125,8 +125,8 @@ def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.
 
 def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Comparison:
     apart_P = (compiled.norms_P - eager.norms_P).square()
-    mine_P = torch.tensor([float(piece.owner) for piece in engine.pieces], dtype=torch.float64, device=apart_P.device)
-    names = [piece.name for piece in engine.pieces]
+    mine_P = torch.tensor([float(shard.owner) for shard in engine.shards], dtype=torch.float64, device=apart_P.device)
+    names = [shard.name for shard in engine.shards]
     worst = names[int(torch.nan_to_num(apart_P, nan=math.inf).argmax())] if names else ""
     sums = torch.stack(
         [

@@ -28,47 +28,47 @@ MOST_NAMES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BoxSet:
+class ShardSet:
     """Pieces of this rank that the same ranks hold, with the digest of which boxes they are."""
 
-    pieces: tuple[TensorShard, ...]
+    shards: tuple[TensorShard, ...]
     boxes: bytes
     moves: bool  # forward may change them: they are compared with other ranks' only
 
     @property
     def replicas(self) -> int:
         """Ranks that hold them."""
-        return self.pieces[0].replicas
+        return self.shards[0].replicas
 
     def digest(self) -> bytes:
         """Of their bytes."""
         found = hashlib.blake2b(digest_size=SHORT, usedforsecurity=False)
-        for words in fold_pieces(self.pieces):
+        for words in fold_shards(self.shards):
             found.update(words.tobytes())
         return found.digest()
 
 
-def box_sets(pieces: Sequence[TensorShard]) -> list[BoxSet]:
+def shard_sets(shards: Sequence[TensorShard]) -> list[ShardSet]:
     """The pieces by who holds them: those cut by the same groups, with as many copies; buffers that move apart."""
     held: dict[tuple[frozenset[int], int, bool], list[TensorShard]] = {}
-    for piece in pieces:
-        cut_by = frozenset(id(group) for groups in piece.groups.values() for group in groups)
-        held.setdefault((cut_by, piece.replicas, piece.moves), []).append(piece)
+    for shard in shards:
+        cut_by = frozenset(id(group) for groups in shard.groups.values() for group in groups)
+        held.setdefault((cut_by, shard.replicas, shard.moves), []).append(shard)
     return [
-        BoxSet(pieces=tuple(some), boxes=_short(b"".join(map(shard_place, some))), moves=moves)
+        ShardSet(shards=tuple(some), boxes=_short(b"".join(map(shard_place, some))), moves=moves)
         for (_, _, moves), some in held.items()
     ]
 
 
 class ReplicaGuard:
-    """One rank's part in the comparison. Made anew for every formation: what it remembers is of its own storage.
+    """One rank's part in the comparison. Made anew for every membership: what it remembers is of its own storage.
 
     `before` every step and `check` after its update.
     """
 
-    def __init__(self, pieces: Callable[[], Sequence[TensorShard]], *, every: int, each_step: bool = False) -> None:
-        self._pieces, self._every, self._each_step = pieces, every, each_step and every > 0
-        self._sums: list[int] = []  # of the words of each piece after the last update; empty when digests are known
+    def __init__(self, shards: Callable[[], Sequence[TensorShard]], *, every: int, each_step: bool = False) -> None:
+        self._shards, self._every, self._each_step = shards, every, each_step and every > 0
+        self._sums: list[int] = []  # of the words of each shard after the last update; empty when digests are known
         self._rest: dict[bytes, bytes] = {}  # digests after the last update, by set; empty when it was not looked at
         self._most_sets = -1  # of any rank; not yet agreed on
         self.last: dict[str, str] = {}  # what the most holders of each set said at the last check, for `settle`
@@ -84,7 +84,7 @@ class ReplicaGuard:
         if not self._rest:
             return None
         rest, self._rest = self._rest, {}
-        now = _digests(one for one in box_sets(self._pieces()) if not one.moves)
+        now = _digests(one for one in shard_sets(self._shards()) if not one.moves)
         if now == rest:
             return None
         boxes = next(boxes for boxes, digest in rest.items() if now.get(boxes) != digest)
@@ -105,7 +105,7 @@ class ReplicaGuard:
 
     def _compare_sums(self, step: int) -> Divergence | None:
         sums, self._sums = self._sums, []
-        pieces = [piece for piece in self._pieces() if not piece.moves]
+        pieces = [piece for piece in self._shards() if not piece.moves]
         if len(pieces) != len(sums):  # an optimizer that has made more state
             return None
         changed = [
@@ -130,9 +130,9 @@ class ReplicaGuard:
         self._sums = []
         if not self.is_due(step) and not (is_saved and self._every):
             if self._each_step:
-                self._rest, self._sums = {}, sum_words([piece for piece in self._pieces() if not piece.moves])
+                self._rest, self._sums = {}, sum_words([piece for piece in self._shards() if not piece.moves])
             return None
-        sets = box_sets(self._pieces())
+        sets = shard_sets(self._shards())
         digests = _digests(sets)
         self._rest = {one.boxes: digests[one.boxes] for one in sets if not one.moves}
         claims = self._exchange(sets, digests)
@@ -143,7 +143,7 @@ class ReplicaGuard:
         self.last = {claim.boxes: claim.digest for claim in claims}
         return None
 
-    def _exchange(self, sets: Sequence[BoxSet], digests: Mapping[bytes, bytes]) -> list[DigestClaim]:
+    def _exchange(self, sets: Sequence[ShardSet], digests: Mapping[bytes, bytes]) -> list[DigestClaim]:
         """The claims of all ranks on sets that have copies."""
         copied = [one for one in sets if one.replicas > 1]
         if self._most_sets < 0:
@@ -152,7 +152,7 @@ class ReplicaGuard:
             return []
         mine = torch.zeros(self._most_sets, 3, dtype=torch.int64)
         for row, one in zip(mine, copied, strict=False):
-            row[:] = torch.tensor([_number(one.boxes), _number(digests[one.boxes]), len(one.pieces)])
+            row[:] = torch.tensor([_number(one.boxes), _number(digests[one.boxes]), len(one.shards)])
         return [
             DigestClaim(rank=rank, boxes=_bytes(boxes).hex(), digest=_bytes(digest).hex(), tensors=count)
             for rank, rows in enumerate(_gather(mine))
@@ -161,22 +161,22 @@ class ReplicaGuard:
         ]
 
 
-def _digests(sets: Iterable[BoxSet]) -> dict[bytes, bytes]:
+def _digests(sets: Iterable[ShardSet]) -> dict[bytes, bytes]:
     return {one.boxes: one.digest() for one in sets}
 
 
-def _name_tensors(found: Divergence, sets: Sequence[BoxSet], claims: Sequence[DigestClaim]) -> tuple[str, ...]:
+def _name_tensors(found: Divergence, sets: Sequence[ShardSet], claims: Sequence[DigestClaim]) -> tuple[str, ...]:
     """Which tensors of a set differ: its holders exchange a digest of each, one of them tells all ranks the names."""
     count = next(claim.tensors for claim in claims if claim.boxes == found.boxes)
-    held = next((one.pieces for one in sets if one.boxes.hex() == found.boxes), ())
+    held = next((one.shards for one in sets if one.boxes.hex() == found.boxes), ())
     mine = torch.zeros(count, dtype=torch.int64)
-    for index, words in enumerate(fold_pieces(held)):
+    for index, words in enumerate(fold_shards(held)):
         mine[index] = _number(_short(words.tobytes()))
     everyone = _gather(mine)
     differing = []
-    for index, piece in enumerate(held):
+    for index, shard in enumerate(held):
         if len({int(everyone[rank][index]) for rank in found.digests}) > 1:
-            differing.append(piece.name)
+            differing.append(shard.name)
     return _tell(differing[:MOST_NAMES], source=min(found.digests))
 
 
@@ -187,8 +187,8 @@ def _tell(names: Sequence[str], *, source: int) -> tuple[str, ...]:
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
     if _world() > 1:
         dist.broadcast(sent, src=source)
-    told = sent.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-    return tuple(told.split("\n")) if told else ()
+    reported = sent.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    return tuple(reported.split("\n")) if reported else ()
 
 
 def _gather(mine: torch.Tensor) -> list[torch.Tensor]:
@@ -242,25 +242,25 @@ WORD = 4  # bytes
 PASS = {"cpu": 16, "cuda": 4096}  # rows at a time: what they need besides fits a core's cache, or is 128 MiB of a GPU
 
 
-def digest_pieces(pieces: Sequence[TensorShard]) -> str:
+def digest_shards(shards: Sequence[TensorShard]) -> str:
     """128 bits in hex of the pieces' names, places and bytes, in their order."""
     found = hashlib.blake2b(digest_size=16, usedforsecurity=False)
-    for piece in pieces:
-        found.update(shard_place(piece))
-    for words in fold_pieces(pieces):
+    for shard in shards:
+        found.update(shard_place(shard))
+    for words in fold_shards(shards):
         found.update(words.tobytes())
     return found.hexdigest()
 
 
-def shard_place(piece: TensorShard) -> bytes:
+def shard_place(shard: TensorShard) -> bytes:
     """Which box of which tensor a piece is, and how its values are written."""
-    return f"{piece.name} {piece.shape} {piece.start} {tuple(piece.tensor.shape)} {piece.tensor.dtype}\n".encode()
+    return f"{shard.name} {shard.shape} {shard.start} {tuple(shard.tensor.shape)} {shard.tensor.dtype}\n".encode()
 
 
-def fold_pieces(pieces: Sequence[TensorShard]) -> list[Words]:
+def fold_shards(shards: Sequence[TensorShard]) -> list[Words]:
     """The folded rows of every piece; each device is waited for once."""
-    folded = [fold_tensor(piece.tensor) for piece in pieces]
-    found: list[Words] = [np.empty(0, np.int64)] * len(pieces)
+    folded = [fold_tensor(shard.tensor) for shard in shards]
+    found: list[Words] = [np.empty(0, np.int64)] * len(shards)
     for device in {words.device for words in folded}:
         mine = [index for index, words in enumerate(folded) if words.device == device]
         together = torch.cat([folded[index] for index in mine]).cpu().numpy()

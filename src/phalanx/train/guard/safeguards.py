@@ -21,7 +21,7 @@ from phalanx.train.guard.compiled import (
     event_fields,
     is_comparison_due,
 )
-from phalanx.train.guard.divergence import ReplicaGuard, digest_pieces
+from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
 from phalanx.train.guard.verdict import Divergence, settle_divergence
 from phalanx.train.rank_control import UntrustedState
 from phalanx.train.telemetry.clock import compiled_s
@@ -108,7 +108,7 @@ class ReplicaComparison(Callback):
         if not self.guard.is_due(training.step):
             return None, None
         began_s = time.perf_counter()
-        digest = digest_pieces(training.engine.weights())
+        digest = digest_shards(training.engine.weights())
         return digest, self._spent_s + time.perf_counter() - began_s
 
     def _diverged(self, found: Divergence) -> UntrustedState:

@@ -29,7 +29,11 @@ class Block(nn.Module):
         self.attn = Attention(shape)
         self.mlp_norm = norm_of(shape)
         routed = shape.is_moe and layer >= shape.dense_layers
-        self.mlp = Moe(shape) if routed else _dense(shape)
+        self.mlp = (
+            Moe(shape)
+            if routed
+            else Mlp(shape.hidden, shape.ffn, gated=shape.gated, bias=shape.bias, activation=shape.activation)
+        )
 
     def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
         """One layer."""
@@ -106,10 +110,6 @@ class Decoder(nn.Module):
     def stage(self, layers: range, *, first: bool, last: bool) -> Decoder:
         """A new decoder of only these layers, not yet initialised."""
         return Decoder(self.shape, layers=layers, first=first, last=last)
-
-
-def _dense(shape: ModelShape) -> Mlp:
-    return Mlp(shape.hidden, shape.ffn, gated=shape.gated, bias=shape.bias, activation=shape.activation)
 
 
 def _drop_tied(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

@@ -39,13 +39,13 @@ class Adafactor:
     """Matrices are the last two dimensions; those before them are a batch of matrices (experts)."""
 
     def __init__(
-        self, pieces: Sequence[TensorShard], *, beta2: float, weight_decay: float, decays: Callable[[str], bool]
+        self, shards: Sequence[TensorShard], *, beta2: float, weight_decay: float, decays: Callable[[str], bool]
     ) -> None:
         self.steps = 0
-        self._pieces = list(pieces)
+        self._shards = list(shards)
         self._beta2 = beta2
-        self._decay = [weight_decay if decays(piece.name) else 0.0 for piece in pieces]
-        self._factors = [_empty(piece) for piece in pieces]
+        self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
+        self._factors = [_empty(shard) for shard in shards]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -54,24 +54,24 @@ class Adafactor:
         keep = min(1.0 - self.steps**-GROWTH, self._beta2)
         self._take_means(keep)
         scales = self._scales()
-        squares = [_square(self._update(piece, f, scale)) for piece, f, scale in self._each(scales)]
-        totals = _sum_each(squares, [_all_groups(piece) for piece in self._pieces])
-        for i, (piece, factors, scale) in enumerate(self._each(scales)):
-            rms = (totals[i] / max(1, piece.numel)).sqrt()
-            update = self._update(piece, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
-            apply(piece, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
+        squares = [self._update(shard, f, scale).square().sum() for shard, f, scale in self._each(scales)]
+        totals = _sum_each(squares, [_all_groups(shard) for shard in self._shards])
+        for i, (shard, factors, scale) in enumerate(self._each(scales)):
+            rms = (totals[i] / max(1, shard.numel)).sqrt()
+            update = self._update(shard, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
+            apply(shard, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
 
     def _take_means(self, keep: float) -> None:
         """Move the means towards this step's squared gradients."""
-        kept = [(piece, f, f.column) for piece, f in zip(self._pieces, self._factors, strict=True)]
-        rows = [_squares(piece) if column is None else _squares(piece).sum(-1) for piece, _, column in kept]
-        rows = _sum_each(rows, [() if column is None else _groups(piece, -1) for piece, _, column in kept])
-        tall = [(piece, column) for piece, _, column in kept if column is not None]
-        columns = _sum_each([_squares(piece).sum(-2) for piece, _ in tall], [_groups(piece, -2) for piece, _ in tall])
-        for (piece, factors, column), row in zip(kept, rows, strict=True):
-            factors.row.lerp_(row if column is None else row / piece.shape[-1], 1.0 - keep)
-        for (piece, column), total in zip(tall, columns, strict=True):
-            column.lerp_(total / piece.shape[-2], 1.0 - keep)
+        kept = [(shard, f, f.column) for shard, f in zip(self._shards, self._factors, strict=True)]
+        rows = [_squares(shard) if column is None else _squares(shard).sum(-1) for shard, _, column in kept]
+        rows = _sum_each(rows, [() if column is None else _groups(shard, -1) for shard, _, column in kept])
+        tall = [(shard, column) for shard, _, column in kept if column is not None]
+        columns = _sum_each([_squares(shard).sum(-2) for shard, _ in tall], [_groups(shard, -2) for shard, _ in tall])
+        for (shard, factors, column), row in zip(kept, rows, strict=True):
+            factors.row.lerp_(row if column is None else row / shard.shape[-1], 1.0 - keep)
+        for (shard, column), total in zip(tall, columns, strict=True):
+            column.lerp_(total / shard.shape[-2], 1.0 - keep)
 
     def _scales(self) -> list[torch.Tensor]:
         """The mean of each matrix's row means, over all its rows; 1 for a vector."""
@@ -79,39 +79,39 @@ class Adafactor:
         groups = [_groups(p, -2) if f.column is not None else () for p, f in self._both()]
         totals = _sum_each(sums, groups)
         return [
-            total / piece.shape[-2] if factors.column is not None else total
-            for total, (piece, factors) in zip(totals, self._both(), strict=True)
+            total / shard.shape[-2] if factors.column is not None else total
+            for total, (shard, factors) in zip(totals, self._both(), strict=True)
         ]
 
-    def _update(self, piece: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
+    def _update(self, shard: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
         """The gradient over the root of the second moment, which is row × column / mean of the rows."""
-        grad = gradient(piece).to(factors.row.dtype)
+        grad = gradient(shard).to(factors.row.dtype)
         if factors.column is None:
             return grad * factors.row.rsqrt()
         return grad * (factors.row / scale).rsqrt().unsqueeze(-1) * factors.column.rsqrt().unsqueeze(-2)
 
     def _both(self) -> list[tuple[TensorShard, Factors]]:
-        return list(zip(self._pieces, self._factors, strict=True))
+        return list(zip(self._shards, self._factors, strict=True))
 
     def _each(self, scales: Sequence[torch.Tensor]) -> list[tuple[TensorShard, Factors, torch.Tensor]]:
-        return list(zip(self._pieces, self._factors, scales, strict=True))
+        return list(zip(self._shards, self._factors, scales, strict=True))
 
     def state(self) -> list[TensorShard]:
         """The live means. A row mean is the same on all ranks that split the columns: more replicas, one owner."""
         found = []
-        for piece, factors in self._both():
+        for shard, factors in self._both():
             if factors.column is None:
-                found.append(replace(piece, name=f"{piece.name}#exp_avg_sq", tensor=factors.row))
+                found.append(replace(shard, name=f"{shard.name}#exp_avg_sq", tensor=factors.row))
             else:
-                found.append(_without(piece, -1, "row", factors.row))
-                found.append(_without(piece, -2, "column", factors.column))
+                found.append(_without(shard, -1, "row", factors.row))
+                found.append(_without(shard, -2, "column", factors.column))
         return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copy the means in."""
-        for piece in self.state():
-            piece.tensor.copy_(state[piece.name])
+        for shard in self.state():
+            shard.tensor.copy_(state[shard.name])
         self.steps = steps
 
     def state_bytes(self) -> int:
@@ -119,28 +119,24 @@ class Adafactor:
         return total_bytes([tensor for factors in self._factors for tensor in factors.tensors()])
 
 
-def _empty(piece: TensorShard) -> Factors:
-    shape, dtype = piece.tensor.shape, working_dtype(piece.tensor.dtype)
+def _empty(shard: TensorShard) -> Factors:
+    shape, dtype = shard.tensor.shape, working_dtype(shard.tensor.dtype)
     if len(shape) < 2:
-        return Factors(row=torch.zeros(shape, dtype=dtype, device=piece.tensor.device), column=None)
-    row = torch.zeros(shape[:-1], dtype=dtype, device=piece.tensor.device)
+        return Factors(row=torch.zeros(shape, dtype=dtype, device=shard.tensor.device), column=None)
+    row = torch.zeros(shape[:-1], dtype=dtype, device=shard.tensor.device)
     return Factors(row=row, column=row.new_zeros(*shape[:-2], shape[-1]))
 
 
-def _squares(piece: TensorShard) -> torch.Tensor:
-    return gradient(piece).to(working_dtype(piece.tensor.dtype)).square().add_(TINY)
+def _squares(shard: TensorShard) -> torch.Tensor:
+    return gradient(shard).to(working_dtype(shard.tensor.dtype)).square().add_(TINY)
 
 
-def _square(update: torch.Tensor) -> torch.Tensor:
-    return update.square().sum()
+def _groups(shard: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
+    return shard.groups.get(dim % len(shard.shape), ())
 
 
-def _groups(piece: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
-    return piece.groups.get(dim % len(piece.shape), ())
-
-
-def _all_groups(piece: TensorShard) -> tuple[ProcessGroup, ...]:
-    return tuple(group for dim in sorted(piece.groups) for group in piece.groups[dim])
+def _all_groups(shard: TensorShard) -> tuple[ProcessGroup, ...]:
+    return tuple(group for dim in sorted(shard.groups) for group in shard.groups[dim])
 
 
 def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGroup, ...]]) -> list[torch.Tensor]:
@@ -155,19 +151,19 @@ def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGro
     return sums
 
 
-def _without(piece: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
+def _without(shard: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
     """A state piece that lacks one dimension of its parameter."""
-    dim %= len(piece.shape)
-    gone = piece.groups.get(dim, ())
-    replicas = piece.replicas
+    dim %= len(shard.shape)
+    gone = shard.groups.get(dim, ())
+    replicas = shard.replicas
     for group in gone:
         replicas *= group.size()
     return TensorShard(
-        name=f"{piece.name}#{name}",
+        name=f"{shard.name}#{name}",
         tensor=tensor,
-        shape=(*piece.shape[:dim], *piece.shape[dim + 1 :]),
-        start=(*piece.start[:dim], *piece.start[dim + 1 :]),
+        shape=(*shard.shape[:dim], *shard.shape[dim + 1 :]),
+        start=(*shard.start[:dim], *shard.start[dim + 1 :]),
         replicas=replicas,
-        owner=piece.owner and all(group.rank() == 0 for group in gone),
-        groups={d - (d > dim): groups for d, groups in piece.groups.items() if d != dim},
+        owner=shard.owner and all(group.rank() == 0 for group in gone),
+        groups={d - (d > dim): groups for d, groups in shard.groups.items() if d != dim},
     )

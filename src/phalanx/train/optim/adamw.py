@@ -18,7 +18,7 @@ class AdamW:
 
     def __init__(
         self,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         *,
         betas: tuple[float, float],
         eps: float,
@@ -26,11 +26,11 @@ class AdamW:
         decays: Callable[[str], bool],
     ) -> None:
         self.steps = 0
-        self._pieces = list(pieces)
+        self._shards = list(shards)
         self._betas, self._eps = betas, eps
-        self._first = [torch.zeros_like(piece.tensor, requires_grad=False) for piece in pieces]
-        self._second = [torch.zeros_like(piece.tensor, requires_grad=False) for piece in pieces]
-        self._groups = _group(self._pieces, weight_decay, decays)
+        self._first = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
+        self._second = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
+        self._groups = _group(self._shards, weight_decay, decays)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -40,8 +40,8 @@ class AdamW:
             counts = torch.full((len(members),), float(self.steps), dtype=torch.float32, device=device)
             fused = device.type in FUSED
             adamw(
-                [self._pieces[i].tensor for i in members],
-                [gradient(self._pieces[i]) for i in members],
+                [self._shards[i].tensor for i in members],
+                [gradient(self._shards[i]) for i in members],
                 [self._first[i] for i in members],
                 [self._second[i] for i in members],
                 [],
@@ -61,16 +61,16 @@ class AdamW:
     def state(self) -> list[TensorShard]:
         """The live moments: writing into them is loading."""
         return [
-            state_piece(piece, name, tensor)
-            for piece, *moments in zip(self._pieces, self._first, self._second, strict=True)
+            state_piece(shard, name, tensor)
+            for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
             for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
         ]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copy the moments in."""
-        for piece in self.state():
-            piece.tensor.copy_(state[piece.name])
+        for shard in self.state():
+            shard.tensor.copy_(state[shard.name])
         self.steps = steps
 
     def state_bytes(self) -> int:
@@ -79,12 +79,12 @@ class AdamW:
 
 
 def _group(
-    pieces: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool]
+    shards: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool]
 ) -> dict[tuple[torch.device, torch.dtype, float], list[int]]:
     """Positions of the pieces one kernel call can take; a piece without elements needs none."""
     groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
-    for i, piece in enumerate(pieces):
-        if piece.tensor.numel():
-            decay = weight_decay if decays(piece.name) else 0.0
-            groups.setdefault((piece.tensor.device, piece.tensor.dtype, decay), []).append(i)
+    for i, shard in enumerate(shards):
+        if shard.tensor.numel():
+            decay = weight_decay if decays(shard.name) else 0.0
+            groups.setdefault((shard.tensor.device, shard.tensor.dtype, decay), []).append(i)
     return groups

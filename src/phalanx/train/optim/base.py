@@ -29,15 +29,15 @@ class Optimizer(Protocol):
         """Bytes this rank keeps between steps, besides the weights."""
 
 
-def gradient(piece: TensorShard) -> torch.Tensor:
+def gradient(shard: TensorShard) -> torch.Tensor:
     """The gradient of a piece, zeros where it took no part."""
-    grad = piece.tensor.grad
-    return torch.zeros_like(piece.tensor) if grad is None else grad
+    grad = shard.tensor.grad
+    return torch.zeros_like(shard.tensor) if grad is None else grad
 
 
-def state_piece(piece: TensorShard, name: str, tensor: torch.Tensor) -> TensorShard:
+def state_piece(shard: TensorShard, name: str, tensor: torch.Tensor) -> TensorShard:
     """A state tensor that is split as its parameter is."""
-    return replace(piece, name=f"{piece.name}#{name}", tensor=tensor)
+    return replace(shard, name=f"{shard.name}#{name}", tensor=tensor)
 
 
 def total_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -19,7 +19,7 @@ __all__ = ["Optimizer", "build_optimizer"]
 
 
 def build_optimizer(
-    pieces: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     *,
     optim: Optim,
     state_dtype: str,
@@ -35,24 +35,24 @@ def build_optimizer(
     `own` is the reference of an optimizer of the user's own, which comes instead.
     """
     if own:
-        return OwnOptimizer(pieces, own, optim=optim, decays=decays, allow_code=allow_code)
+        return OwnOptimizer(shards, own, optim=optim, decays=decays, allow_code=allow_code)
     if optim.name == "adafactor":
-        return Adafactor(pieces, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
+        return Adafactor(shards, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
     if optim.name == "muon":
         return Muon(
-            [piece for piece in pieces if takes_muon(piece, tables)],
+            [shard for shard in shards if takes_muon(shard, tables)],
             momentum=optim.betas[0],
             weight_decay=optim.weight_decay,
             decays=decays,
             kind=state_dtype,
-            rest=_adamw([piece for piece in pieces if not takes_muon(piece, tables)], optim, state_dtype, decays),
+            rest=_adamw([shard for shard in shards if not takes_muon(shard, tables)], optim, state_dtype, decays),
         )
-    return _adamw(pieces, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
+    return _adamw(shards, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
 
 
-def _adamw(pieces: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
+def _adamw(shards: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
     """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
     betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
-    if kind == "fp32" and all(piece.tensor.dtype in (torch.float32, torch.float64) for piece in pieces):
-        return AdamW(pieces, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays)
-    return CompactAdamW(pieces, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, kind=kind)
+    if kind == "fp32" and all(shard.tensor.dtype in (torch.float32, torch.float64) for shard in shards):
+        return AdamW(shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays)
+    return CompactAdamW(shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, kind=kind)

@@ -35,7 +35,7 @@ class CompactAdamW:
 
     def __init__(
         self,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         *,
         betas: tuple[float, float],
         eps: float,
@@ -44,38 +44,38 @@ class CompactAdamW:
         kind: str,
     ) -> None:
         self.steps = 0
-        self._pieces = list(pieces)
+        self._shards = list(shards)
         self._betas, self._eps, self._kind = betas, eps, kind
-        self._decay = [weight_decay if decays(piece.name) else 0.0 for piece in pieces]
+        self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
         self._forms = moment_format(kind, signed=True), moment_format(kind, signed=False)
-        self._first = [self._forms[0].zeros(piece.tensor.numel(), piece.tensor) for piece in pieces]
-        self._second = [self._forms[1].zeros(piece.tensor.numel(), piece.tensor) for piece in pieces]
+        self._first = [self._forms[0].zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
+        self._second = [self._forms[1].zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update of every piece."""
         self.steps += 1
         numbers, keys = self._numbers(lr)
-        for i, piece in enumerate(self._pieces):
-            weight, grad, count = piece.tensor.reshape(-1), gradient(piece).reshape(-1), piece.tensor.numel()
-            advance, at_once = _advance(self._kind, compiled=piece.tensor.is_cuda), AT_ONCE[piece.tensor.is_cuda]
-            where = element_positions(piece) if count else weight
+        for i, shard in enumerate(self._shards):
+            weight, grad, count = shard.tensor.reshape(-1), gradient(shard).reshape(-1), shard.tensor.numel()
+            advance, at_once = _advance(self._kind, compiled=shard.tensor.is_cuda), AT_ONCE[shard.tensor.is_cuda]
+            where = element_positions(shard) if count else weight
             for start in range(0, count, at_once):
                 stop = min(count, start + at_once)
                 first = self._forms[0].part(self._first[i], start, stop)
                 second = self._forms[1].part(self._second[i], start, stop)
                 here = where[start:stop] if where.dim() else where + start
                 advance(weight[start:stop], grad[start:stop], first, second, here, numbers[i], keys[i])
-            if not piece.tensor.is_contiguous():  # then reshape made a copy
-                piece.tensor.copy_(weight.view(piece.tensor.shape))
+            if not shard.tensor.is_contiguous():  # then reshape made a copy
+                shard.tensor.copy_(weight.view(shard.tensor.shape))
 
     def _numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
         """What changes from step to step, a row per piece: as tensors, or each number would have a kernel compiled."""
         (beta1, beta2), t = self._betas, self.steps
         fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
         numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]
-        keys = [key(piece.name, t) for piece in self._pieces]
-        like = self._pieces[0].tensor if self._pieces else torch.zeros(0)
+        keys = [key(shard.name, t) for shard in self._shards]
+        like = self._shards[0].tensor if self._shards else torch.zeros(0)
         kind = working_dtype(like.dtype)
         return (
             torch.tensor(numbers, dtype=kind).to(like.device, non_blocking=True),
@@ -85,8 +85,8 @@ class CompactAdamW:
     def state(self) -> list[TensorShard]:
         """The moments as floats; 8-bit ones are decoded, so ask for it only to save or to load."""
         return [
-            state_piece(piece, name, readable_moment(form, kept[i], piece.tensor))
-            for i, piece in enumerate(self._pieces)
+            state_piece(shard, name, readable_moment(form, kept[i], shard.tensor))
+            for i, shard in enumerate(self._shards)
             for name, form, kept in zip(
                 ("exp_avg", "exp_avg_sq"), self._forms, (self._first, self._second), strict=True
             )
@@ -95,9 +95,9 @@ class CompactAdamW:
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Encode the moments anew; what this very layout wrote comes back bit by bit."""
-        for i, piece in enumerate(self._pieces):
-            load_kept(self._first[i], self._forms[0], state[f"{piece.name}#exp_avg"], piece, steps)
-            load_kept(self._second[i], self._forms[1], state[f"{piece.name}#exp_avg_sq"], piece, steps)
+        for i, shard in enumerate(self._shards):
+            load_kept(self._first[i], self._forms[0], state[f"{shard.name}#exp_avg"], shard, steps)
+            load_kept(self._second[i], self._forms[1], state[f"{shard.name}#exp_avg_sq"], shard, steps)
         self.steps = steps
 
     def state_bytes(self) -> int:
@@ -137,12 +137,12 @@ def _follow(flat: torch.Tensor) -> torch.Tensor:
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
-def apply(piece: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
+def apply(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
     """weight = weight · (1 - lr · decay) - lr · update, in the working format; bf16 weights are rounded by dice."""
-    wide = piece.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
-    if piece.tensor.dtype == torch.bfloat16:
-        wide = to_bf16(wide, low_bits(rounding_bits(piece, step)).view(piece.tensor.shape))
-    piece.tensor.copy_(wide)
+    wide = shard.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
+    if shard.tensor.dtype == torch.bfloat16:
+        wide = to_bf16(wide, low_bits(rounding_bits(shard, step)).view(shard.tensor.shape))
+    shard.tensor.copy_(wide)
 
 
 def keep(old: Kept, new: Kept) -> None:
@@ -151,7 +151,7 @@ def keep(old: Kept, new: Kept) -> None:
         tensor.copy_(value)
 
 
-def load_kept(kept: Kept, form: MomentFormat, value: torch.Tensor, piece: TensorShard, steps: int) -> None:
+def load_kept(kept: Kept, form: MomentFormat, value: torch.Tensor, shard: TensorShard, steps: int) -> None:
     """Encode a loaded state tensor, which may be the kept one itself."""
-    if piece.tensor.numel():
-        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low_bits(rounding_bits(piece, steps))))
+    if shard.tensor.numel():
+        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low_bits(rounding_bits(shard, steps))))

@@ -161,31 +161,31 @@ _GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio: neighbours land far apart (
 _MIX = 0x85EBCA6B - 2**32  # of the finaliser of MurmurHash3
 
 
-def element_positions(piece: TensorShard) -> torch.Tensor:
+def element_positions(shard: TensorShard) -> torch.Tensor:
     """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may.
 
     Where a piece is one run of the whole, a scalar: the position of its first element.
     """
-    place = piece.tensor.device
-    if tuple(piece.tensor.shape[1:]) == piece.shape[1:]:
-        first = piece.start[0] * prod(piece.shape[1:]) if piece.shape else 0
+    place = shard.tensor.device
+    if tuple(shard.tensor.shape[1:]) == shard.shape[1:]:
+        first = shard.start[0] * prod(shard.shape[1:]) if shard.shape else 0
         return torch.full((), _wrapped(first), dtype=torch.int32, device=place)
-    found = torch.zeros((1,) * len(piece.shape), dtype=torch.int32, device=place)
+    found = torch.zeros((1,) * len(shard.shape), dtype=torch.int32, device=place)
     stride = 1
-    for dim in reversed(range(len(piece.shape))):
-        along = torch.arange(piece.tensor.shape[dim], dtype=torch.int64, device=place) + piece.start[dim]
+    for dim in reversed(range(len(shard.shape))):
+        along = torch.arange(shard.tensor.shape[dim], dtype=torch.int64, device=place) + shard.start[dim]
         along = ((along * stride + 2**31) % 2**32 - 2**31).to(torch.int32)
-        found = found + along.view(-1, *(1,) * (len(piece.shape) - 1 - dim))
-        stride *= piece.shape[dim]
+        found = found + along.view(-1, *(1,) * (len(shard.shape) - 1 - dim))
+        stride *= shard.shape[dim]
     return found.reshape(-1)
 
 
-def rounding_bits(piece: TensorShard, step: int) -> torch.Tensor:
+def rounding_bits(shard: TensorShard, step: int) -> torch.Tensor:
     """32 random bits for each element of a piece in one step."""
-    where = element_positions(piece)
+    where = element_positions(shard)
     if not where.dim():
-        where = where + torch.arange(piece.tensor.numel(), dtype=torch.int32, device=where.device)
-    return mix_bits(where, key(piece.name, step))
+        where = where + torch.arange(shard.tensor.numel(), dtype=torch.int32, device=where.device)
+    return mix_bits(where, key(shard.name, step))
 
 
 def key(name: str, step: int) -> int:

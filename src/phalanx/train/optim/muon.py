@@ -26,14 +26,14 @@ NOT_BY_MUON = ("embed.", "head.")  # their rows are looked up or scored one by o
 OWN = "network."  # names of a network of the user's own begin so
 
 
-def takes_muon(piece: TensorShard, tables: Collection[str] = ()) -> bool:
+def takes_muon(shard: TensorShard, tables: Collection[str] = ()) -> bool:
     """Whether Muon updates this parameter; a three-dimensional one of ours is a batch of matrices (experts).
 
     In a network of the user's own, `tables` are its embeddings and head, and three dimensions may be a convolution's.
     """
-    if piece.name.startswith(OWN):
-        return len(piece.shape) == 2 and piece.name not in tables
-    return len(piece.shape) in (2, 3) and not piece.name.startswith(NOT_BY_MUON)
+    if shard.name.startswith(OWN):
+        return len(shard.shape) == 2 and shard.name not in tables
+    return len(shard.shape) in (2, 3) and not shard.name.startswith(NOT_BY_MUON)
 
 
 class Muon:
@@ -41,7 +41,7 @@ class Muon:
 
     def __init__(
         self,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         *,
         momentum: float,
         weight_decay: float,
@@ -50,50 +50,50 @@ class Muon:
         rest: Optimizer,
     ) -> None:
         self.steps = 0
-        self._pieces = list(pieces)
+        self._shards = list(shards)
         self._rest = rest
         self._keep = momentum
-        self._decay = [weight_decay if decays(piece.name) else 0.0 for piece in pieces]
+        self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
         self._form = moment_format(kind, signed=True)
-        self._momentum = [self._form.zeros(piece.tensor.numel(), piece.tensor) for piece in pieces]
-        self._alike = _alike(self._pieces)
+        self._momentum = [self._form.zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
+        self._alike = _alike(self._shards)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update of every piece; matrices of one shape and split travel together."""
         self.steps += 1
         for members in self._alike:
-            updates = spread_work([self._ahead(i) for i in members], _matrix_cuts(self._pieces[members[0]]), orthogonal)
+            updates = spread_work([self._ahead(i) for i in members], _matrix_cuts(self._shards[members[0]]), orthogonal)
             for i, update in zip(members, updates, strict=True):
-                scale = ADAM_RMS * max(self._pieces[i].shape[-2:]) ** 0.5
-                wide = update.to(working_dtype(self._pieces[i].tensor.dtype)) * scale
-                apply(self._pieces[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
+                scale = ADAM_RMS * max(self._shards[i].shape[-2:]) ** 0.5
+                wide = update.to(working_dtype(self._shards[i].tensor.dtype)) * scale
+                apply(self._shards[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
         self._rest.step(lr)
 
     def _ahead(self, i: int) -> torch.Tensor:
         """Take the gradient into the momentum and look one step ahead (Nesterov)."""
-        piece = self._pieces[i]
-        grad = gradient(piece).to(working_dtype(piece.tensor.dtype))
+        shard = self._shards[i]
+        grad = gradient(shard).to(working_dtype(shard.tensor.dtype))
         momentum = self._form.decode(self._momentum[i], grad.dtype).view(grad.shape) * self._keep + grad
         if grad.numel():
             keep(
-                self._momentum[i], self._form.encode(momentum.reshape(-1), high_bits(rounding_bits(piece, self.steps)))
+                self._momentum[i], self._form.encode(momentum.reshape(-1), high_bits(rounding_bits(shard, self.steps)))
             )
         return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
 
     def state(self) -> list[TensorShard]:
         """The momentum of every matrix, then the state of the rest."""
         own = [
-            state_piece(piece, "momentum", readable_moment(self._form, kept, piece.tensor))
-            for piece, kept in zip(self._pieces, self._momentum, strict=True)
+            state_piece(shard, "momentum", readable_moment(self._form, kept, shard.tensor))
+            for shard, kept in zip(self._shards, self._momentum, strict=True)
         ]
         return own + self._rest.state()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copy the momentum in, and load the rest."""
-        for piece, kept in zip(self._pieces, self._momentum, strict=True):
-            load_kept(kept, self._form, state[f"{piece.name}#momentum"], piece, steps)
+        for shard, kept in zip(self._shards, self._momentum, strict=True):
+            load_kept(kept, self._form, state[f"{shard.name}#momentum"], shard, steps)
         self._rest.load(state, steps)
         self.steps = steps
 
@@ -115,16 +115,16 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return (x.mT if tall else x).reshape(matrix.shape)
 
 
-def _matrix_cuts(piece: TensorShard) -> list[GroupSplit]:
+def _matrix_cuts(shard: TensorShard) -> list[GroupSplit]:
     """Cuts through the matrices; a cut through the batch of matrices leaves them whole."""
-    return [cut for cut in group_splits(piece) if cut.dim >= len(piece.shape) - 2]
+    return [cut for cut in group_splits(shard) if cut.dim >= len(shard.shape) - 2]
 
 
-def _alike(pieces: Sequence[TensorShard]) -> list[list[int]]:
+def _alike(shards: Sequence[TensorShard]) -> list[list[int]]:
     """Positions of pieces that can be worked on together."""
     found: dict[object, list[int]] = {}
-    for i, piece in enumerate(pieces):
-        key = (piece.shape, piece.tensor.dtype, tuple(sorted(piece.groups.items(), key=lambda one: one[0])))
+    for i, shard in enumerate(shards):
+        key = (shard.shape, shard.tensor.dtype, tuple(sorted(shard.groups.items(), key=lambda one: one[0])))
         found.setdefault(key, []).append(i)
     return list(found.values())
 

@@ -39,11 +39,11 @@ class GroupSplit:
         return max(0, min(self.part, self.extent - rank * self.part))
 
 
-def group_splits(piece: TensorShard) -> list[GroupSplit]:
+def group_splits(shard: TensorShard) -> list[GroupSplit]:
     """The cuts that made a piece, last one first: undo them in this order."""
     found = []
-    for dim, groups in piece.groups.items():
-        extent = piece.shape[dim]
+    for dim, groups in shard.groups.items():
+        extent = shard.shape[dim]
         for group in groups:
             cut = GroupSplit(dim=dim, group=group, extent=extent)
             found.append(cut)
@@ -51,9 +51,9 @@ def group_splits(piece: TensorShard) -> list[GroupSplit]:
     return found[::-1]
 
 
-def gather_tensor(piece: TensorShard, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of which every rank holds a box like `piece`'s. All ranks of its groups must call this."""
-    for cut in group_splits(piece):
+def gather_tensor(shard: TensorShard, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which every rank holds a box like `shard`'s. All ranks of its groups must call this."""
+    for cut in group_splits(shard):
         padded = pad_to_longest(tensor, cut)
         parts = [torch.empty_like(padded) for _ in range(cut.ranks)]
         dist.all_gather(parts, padded, group=cut.group)
@@ -61,9 +61,9 @@ def gather_tensor(piece: TensorShard, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def local_region(piece: TensorShard, whole: torch.Tensor) -> torch.Tensor:
+def local_region(shard: TensorShard, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, as a view."""
-    for dim, (start, length) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+    for dim, (start, length) in enumerate(zip(shard.start, shard.tensor.shape, strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole
 

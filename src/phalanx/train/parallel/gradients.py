@@ -134,14 +134,14 @@ def _is_expert(held: StageTensor, meshes: Meshes) -> bool:
 # The true global gradient norm under any layout, in the one small collective a step needs.
 
 
-def squared_norm(pieces: Sequence[TensorShard], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+def squared_norm(shards: Sequence[TensorShard], grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """This rank's share of the squared norm: summed over all ranks of the job it is the whole, each value once.
 
     Copies that another rank counts add nothing, unless one of them is not finite: that is heard of from every rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
     for owner, weight in ((True, 1.0), (False, 0.0)):
-        mine = [grad for piece, grad in zip(pieces, grads, strict=True) if piece.owner is owner and grad.numel()]
+        mine = [grad for shard, grad in zip(shards, grads, strict=True) if shard.owner is owner and grad.numel()]
         if mine:
             # Norms first, squares after: foreach makes one pass over the gradients without a temporary copy.
             wide = torch.promote_types(mine[0].dtype, torch.float32)

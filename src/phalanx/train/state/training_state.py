@@ -144,7 +144,7 @@ def load_hf_weights(engine: Engine, folder: Path) -> None:
         engine.publish()
         return
     pieces: dict[str, list[TensorShard]] = {}
-    for piece in engine.pieces:
+    for piece in engine.shards:
         pieces.setdefault(piece.name, []).append(piece)
     for name, whole in read_hf(folder, engine.shape, wanted=pieces):
         for piece in pieces[name]:

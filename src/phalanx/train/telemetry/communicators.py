@@ -83,12 +83,12 @@ def name_differences(first: Mapping[str, str], others: Mapping[int, Mapping[str,
     >>> name_differences({"NCCL_ALGO": "Ring"}, {2: {"NCCL_ALGO": None}, 3: {"NCCL_ALGO": None}})
     ['NCCL_ALGO is Ring on rank 0 and not set on ranks 2, 3']
     """
-    told: dict[tuple[str, str | None], list[int]] = {}
+    reported: dict[tuple[str, str | None], list[int]] = {}
     for rank, values in sorted(others.items()):
         for name, value in sorted(values.items()):
-            told.setdefault((name, value), []).append(rank)
+            reported.setdefault((name, value), []).append(rank)
     found = []
-    for (name, value), ranks in told.items():
+    for (name, value), ranks in reported.items():
         mine = first.get(name)
         few = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
         found.append(
@@ -130,7 +130,7 @@ def tell_communicators(
     device: torch.device,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write down how the groups of a formation were made. Every rank must call this."""
+    """Write down how the groups of a membership were made. Every rank must call this."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [GroupTime(group="world", ranks=world, count=1, seconds=joined_s), *times]
     settings, differences = settings_in_force(), list[str]()

@@ -36,11 +36,11 @@ from phalanx.train.telemetry.sharing import (
     is_loopback,
 )
 
-LEAVE_S = 0.5  # that the end of a formation waits for the last sample; a driver that hangs is left behind
+LEAVE_S = 0.5  # that the end of a membership waits for the last sample; a driver that hangs is left behind
 
 
 class Monitor:
-    """Of one rank in one formation. `sensors` is called in the thread: a driver may be slow to answer."""
+    """Of one rank in one membership. `sensors` is called in the thread: a driver may be slow to answer."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Monitor:
     ) -> None:
         self._events, self._sensors, self._sharers = events, sensors, sharers
         self._interval_s, self._epoch = interval_s, epoch
-        self._energy_j: float | None = None  # of this formation, with the time before it in which nobody looked
+        self._energy_j: float | None = None  # of this membership, with the time before it in which nobody looked
         self._closing, self._abandoned = threading.Event(), False
         self.trouble = ""  # the first thing that went wrong
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -103,7 +103,7 @@ class Monitor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRendezvous:
-    """How the ranks of a formation ping each other: where they tell their addresses, and what they prove."""
+    """How the ranks of a membership ping each other: where they tell their addresses, and what they prove."""
 
     store: Store
     secret: bytes
@@ -118,7 +118,7 @@ class SensorCache:
         self._lock = threading.Lock()
 
     def of(self, device: torch.device, power_w: float) -> Sensors:
-        """The same ones in every formation: counters go on."""
+        """The same ones in every membership: counters go on."""
         with self._lock:
             if self._made is None:
                 self._made = sensors_of(device, power_w=power_w)
@@ -165,7 +165,7 @@ def monitored_rank(
 
 
 def write_remark(events: EventWriter, what: str, error: Exception) -> None:
-    """Write down what this formation goes without, and why."""
+    """Write down what this membership goes without, and why."""
     why = (redact(str(error), os.environ).splitlines() or ["no message"])[0]
     events.write("remark", step=None, text=f"{what} ({type(error).__name__}: {why}); training goes on")
 

@@ -39,13 +39,13 @@ LEAST_PAUSE_S = 0.1
 LOST_S = 10.0  # without an answer
 BURST = 64  # datagrams taken at a time
 PENANCE_S = 0.05  # after a burst with strangers' datagrams: at most 1,280 of them are looked at in a second
-LEAVE_S = 0.5  # that the end of a formation waits for the thread, which a store that hangs may hold
+LEAVE_S = 0.5  # that the end of a membership waits for the thread, which a store that hangs may hold
 FIND_S = 60.0  # for a neighbour to say where it listens
 AXES = ("tensor", "context", "data", "pipeline")
 
 
 class Directory(Protocol):
-    """Where ranks tell each other their addresses: torch's store of the formation."""
+    """Where ranks tell each other their addresses: torch's store of the membership."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write."""
@@ -149,7 +149,7 @@ def quantile(ordered: list[float], share: float) -> float | None:
 
 
 class Peers:
-    """A socket and a thread of one rank in one formation: answers pings, sends its own, and writes `peers` events."""
+    """A socket and a thread of one rank in one membership: answers pings, sends its own, and writes `peers` events."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Peers:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # the store or the socket is gone: mostly the formation is over
+        except Exception as error:  # the store or the socket is gone: mostly the membership is over
             if not self._closing.is_set():
                 print(f"peers: latency is not measured any more ({error}); training goes on", file=sys.stderr)
 

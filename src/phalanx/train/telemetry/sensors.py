@@ -35,7 +35,7 @@ class Reading:
 
 
 class Sensors(Protocol):
-    """Of one process, over all its formations."""
+    """Of one process, over all its memberships."""
 
     def read(self, sharers: Sharers) -> Reading:
         """Look now; so many ranks of the job share the host and the device."""

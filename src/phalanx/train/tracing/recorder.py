@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters = (held.local for held in engine.held if held.is_parameter)
         self.meter.claim(HOST if offload == "parameters" else "parameters", parameters)
         self.meter.claim("parameters", (buffer for part in engine.parts for buffer in part.model.buffers()))
-        state = [piece.tensor for piece in engine.optimizer.state()]
+        state = [shard.tensor for shard in engine.optimizer.state()]
         copies = [master for _, master in engine._copies]
         self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *copies])
         self.meter.look = lambda: gradients(engine)
@@ -264,9 +264,9 @@ def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
             yield "gradients", held.tensor.grad
         if engine.exchange is not None and held.trained:
             yield "gradients", engine.exchange.gradient(held.tensor)
-    for piece in engine.pieces:
-        if piece.tensor.grad is not None:
-            yield "gradients", piece.tensor.grad
+    for shard in engine.shards:
+        if shard.tensor.grad is not None:
+            yield "gradients", shard.tensor.grad
     for part in engine.parts:
         for module in part.model.modules():
             if isinstance(module, FSDPModule):

@@ -189,16 +189,16 @@ def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
     )
 
 
-def against_plan(ask: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
+def against_plan(request: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
     """Every line of the comparison; `traces` holds one rank of every pipeline place."""
     stages = list({trace.stages: trace for trace in reversed(traces)}.values())
-    _, memory = predict_layout(ask, layout)
-    return [*_traffic(ask, layout, stages), *_flop_lines(ask, layout, stages), *_memory_lines(memory, stages)]
+    _, memory = predict_layout(request, layout)
+    return [*_traffic(request, layout, stages), *_flop_lines(request, layout, stages), *_memory_lines(memory, stages)]
 
 
-def _traffic(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+def _traffic(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
     lines = []
-    for use in map_axes(ask, layout):
+    for use in map_axes(request, layout):
         sent = [trace.sent_bytes(use.axis) for trace in stages]
         traced = sum(sent) / len(sent) if use.axis in AVERAGE else max(sent)
         lines.append(PlanLine(kind="communication", name=use.axis, planned=use.bytes_per_step, traced=traced))
@@ -212,9 +212,9 @@ def _traffic(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> l
     return [*lines, total] if lines else []
 
 
-def _flop_lines(ask: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+def _flop_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
     inside = layout.devices // layout.pipeline
-    planned = executed_flops(ask, layout)
+    planned = executed_flops(request, layout)
 
     def traced(*phases: str, kind: str) -> float:
         return inside * sum(trace.flops.get(phase, {}).get(kind, 0) for trace in stages for phase in phases)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
 from phalanx.job.model import ModelShape
-from phalanx.job.schema import Job, Optim
+from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward
 from phalanx.train.settings import Settings
@@ -90,7 +90,7 @@ def make_small_trial(
         shape=shape,
         settings=settings,
         sequences=sequences,
-        optim=_optim(job.optim),
+        optim=replace(job.optim, name="adamw") if job.optim.name in ROUNDING else job.optim,
         steps=steps,
         lr=1e-2 if exact else GENTLE_LR,
         device=terms.device,
@@ -191,6 +191,7 @@ def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Lay
         shard = real.shard
     elif real.zero:
         shard = data * context if real.shard >= replicas else min(real.shard, 2)
+    # Two chunks of the zero-bubble schedule make it V-shaped, three do not.
     return replace(
         real,
         data=data,
@@ -199,7 +200,9 @@ def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Lay
         pipeline=sizes["pipeline"],
         expert=expert,
         shard=shard,
-        virtual_pipeline=real.virtual_pipeline if real.devices <= ranks else _chunks(real),
+        virtual_pipeline=real.virtual_pipeline
+        if real.devices <= ranks
+        else min(real.virtual_pipeline, 3 if real.schedule == "zero-bubble" else 2),
         micro_batch=min(real.micro_batch, 2),
         accumulation=_micro_batches(real, sizes["pipeline"]),
         precision="fp32",
@@ -226,11 +229,6 @@ def _expert(shape: ModelShape, real: Layout, sizes: dict[str, int]) -> int:
         sizes["data"] *= 2
         stage *= 2
     return min(small, stage)
-
-
-def _chunks(real: Layout) -> int:
-    """Two chunks of the zero-bubble schedule make it V-shaped, three do not."""
-    return min(real.virtual_pipeline, 3 if real.schedule == "zero-bubble" else 2)
 
 
 def _micro_batches(real: Layout, pipeline: int) -> int:
@@ -291,10 +289,6 @@ def _alike(small: int, real: int, parts: int, real_parts: int) -> int:
 def _up(size: int, unit: int) -> int:
     """The next multiple of a unit."""
     return -(-size // unit) * unit
-
-
-def _optim(optim: Optim) -> Optim:
-    return replace(optim, name="adamw") if optim.name in ROUNDING else optim
 
 
 def _pairs(job: Job, layout: Layout, trial: Trial) -> Iterator[SizeChange]:

@@ -54,7 +54,7 @@ def refuse_ranks(terms: Terms, *, ranks: int, gpus: int) -> None:
         may = f"{gpus} GPU{'s' if gpus > 1 else ''}{share}"
         raise mistake(
             "--device cuda",
-            f"the proof needs {ranks} ranks, and this machine has {may}",
+            f"the proof needs {ranks} ranks, but this machine has {may}",
             why="every axis that the layout uses needs 2 ranks at least; ranks share a GPU only where you say so",
             fix=f"allow it with --ranks-per-gpu {-(-ranks // gpus)}, which needs NCCL 2.30, or use --device cpu",
         )

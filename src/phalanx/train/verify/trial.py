@@ -139,7 +139,7 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
         engine.initialise()
     if trial.loss_scale and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, scale=trial.loss_scale)
-    watched = WatchedOptimizer(engine.optimizer, engine.pieces if trial.tensors else ())
+    watched = WatchedOptimizer(engine.optimizer, engine.shards if trial.tensors else ())
     engine.optimizer = watched
     if rank == trial.broken_rank:
         _break_once(engine)
@@ -147,7 +147,7 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     results, params = [], []
     for step in range(first, first + trial.steps):
         results.append(engine.step(*rank_batch(engine, trial, step), lr=trial.lr))
-        params.append([_part(piece, piece.tensor) for piece in engine.pieces] if trial.tensors else [])
+        params.append([_part(shard, shard.tensor) for shard in engine.shards] if trial.tensors else [])
     if trial.evaluate:
         evaluations.append(engine.evaluate(*rank_batch(engine, trial, HELD_OUT)))
     if trial.save:
@@ -192,14 +192,14 @@ def _restored(engine: Engine, root: str) -> int:
 class WatchedOptimizer:
     """An optimizer that remembers the gradients it was given."""
 
-    def __init__(self, inner: Optimizer, pieces: Sequence[TensorShard]) -> None:
-        self._inner, self._pieces = inner, pieces
+    def __init__(self, inner: Optimizer, shards: Sequence[TensorShard]) -> None:
+        self._inner, self._shards = inner, shards
         self.steps = inner.steps
         self.grads: list[list[OutcomeShard]] = []
 
     def step(self, lr: float) -> None:
         """Note the gradients, then update."""
-        self.grads.append([_part(piece, piece.tensor.grad) for piece in self._pieces if piece.tensor.grad is not None])
+        self.grads.append([_part(shard, shard.tensor.grad) for shard in self._shards if shard.tensor.grad is not None])
         self._inner.step(lr)
         self.steps = self._inner.steps
 
@@ -216,19 +216,19 @@ class WatchedOptimizer:
         return self._inner.state_bytes()
 
 
-def _part(piece: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
+def _part(shard: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         values = values.float()
     array: Array = values.numpy().copy()
     return OutcomeShard(
-        name=piece.name,
-        shape=piece.shape,
-        start=piece.start,
+        name=shard.name,
+        shape=shard.shape,
+        start=shard.start,
         size=array.shape,
-        owner=piece.owner,
+        owner=shard.owner,
         digest=hashlib.sha256(array.tobytes()).hexdigest(),
-        values=array if piece.owner else None,
+        values=array if shard.owner else None,
     )
 
 

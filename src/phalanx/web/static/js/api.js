@@ -53,9 +53,9 @@ async function ask(url) {
   const body = await answer.json().catch(() => null);
   if (answer.ok && body !== null) return body;
   if (answer.status === 401)
-    throw new ApiError("This server asks for its token: open the address that phalanx web printed.", 401);
+    throw new ApiError("This server requires a token: open the address that phalanx web printed.", 401);
   throw new ApiError(
-    typeof body?.error === "string" ? body.error : `The server answered ${answer.status} without words.`,
+    typeof body?.error === "string" ? body.error : `The server answered ${answer.status} without a message.`,
     answer.status,
   );
 }
@@ -65,7 +65,7 @@ async function once(url) {
     return await fetch(url, { headers: { accept: "application/json" }, credentials: "same-origin" });
   } catch {
     throw new ApiError(
-      "The server does not answer. It may have been stopped: start it again with phalanx web RUNS.",
+      "The server does not respond. If it was stopped, start it again with phalanx web RUNS.",
       0,
     );
   }

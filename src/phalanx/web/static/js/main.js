@@ -13,11 +13,11 @@ const KEYS = [
   ["r", "all runs"],
   ["/", "filter the runs"],
   ["1 … 7", `of a run: ${TABS.map(([, text]) => text.toLowerCase()).join(", ")}`],
-  ["← →", "in a chart, map or timeline: move; Shift for tens"],
+  ["← →", "in a chart, map or timeline: move; with Shift by ten"],
   ["+ −", "in a chart: zoom in and out; dragging zooms too"],
-  ["0", "the whole run again; a double click does the same"],
-  ["↑ ↓ Enter", "in the mesh: move between ranks, choose one"],
-  ["t", "light, dark, or as the system has it"],
+  ["0", "show the whole run; double-clicking does the same"],
+  ["↑ ↓ Enter", "in the mesh: move between ranks, select one"],
+  ["t", "light, dark or system theme"],
 ];
 
 let page = null;

@@ -21,7 +21,7 @@ export class ComparePage {
       { onchange: () => this.#change({ name: this.name.value }) },
       NAMES.map((name) => h("option", { value: name }, title(name))),
     );
-    this.back = h("a", { href: "#/" }, "Choose other runs");
+    this.back = h("a", { href: "#/" }, "Select other runs");
     this.reset = h("button", { type: "button", hidden: true, onclick: () => this.whole() }, "Whole runs");
     this.finer = new Map(); // by run: the range that is looked at, with as many points as the whole
     this.body = h("div", {}, loading());
@@ -74,7 +74,7 @@ export class ComparePage {
 
   async #load() {
     const names = (this.query.runs ?? "").split(",").filter(Boolean);
-    if (!names.length) return fill(this.body, words("No runs are chosen. Tick two or more in the list of runs."));
+    if (!names.length) return fill(this.body, words("No runs are selected. Select two or more in the list of runs."));
     try {
       const answer = await get("compare", { runs: names.join(","), name: this.name.value, points: POINTS });
       if (this.gone || answer.name !== this.name.value) return;

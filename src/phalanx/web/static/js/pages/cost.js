@@ -10,7 +10,7 @@ const UPDATE_MS = 10000;
 const ROWS = [
   ["usd", "Money", money, "no price is known for this cluster"],
   ["energy_j", "Energy", energy, "no rank could measure or estimate it"],
-  ["kgco2e", "Carbon, CO2e", carbon, "needs energy and the grid's intensity"],
+  ["kgco2e", "Carbon, CO2e", carbon, "needs energy and the carbon intensity of the grid"],
 ];
 
 export class CostPage {
@@ -86,7 +86,7 @@ const SOURCES = {
 function figure(name, { now, end, plan }, format, missing) {
   const lines = [
     isNumber(now) ? "so far" : missing,
-    isNumber(end) ? `${format(end)} by the end, as it goes now` : null,
+    isNumber(end) ? `${format(end)} by the end, at the current rate` : null,
     isNumber(plan) ? `${format(plan)} predicted by the plan` : null,
   ];
   return h(

@@ -114,7 +114,7 @@ export class FindingsPage {
 
   #nothing() {
     const { show = "", severity = "" } = this.query;
-    return show === "" && severity === "" ? "No rule is broken." : "No verdict of this kind.";
+    return show === "" && severity === "" ? "No rule is violated." : "No findings of this kind.";
   }
 
   #group({ group, title, findings }) {
@@ -178,7 +178,7 @@ function remarked(remarks) {
   return h(
     "section",
     { class: "panel" },
-    h("h2", {}, "Warnings of the plan, and who was shut out"),
+    h("h2", {}, "Plan warnings and excluded hosts"),
     remarks.map((one) =>
       h(
         "article",

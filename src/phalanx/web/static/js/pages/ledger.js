@@ -11,17 +11,17 @@ const UPDATE_MS = 10000;
 
 // In the order of the bar: the first three are the steps that stayed, so their edge is the effective training time.
 const ACCOUNTS = {
-  productive: ["green", "steps that stayed"],
-  stragglers: ["gold", "in those steps: what ranks slower than their peers cost the others"],
-  data: ["brown", "in those steps: the batch was not there yet"],
+  productive: ["green", "steps that were kept"],
+  stragglers: ["gold", "in those steps: time lost to ranks slower than their peers"],
+  data: ["brown", "in those steps: waiting for the batch"],
   compile: ["sky", "compiling inside steps"],
-  init: ["grey", "from the launch until the ranks could begin"],
+  init: ["grey", "from launch until the ranks were ready"],
   checkpoint: ["blue", "training waited for a checkpoint"],
   evaluate: ["teal", "held-out text"],
   guard: ["purple", "checks of the state"],
-  detect: ["orange", "until a failure was noticed"],
-  restore: ["red", "from notice to the first step after"],
-  lost_work: ["rose", "steps that had to be done again"],
+  detect: ["orange", "until a failure was detected"],
+  restore: ["red", "from detection to the first step afterwards"],
+  lost_work: ["rose", "steps that had to be repeated"],
   stopping: ["grey", "after the last step"],
   other: ["brown", "no event explains it"],
 };
@@ -68,7 +68,7 @@ export class LedgerPage {
       .sort((a, b) => place(a.name) - place(b.name));
     this.chart?.destroy();
     this.chart = null;
-    if (!rows.length || !wall) return fill(this.body, words("Nothing to account for yet: no rank has written a step."));
+    if (!rows.length || !wall) return fill(this.body, words("Nothing to show yet: no step has been recorded."));
     const panel = h(
       "section",
       { class: "panel accounts" },
@@ -128,11 +128,11 @@ function bar(rows, wall) {
 
 function closing({ closes, gap, effective_share: share, clock_jumps: jumps }) {
   const parts = [
-    isNumber(share) ? `${percent(share)} effective: steps that stayed, without compiling.` : "",
+    isNumber(share) ? `${percent(share)} effective: steps that were kept, without compilation.` : "",
     closes === false
-      ? `The ledger does not close${gap ? `: ${gap}` : ""}.`
-      : "The ledger closes: every second is in one account.",
-    jumps ? `The clock jumped ${jumps} times.` : "",
+      ? `The accounts do not add up${gap ? `: ${gap}` : ""}.`
+      : "The accounts add up: every second is in exactly one.",
+    jumps ? `The clock jumped ${jumps === 1 ? "once" : `${jumps} times`}.` : "",
   ];
   return parts.filter(Boolean).join(" ");
 }

@@ -42,7 +42,7 @@ export class MeshPage {
     this.series = choice("Series", NAMES, "compute_s", (key) => this.#change({ name: key === "compute_s" ? "" : key }));
     this.reading = h("p", { class: "hint grow" });
     this.heat = new Heat({
-      label: "Ranks by time. Arrow keys move, Enter chooses a rank.",
+      label: "Ranks over time. Arrow keys move, Enter selects a rank.",
       onmove: (cell) => this.#read(cell),
       onpick: (rank) => this.#change({ rank }),
     });
@@ -51,7 +51,7 @@ export class MeshPage {
     this.side = h(
       "section",
       { class: "panel side", "aria-label": "One rank" },
-      words("Choose a rank to see its peers on each axis."),
+      words("Select a rank to see its peers on each axis."),
     );
     fill(
       outlet,
@@ -125,7 +125,7 @@ export class MeshPage {
           this.low,
           rampCanvas(),
           this.high,
-          h("span", {}, "a column is the mean of a range of steps; wider gaps part the hosts"),
+          h("span", {}, "each column is the mean of a range of steps; wider gaps separate hosts"),
         ),
       );
       this.drawn = true;
@@ -257,7 +257,7 @@ function latency(pairs) {
       { head: "Rank", cell: (pair) => integer(pair.peer) },
       { head: "Axis", cell: (pair) => pair.axis },
       { head: "Median", kind: "number", cell: (pair) => seconds(pair.p50_s) },
-      { head: "99th of 100", kind: "number", cell: (pair) => seconds(pair.p99_s) },
+      { head: "99th percentile", kind: "number", cell: (pair) => seconds(pair.p99_s) },
     ],
     pairs.slice(0, MOST_PEERS),
     { caption: "Latency to neighbours" },

@@ -26,7 +26,7 @@ const MOST_ROWS = 100; // a plan names a handful; a damaged one may name anythin
 const HUES = ["blue", "teal", "gold", "purple", "sky", "orange", "green", "brown", "red", "grey"];
 const AXES = [
   ["data", "Data"],
-  ["shard", "Shards of one copy"],
+  ["shard", "Shards per replica"],
   ["tensor", "Tensor"],
   ["context", "Context"],
   ["pipeline", "Pipeline"],
@@ -175,7 +175,7 @@ function memory({ parts_bytes: sizes = {}, total_bytes: total, usable_bytes: usa
   const rows = listed(sizes, (key) => key.replaceAll("_", " "));
   const room =
     isNumber(total) && isNumber(usable) && usable
-      ? `${bytes(total)} of ${bytes(usable)} usable: ${percent(1 - total / usable)} margin`
+      ? `${bytes(total)} of ${bytes(usable)} usable: ${percent(1 - total / usable)} headroom`
       : "";
   return h(
     "section",
@@ -205,11 +205,11 @@ function reasons(list) {
 }
 
 function alternatives(rows) {
-  if (!rows.length) return h("section", { class: "panel" }, h("h2", {}, "Alternatives"), words("The plan names none."));
+  if (!rows.length) return h("section", { class: "panel" }, h("h2", {}, "Alternatives"), words("The plan lists none."));
   return h(
     "section",
     { class: "panel" },
-    h("h2", {}, "Why not another one"),
+    h("h2", {}, "Why not another layout"),
     table(
       [
         {
@@ -241,7 +241,7 @@ function mapping(rows) {
   return h(
     "section",
     { class: "panel" },
-    h("h2", {}, "Which axis runs where"),
+    h("h2", {}, "Communication by axis"),
     table(
       [
         { head: "Axis", cell: (row) => row.axis },

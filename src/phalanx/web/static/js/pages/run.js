@@ -117,7 +117,7 @@ export class RunPage {
     this.wrote.hidden = !texts.length;
     fill(
       this.wrote,
-      h("h2", {}, "What the model wrote"),
+      h("h2", {}, "Samples"),
       texts.map((text) => h("blockquote", {}, text)),
     );
   }

@@ -18,7 +18,7 @@ const number = (key, format, head, hint) => ({
 
 // Of a run that goes on as it goes now, of one that is over its mean.
 const rate = (key, format, head) => ({
-  ...number(key, format, head, "the mean of the run; while it goes on, of its last 20 steps"),
+  ...number(key, format, head, "mean of the run; while it is running, of its last 20 steps"),
   cell: (run) => (run.live && isNumber(run[key]) ? [format(run[key]), h("small", {}, " now")] : format(run[key])),
 });
 
@@ -146,7 +146,7 @@ export class RunsPage {
     );
     this.compare.disabled = this.picked.size < 2;
     this.compare.textContent =
-      this.picked.size < 2 ? "Compare: choose two or more" : `Compare ${this.picked.size} runs`;
+      this.picked.size < 2 ? "Compare: select two or more" : `Compare ${this.picked.size} runs`;
     const text = JSON.stringify([rows, this.query.sort, [...this.picked]]);
     if (text === this.drawn) return;
     this.drawn = text;
@@ -156,9 +156,9 @@ export class RunsPage {
       this.body,
       all === 0
         ? words(
-            "There is no run here yet. ",
+            "There are no runs here yet. ",
             h("code", {}, "phalanx train job.toml"),
-            " makes one; this list shows it as soon as it is there.",
+            " starts one; it appears here at once.",
           )
         : rows.length === 0
           ? words(`No run matches “${this.query.q}”.`)

@@ -102,12 +102,12 @@ export class StepPage {
     this.later.disabled = available.indexOf(step) < 0 || available.indexOf(step) >= available.length - 1;
     fill(
       this.body,
-      this.#panel("Predicted", predicted, this.predicted, "This run's plan.json has no prediction that can be drawn."),
+      this.#panel("Predicted", predicted, this.predicted, "This run's plan.json has no prediction of the step."),
       this.#panel(
         "Measured",
         measured,
         this.measured,
-        "No step of this rank is recorded span by span yet: telemetry.timeline_every says how often one is.",
+        "No timeline of this rank has been recorded yet; telemetry.timeline_every sets how often one is.",
       ),
       predicted?.spans?.length || measured?.spans?.length ? kinds(predicted, measured) : null,
       collectives.length
@@ -190,7 +190,7 @@ function kinds(predicted, measured) {
       rows,
       { caption: "Time by kind" },
     ),
-    h("p", { class: "hint" }, "Sums over spans: work that overlaps other work counts in both rows."),
+    h("p", { class: "hint" }, "Sums over spans: overlapping work counts in both rows."),
   );
 }
 

@@ -22,7 +22,7 @@ export function listed(marks) {
 
 export function legend() {
   const kinds = Object.entries(LEGEND).map(([kind, text]) => h("span", {}, sign(kind), text));
-  return h("p", { class: "legend" }, kinds, h("span", {}, "shaded: least to most; dashed: the plan's prediction"));
+  return h("p", { class: "legend" }, kinds, h("span", {}, "shaded: minimum to maximum; dashed: the plan's prediction"));
 }
 
 export class Happened {
@@ -80,6 +80,6 @@ function recovered(row) {
   if (row.kind !== "incident" || row.world === null) return ""; // not known yet
   if (!isNumber(row.recovery_s)) return " – no step since";
   const lost =
-    row.lost_steps > 0 ? `, ${integer(row.lost_steps)} ${row.lost_steps === 1 ? "step" : "steps"} done again` : "";
-  return ` – went on after ${seconds(row.recovery_s)}${row.source ? ` from ${row.source}` : ""}${lost}`;
+    row.lost_steps > 0 ? `, ${integer(row.lost_steps)} ${row.lost_steps === 1 ? "step" : "steps"} repeated` : "";
+  return ` – resumed after ${seconds(row.recovery_s)}${row.source ? ` from ${row.source}` : ""}${lost}`;
 }
