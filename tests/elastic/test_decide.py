@@ -1368,9 +1368,7 @@ def test_a_second_wish_ends_it_at_once(stage: Stage) -> None:
     assert (stage.status, stage.message) == (("stopped", 130), "killed at once, as asked; no checkpoint was written")
 
 
-@pytest.mark.parametrize(
-    ("count", "how", "code"), [(2, "killed at once, as asked", 130), (1, "stopped as asked", 3)]
-)
+@pytest.mark.parametrize(("count", "how", "code"), [(2, "killed at once, as asked", 130), (1, "stopped as asked", 3)])
 def test_steps_that_were_not_saved_are_told_and_are_a_failure_unless_asked_for(
     stage: Stage, count: int, how: str, code: int
 ) -> None:

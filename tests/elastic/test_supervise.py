@@ -339,7 +339,9 @@ def test_a_second_ctrl_c_ends_it_at_once(make_run: MakeRun, start: Start) -> Non
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
-    assert output.startswith("asked 2\nstopped 130\nkilled at once, as asked; the last checkpoint is step 3; NOT saved: ")
+    assert output.startswith(
+        "asked 2\nstopped 130\nkilled at once, as asked; the last checkpoint is step 3; NOT saved: "
+    )
     assert orphans(run) == []
 
 
