@@ -321,6 +321,12 @@ def test_a_recheck_asks_only_for_what_is_new(cpu_plan: Plan, tmp_path: Path, mon
     assert checks.recheck(plan=plan, run=tmp_path / "gone", slots=4, new_ranks=0, new_places=0, address="")
 
 
+def test_a_full_disk_refuses_a_start_and_ends_no_run_that_lives(cpu_plan: Plan, tmp_path: Path) -> None:
+    plan = with_state(cpu_plan, checkpoint_bytes=1e18)
+    assert len(list(checks.check_disk(plan, tmp_path, host="a"))) == 1
+    assert checks.recheck(plan=plan, run=tmp_path, slots=1, new_ranks=0, new_places=0, address="") == []
+
+
 def test_a_checkpoint_that_is_there_needs_no_room(
     cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _coordinate(run: Run, address: str, election: Election, *, pipe: int | None) -> None:
-    plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where=str(run.plan_json))
+    plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     hosts = len(run.launch().get("hosts", ()))
     allow_descriptors(hosts)
     # Every message makes some immutable values anew, hardly ever in circles: looking for those costs a third of the
