@@ -761,7 +761,27 @@ def test_a_failure_says_on_which_of_several_hosts(make_stage: Callable[..., Stag
 # ---- again and again -------------------------------------------------------------------------------------------------
 
 
-def test_restarts_without_progress_are_bounded_and_ever_slower(stage: Stage) -> None:
+def test_a_slot_that_fails_again_and_again_is_left_out_once_before_the_run_gives_up(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    lost = []
+    for _ in range(20):
+        slot = next(slot for slot, rank in agent.ranks.items() if rank == 1)
+        lost.append(slot)
+        agent.lose(slot)
+        stage.pass_time(6.0)
+        if stage.coordinator.state.is_over:
+            break
+        stage.ready()
+    (quarantine,) = stage.events("quarantine")
+    assert (quarantine["slot"], lost[:4], set(lost[4:]) & {1}) == (1, [1, 1, 1, 1], set())
+    assert [len(one["members"]) < 4 for one in stage.events("epoch")][:5] == [False] * 4 + [True]
+    assert len(lost) == 8, "what fails on another slot too is not the slot's fault"
+    assert "given up: 4 failures in a row" in stage.message
+
+
+def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace")
     agent = stage.host("a", 4)
     stage.start(step=7)
     waits = []

@@ -178,6 +178,7 @@ class SavedState:
     divergence: Message | None = None  # copies that differed, and nobody could say which was wrong
     quarantined: frozenset[HostSlot] = frozenset()
     slot_failures: Mapping[HostSlot, int] = field(default_factory=dict)
+    has_shrunk: bool = False  # around a slot that failed again and again, since the furthest step
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -200,6 +201,7 @@ class SavedState:
             "case": self.divergence,
             "quarantined": [[one.host, one.slot] for one in sorted(self.quarantined)],
             "seat_failures": [[one.host, one.slot, count] for one, count in sorted(self.slot_failures.items())],
+            "has_shrunk": self.has_shrunk,
         }
 
     def members_json(self) -> dict[str, Any]:
@@ -231,6 +233,7 @@ class SavedState:
             divergence=body["case"],
             quarantined=frozenset(HostSlot(str(host), int(slot)) for host, slot in body["quarantined"]),
             slot_failures={HostSlot(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
+            has_shrunk=bool(body.get("has_shrunk")),
         )
 
 

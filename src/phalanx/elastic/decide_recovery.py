@@ -33,7 +33,8 @@ def recover(decision: Decision) -> None:
     waited_s = decision.now_s - state.noticed_s
     ends = cause.is_user or state.job.fault.recovery == "stop"
     if ends or state.saved.failures >= state.job.fault.restarts + int(not state.is_new_incident):
-        if waited_s > CAUSE_S or len(state.failures.keys() | state.left.keys()) == membership.world:
+        is_clear = waited_s > CAUSE_S or len(state.failures.keys() | state.left.keys()) == membership.world
+        if is_clear and (ends or not _leave_slot_out(decision, cause)):
             _give_up(decision, cause, "" if ends else _too_often(state))
         return
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
@@ -45,6 +46,24 @@ def recover(decision: Decision) -> None:
     if form(decision, reason) or await_lost_slots(decision, membership, waited_s):
         return
     _give_up(decision, cause, _no_slots(state))
+
+
+def _leave_slot_out(decision: Decision, cause: Failure) -> bool:
+    """Whether the run goes on without the one slot that failed again and again, on fewer ranks.
+
+    Once, until a step further than ever is done: what fails wherever it runs is no slot's fault.
+    """
+    state, place = decision.state, decision.state.membership.slots[cause.rank]
+    saved = state.saved
+    alone = saved.slot_failures.get(place, 0) >= saved.failures - int(not state.is_new_incident)
+    if state.job.fault.recovery not in ("auto", "shrink") or saved.has_shrunk or not alone:
+        return False
+    why = _too_often(state)
+    _record_incident(decision, cause)
+    if place not in state.saved.quarantined:
+        decision.quarantine_slot(place, why)
+    decision.change_saved(failures=0, slot_failures={}, has_shrunk=True)
+    return form(decision, f"without slot {place.slot} of {place.host}: {why}")
 
 
 def _no_slots(state: CoordinatorState) -> str:

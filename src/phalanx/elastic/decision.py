@@ -178,4 +178,4 @@ class Decision:
         if step > saved.step:
             self.change_saved(step=step, at_most=None)  # what could not be trusted was left behind
         if step > saved.best_step:
-            self.change_saved(best_step=step, failures=0, slot_failures={})
+            self.change_saved(best_step=step, failures=0, slot_failures={}, has_shrunk=False)

@@ -62,8 +62,8 @@ def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: in
     """The quick checks, before ranks that already were here form again.
 
     Memory is asked for `new_ranks` processes, which hold nothing yet, and for the copies of `new_places` slots; what
-    living ranks and their copies take is no longer free, and is not counted twice. A disk that is full or read-only ends
-    no run that lives: its state is in memory, and each save that fails says so.
+    living ranks and their copies take is no longer free, and is not counted twice. A disk that is full or read-only
+    ends no run that lives: its state is in memory, and each save that fails says so.
     """
     machine = discover()
     host = machine.hostname
