@@ -108,7 +108,7 @@ def test_code_that_the_job_names_needs_the_word_of_the_caller(
     code.write_text(f"open({str(mark)!r}, 'w').close()\n")
     job = [f"model.module={code}:build", f"plugins.loss={code}:loss"]
     plan = make(load_job(str(JOB), overrides=job, cluster=None, steps=0))
-    run.plan_json.write_text(plan.to_json())
+    run.replan(job_toml="", job={}, plan_json=plan.to_json())
     run.set_launch(**{**run.launch(), "allow_code": True})
     assert agent() == []
     why = "  a job file from a stranger could do anything with your account\n  read it, then give --allow-code\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -74,15 +73,11 @@ def train(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Call the verb with ranks that behave as told; exit code, stdout, stderr."""
 
     def call(*arguments: str, ranks: str = "train") -> tuple[int, str, str]:
-        fake = functools.partial(REAL_LAUNCH, agent=(str(FAKE), ranks))
-        monkeypatch.setattr(client, "launch", fake)
+        monkeypatch.setattr(client, "AGENT", (str(FAKE), ranks))
         code = main(["train", *arguments])
         return (code, *capsys.readouterr())
 
     return call
-
-
-REAL_LAUNCH = client.launch
 
 
 def only_run(here: Path) -> Path:
@@ -337,7 +332,7 @@ def test_a_plan_made_before(train: Train, here: Path, capsys: pytest.CaptureFixt
         (["job.toml", "--steps", "-1"], "phalanx train: --steps -1 is below 1\n"),
         (["--resume", "nothing"], "nothing: there is no such run\n"),
         (["job.toml", "--name", "../x"], "run name: '../x' is not a name\n"),
-        (["job.toml", "--cluster", "8xH100:2"], "the plan needs 16 × H100-80GB-SXM, and this machine has"),
+        (["job.toml", "--cluster", "8xH100:2"], "the plan needs 16 × H100-80GB-SXM, but this machine has"),
         (["job.toml", "--plan", "p", "--steps", "1"], "phalanx train: --plan is already settled"),
         (["job.toml", "--set", "data.path=gone"], "--set data.path=gone: there is no folder gone\n"),
         (["job.toml", "--set", "data.path=[]"], "data: names neither a path nor a corpus\n"),

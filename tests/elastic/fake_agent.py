@@ -93,6 +93,8 @@ def loop(part: Part, misbehave: Callable[[], None]) -> str:
             misbehave()
         if part.stopping:
             events.write("stop", reason="asked", step=step)
+            if part.rank == 0:
+                checkpoint(part.run, step + 1)
             return "stopped"
         if part.link.board.reforming:
             return "reform"

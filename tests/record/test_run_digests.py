@@ -79,7 +79,7 @@ def test_another_plan_takes_its_place(run: Run) -> None:
 def test_a_process_that_dies_between_two_files_leaves_nothing_that_looks_damaged(
     run: Run, written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, count = module._put, 0
+    put, count = module._write_file, 0
 
     def dies(path: Path, text: str) -> None:
         nonlocal count
@@ -89,7 +89,7 @@ def test_a_process_that_dies_between_two_files_leaves_nothing_that_looks_damaged
             count += 1
         put(path, text)
 
-    monkeypatch.setattr(module, "_put", dies)
+    monkeypatch.setattr(module, "_write_file", dies)
     try:
         run.replan(job_toml="a = 1\n", job={"a": 1}, plan_json=OTHER)
     except KeyboardInterrupt:

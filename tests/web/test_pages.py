@@ -288,7 +288,7 @@ def test_what_is_missing_is_said_in_words(browser: Any, site: Dashboard, tmp_pat
         assert "absent" in tab.see("[role=alert]").inner_text()
         tab.console.clear()  # the browser itself complains of every 404
     with dashboard(tmp_path) as empty, visit(browser, empty) as tab:
-        tab.go("#/", "text=There is no run here yet")
+        tab.go("#/", "text=There are no runs here yet")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

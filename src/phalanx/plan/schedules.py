@@ -218,7 +218,7 @@ def stage_loads(
 
     Held activations fall along the pipeline and pending ones rise; the ends hold a layer less for embedding and head.
     """
-    chunks, ranks = max(chunks, 1), min(ranks, max(num_layers, 1))
+    chunks, ranks = max(chunks, 1), max(1, min(ranks, num_layers))  # an odd plan of another trainer may say anything
     if ranks * chunks > num_layers:  # the search asks before it knows what is legal
         chunks = max(1, num_layers // ranks)
     if ranks == 1:

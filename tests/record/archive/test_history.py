@@ -517,7 +517,7 @@ def test_without_rank_0_the_lowest_rank_with_a_record_speaks(run: Run, tmp_path:
 
 
 def test_a_missing_supervisor_is_told(small: Run) -> None:
-    what = "incidents and memberships are not known"
+    what = "incidents and memberships are unknown"
     small.supervisor.unlink()
     small.set_launch(**{key: value for key, value in small.launch().items() if key != "launched"})
     assert supervisor_damage(small, (0, 1), epoch=0) == [], "torchrun has no supervisor, and counts no epochs"
