@@ -27,7 +27,7 @@ from phalanx.train.verify.matrix import (
 from phalanx.train.verify.small_trial import eager_trial
 from phalanx.train.verify.trial import run_trial
 
-COUNT = 3
+COUNT = 2
 
 
 def seed() -> str:
