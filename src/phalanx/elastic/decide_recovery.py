@@ -34,8 +34,9 @@ def recover(decision: Decision) -> None:
     ends = cause.is_user or state.job.fault.recovery == "stop"
     if ends or state.saved.failures >= state.job.fault.restarts + int(not state.is_new_incident):
         is_clear = waited_s > CAUSE_S or len(state.failures.keys() | state.left.keys()) == membership.world
-        if is_clear and (ends or not _leave_slot_out(decision, cause)):
-            _give_up(decision, cause, "" if ends else _too_often(state))
+        why = "" if ends else _too_often(state)
+        if is_clear and (ends or not _leave_slot_out(decision, cause, why)):
+            _give_up(decision, cause, why)
         return
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
     if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):
@@ -48,17 +49,17 @@ def recover(decision: Decision) -> None:
     _give_up(decision, cause, _no_slots(state))
 
 
-def _leave_slot_out(decision: Decision, cause: Failure) -> bool:
+def _leave_slot_out(decision: Decision, cause: Failure, why: str) -> bool:
     """Whether the run goes on without the one slot that failed again and again, on fewer ranks.
 
     Once, until a step further than ever is done: what fails wherever it runs is no slot's fault.
     """
     state, place = decision.state, decision.state.membership.slots[cause.rank]
     saved = state.saved
-    alone = saved.slot_failures.get(place, 0) >= saved.failures - int(not state.is_new_incident)
-    if state.job.fault.recovery not in ("auto", "shrink") or saved.has_shrunk or not alone:
+    others = (state.failures.keys() - state.consequences) - {cause.rank}
+    is_alone = not others and all(one == place for one in saved.slot_failures)
+    if state.job.fault.recovery not in ("auto", "shrink") or saved.has_shrunk or not is_alone:
         return False
-    why = _too_often(state)
     _record_incident(decision, cause)
     if place not in state.saved.quarantined:
         decision.quarantine_slot(place, why)
