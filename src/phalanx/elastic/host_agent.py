@@ -203,7 +203,9 @@ class HostAgent:
         patience_s = self._turn_s() + (DEAF_S if self._turn_s() and not self._joined else 0.0)
         if alone_s > patience_s and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
-        if alone_s > LOST_S:
+        # One that we have started may take long to come up beside ranks that use every core, and then waits for the lease.
+        is_starting = self._coordinator is not None and self._coordinator.poll() is None
+        if alone_s > LOST_S * (START_PATIENCE if is_starting else 1):
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
 
