@@ -49,7 +49,7 @@ DISK_S = 1.0  # between looks at the run folder for its address: thousands of ho
 TURN_S = 0.5  # after which the next agents try to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
 DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
-START_PATIENCE = 3  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
+START_PATIENCE = 6  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
 GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
 MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
@@ -203,9 +203,9 @@ class HostAgent:
         patience_s = self._turn_s() + (DEAF_S if self._turn_s() and not self._joined else 0.0)
         if alone_s > patience_s and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
-        # One that we have started may take long to come up beside ranks that use every core, and then waits for the lease.
+        # One that we have started may take long to come up beside ranks that use every core, then waits for the lease.
         is_starting = self._coordinator is not None and self._coordinator.poll() is None
-        if alone_s > LOST_S * (START_PATIENCE if is_starting else 1):
+        if alone_s > LOST_S * (3 if is_starting else 1):
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
 
