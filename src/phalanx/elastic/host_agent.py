@@ -35,7 +35,7 @@ from phalanx.elastic.preflight import (
     recheck,
 )
 from phalanx.elastic.rank_process import Work, find_ranks
-from phalanx.elastic.rank_slots import RankSlots, Slot
+from phalanx.elastic.rank_slots import BUILDING_LEAVES_NCCL_S, RankSlots, Slot
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import fold_held
 from phalanx.errors import Problem, SystemFailure
@@ -134,6 +134,8 @@ class HostAgent:
         self._problems = [problem.render() for problem in found]
         self.recheck = partial(self._recheck, plan)
         self.plan = plan
+        if plan.cluster.accelerator.family != "cpu":
+            self._ranks.building_leaves_s = BUILDING_LEAVES_NCCL_S
 
     def _recheck(self, plan: Plan, new_ranks: int, new_places: int) -> list[str]:
         found = recheck(

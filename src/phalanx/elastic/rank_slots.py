@@ -32,8 +32,10 @@ ANSWER_S = 0.5  # a rank answers ten times a second; after so long the kernel is
 TURN_S_MOST = 0.5  # of the time between two of our turns that counts as a rank's silence: we may have been stopped too
 LOCKED_S = 1.0  # without an answer, after which a process that runs holds its interpreter lock; less for a hasty job
 # A process that makes communicators when its membership ends cannot be woken, and has computed nothing yet that another
-# would have to do again: it is replaced after so long, not after dead_after_s.
+# would have to do again: it is replaced after so long, not after dead_after_s. gloo's sockets can be cut, which wakes
+# it within milliseconds unless the machine is busy; NCCL waits on in spite of that, and waiting for it is lost time.
 BUILDING_LEAVES_S = 2.5
+BUILDING_LEAVES_NCCL_S = 0.3
 STOPPED_STATES = ("T", "t", "")  # stopped, stopped by a debugger, and not to be known
 Message = dict[str, Any]
 
@@ -86,6 +88,7 @@ class RankSlots:
         self.slots = [Slot(number=number) for number in range(count)]
         self.work: Work | None = None
         self.locked_s = min(LOCKED_S, dead_after_s / 2)
+        self.building_leaves_s = BUILDING_LEAVES_S
         self._selector, self._say, self._forget_agent = selector, say, forget
         self._dead_after_s, self._joins_within_s = dead_after_s, joins_within_s
         # What ranks were in when they left the membership before, by slot: told with the word that this host is ready.
@@ -227,7 +230,7 @@ class RankSlots:
 
     def _leaves_within_s(self, beat: Heartbeat) -> float:
         joins = beat.phase == Phase.BUILDING and beat.step == NO_STEP
-        return min(BUILDING_LEAVES_S, self._dead_after_s) if joins else self._dead_after_s
+        return min(self.building_leaves_s, self._dead_after_s) if joins else self._dead_after_s
 
     def kill_hung(self, slot: Slot, message: Message) -> None:
         """The coordinator found that everybody waits for this one."""

@@ -59,6 +59,9 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault(name, str(RECORDED))
     for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # Asked by NVML whether there is a GPU: what is imported here may ask, and after a call of CUDA's runtime in this
+    # process no rank that is forked from it could use the GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if interface := interface_of(address):  # nothing of the ranks listens beyond it
         os.environ.update(dict.fromkeys(LIBRARIES, interface))
     run = open_run(folder)
@@ -121,8 +124,13 @@ def _check(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
     from phalanx.train.settings import Settings, refuse_layout
 
-    settings = Settings.of(plan.job, plan.layout, on_gpu=plan.cluster.accelerator.family != "cpu")
+    on_gpu = plan.cluster.accelerator.family != "cpu"
+    settings = Settings.of(plan.job, plan.layout, on_gpu=on_gpu)
     refuse_layout(plan.job.model, settings)
+    if settings.compile:
+        from phalanx.train.parallel.compiling import load_compiler
+
+        load_compiler(settings.compile_backend, on_gpu=on_gpu)
 
 
 def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None, *, allow_code: bool) -> Work:

@@ -456,6 +456,8 @@ def _device(plan: Plan, local_world: int) -> torch.device:
         torch.cuda.set_device(device)
         if is_new:
             _load_kernels(device)
+            if Settings.of(plan.job, plan.layout, on_gpu=True).compile:
+                _load_tracer()
         return device
     # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
     torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local_world))
@@ -477,6 +479,14 @@ def _load_kernels(device: torch.device) -> None:
             F.cross_entropy(rows.float(), torch.zeros(64, dtype=torch.long, device=device)).backward()
             torch.optim.AdamW([weights], fused=True).step()
         torch.cuda.synchronize(device)
+
+
+def _load_tracer() -> None:
+    """Trace something small: what dynamo sets up at its first call is half of a replacement's first compilation."""
+    with torch.random.fork_rng(devices=[]):  # the weights of a layer are drawn
+        layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU())
+    torch.compile(layer, backend="eager")(torch.ones(2, 4))
+    torch._dynamo.reset()
 
 
 def _sharers(device: torch.device, slot: int, slots: Collection[int]) -> Sharers:

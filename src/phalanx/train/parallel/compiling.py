@@ -7,11 +7,33 @@ and trains on wrong numbers without a word. `benchmarks/torch_compile_errors.py`
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
+
 import torch
 import torch._dynamo
 import torch._inductor.config
 
 from phalanx.train.parallel.dims import Meshes
+
+
+def load_compiler(backend: str, *, on_gpu: bool) -> None:
+    """Do before ranks are forked what the first compilation does in every process, for seconds: imports and keys.
+
+    A rank that replaces another waits for less: its code comes from the compile cache, whose key is a hash of all of
+    torch's and Triton's source. Nothing here touches a GPU or starts a thread.
+    """
+    if backend != "inductor":
+        return
+    import_module("torch._inductor.compile_fx")
+    with suppress(ImportError, AttributeError, RuntimeError):  # not public: else the first compilation does it
+        import_module("torch._inductor.codecache").torch_key()
+        if on_gpu:
+            import_module("torch._inductor.codegen.triton")
+            import_module("torch._inductor.runtime.triton_heuristics")
+            import_module("torch._inductor.runtime.triton_compat").triton_key()
+        else:
+            import_module("torch._inductor.cpu_vec_isa").pick_vec_isa()  # runs the C++ compiler
 
 
 def prepare_compiler(meshes: Meshes) -> None:
