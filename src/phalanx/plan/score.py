@@ -15,12 +15,12 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.space import Bools, Grid, Ints, Space
-from phalanx.plan.step import StepTimes, predict_step
+from phalanx.plan.step import StepSum, StepTimes, predict_step, predict_step_sum
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
 HOPELESS = 2.0
 
-Part = TypeVar("Part", MemoryUse, MostMemory, StepTimes)
+Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +57,16 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     legal, usable, bound = 0, 0.0, np.inf
     for grid in space.grids():
         table = build_cases(space.request, grid.columns)
-        memory = most_memory(space.request, table)
+        usable = float(np.max(table.memory_bytes * space.request.memory.usable))
+        memory = most_memory(space.request, table, limit_bytes=hopeless * usable)
         total, runs = np.broadcast_to(memory.total, grid.shape), np.broadcast_to(memory.runs & grid.legal, grid.shape)
         legal += int(np.count_nonzero(runs))
-        usable = float(np.max(table.memory_bytes * space.request.memory.usable))
         near = runs & (total <= hopeless * usable)
         if near.any():
             bound = hopeless * usable
         elif bound > hopeless * usable:
             # The smallest of all is kept in any case: an answer to "what is the least it needs?".
+            total = np.broadcast_to(most_memory(space.request, table).total, grid.shape)
             bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))
             near = runs & (total <= bound)
         if near.any():
@@ -88,8 +89,8 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
 def _price_rows(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
     """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
     small, inside = grid.around(near)
-    times = step_times(space.request, build_cases(space.request, small.columns))
-    return *small.rows(inside), np.broadcast_to(times.step_s, small.shape)[inside], total[near]
+    step_s = step_seconds(space.request, build_cases(space.request, small.columns))
+    return *small.rows(inside), np.broadcast_to(step_s, small.shape)[inside], total[near]
 
 
 def price_layouts(
@@ -105,9 +106,13 @@ def price_layouts(
     return table, step_times(request, table), memory_use(request, table)
 
 
-def most_memory(request: PlanRequest, table: Cases) -> MostMemory:
-    """The same without its parts, which a search of a million layouts does not look at."""
-    return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory))
+def most_memory(request: PlanRequest, table: Cases, *, limit_bytes: float = np.inf) -> MostMemory:
+    """The bytes of every case without their parts, as exact as `predict_most_memory` is beyond a limit."""
+    if request.recompute_layers is not None:
+        limit_bytes = np.inf  # the mean of two counts, of which one may be beyond it
+    return _by_layer(
+        request, table, lambda cases: predict_most_memory(cases, request.memory, limit_bytes=limit_bytes)
+    )
 
 
 def memory_use(request: PlanRequest, table: Cases) -> MemoryUse:
@@ -137,6 +142,13 @@ def _step(request: PlanRequest, table: Cases) -> StepTimes:
     if request.cluster.cpu is not None:
         return predict_cpu_step(table, request.cluster.cpu)
     return predict_step(table, request.physics, request.profile)
+
+
+def step_seconds(request: PlanRequest, table: Cases) -> Floats:
+    """`step_times` without its parts, unless they are needed to make the sum."""
+    if request.calibration is not None or request.cluster.cpu is not None:
+        return step_times(request, table).step_s
+    return _by_layer(request, table, lambda cases: predict_step_sum(cases, request.physics, request.profile)).step_s
 
 
 def step_times(request: PlanRequest, table: Cases) -> StepTimes:
