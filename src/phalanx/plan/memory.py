@@ -71,7 +71,7 @@ class MemoryUse:
     total: Floats
     first_stage: Floats  # the same sum for the first stage: rank 0, whose memory most logs print
     usable: Floats
-    runs: NDArray[np.bool_]  # False: a stage would be empty, or the logits outgrow a 32-bit index
+    runs: NDArray[np.bool_]  # as `can_run` says
 
     @property
     def fits(self) -> NDArray[np.bool_]:
@@ -89,7 +89,6 @@ class MostMemory:
     """The sum of a MemoryUse without its parts."""
 
     total: Floats
-    runs: NDArray[np.bool_]
 
 
 def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
@@ -453,18 +452,19 @@ def _sum_parts(parts: dict[str, Floats]) -> Floats:
     return sum(parts.values(), np.zeros(()))
 
 
-def _runs(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+def can_run(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+    """False where a stage would be empty, or the logits outgrow a 32-bit index."""
     return (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
 
 
 def predict_most_memory(c: Cases, f: MemoryProfile, *, limit_bytes: float = np.inf) -> MostMemory:
     """The bytes of the fullest stage of every case; where they are more than the limit, maybe too few, but more too."""
     if np.ndim(f.counted) == 0 and f.counted > 0:
-        return MostMemory(total=_most_counted(c, f, limit_bytes), runs=_runs(c, f))
+        return MostMemory(total=_most_counted(c, f, limit_bytes))
     total: Floats = np.zeros(())
     for parts in _stage_candidates(c, f):
         total = np.maximum(total, _sum_parts(parts))
-    return MostMemory(total=total, runs=_runs(c, f))
+    return MostMemory(total=total)
 
 
 def _most_counted(c: Cases, f: MemoryProfile, limit_bytes: float) -> Floats:
@@ -474,7 +474,8 @@ def _most_counted(c: Cases, f: MemoryProfile, limit_bytes: float) -> Floats:
     """
     layer = _counted_layer(c, f)
     first, *others = _stage_tables(c)
-    total = np.empty(np.broadcast_shapes((1,), *(np.shape(getattr(c, item.name)) for item in fields(Cases))))
+    shape = np.broadcast_shapes((1,), *(np.shape(getattr(c, item.name)) for item in fields(Cases)))
+    total: Floats = np.empty(shape)
     _add_parts(_counted_stage(c, f, layer, first.columns), out=total)
     may_fit = total.min(axis=tuple(range(total.ndim - 1)), initial=np.inf) <= limit_bytes
     for table in others:
@@ -483,9 +484,9 @@ def _most_counted(c: Cases, f: MemoryProfile, limit_bytes: float) -> Floats:
         if where.size:
             near = {name: at_places(value, where) for name, value in layer.items()}
             load = {name: at_places(value, where) for name, value in table.columns.items()}
-            sums = np.empty((*total.shape[:-1], where.size))
+            sums = np.empty((*shape[:-1], where.size))
             _add_parts(_counted_stage(c.at_places(where), f, near, load), out=sums)
-            if where.size == total.shape[-1]:
+            if where.size == shape[-1]:
                 np.maximum(total, sums, out=total)
             else:
                 total[..., where] = np.maximum(total[..., where], sums)
@@ -515,7 +516,7 @@ def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
         total=total,
         first_stage=total_first + np.zeros_like(total),
         usable=c.memory_bytes * np.asarray(f.usable) + np.zeros_like(total),
-        runs=_runs(c, f) & np.ones_like(total, dtype=bool),
+        runs=can_run(c, f) & np.ones_like(total, dtype=bool),
     )
 
 

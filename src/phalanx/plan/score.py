@@ -12,7 +12,7 @@ from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.cpu_step import predict_cpu_step
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
+from phalanx.plan.memory import MemoryUse, MostMemory, can_run, predict_memory, predict_most_memory
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.space import Bools, Grid, Ints, Space
 from phalanx.plan.step import StepSum, StepTimes, predict_step, predict_step_sum
@@ -25,7 +25,7 @@ Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """One row per layout of `space` that fits or comes near; `legal` counts all of them."""
+    """One row per layout of `space` that fits, or comes near and would be faster; `legal` counts all of them."""
 
     space: Space
     base: Ints
@@ -58,9 +58,15 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     for grid in space.grids():
         table = build_cases(space.request, grid.columns)
         usable = float(np.max(table.memory_bytes * space.request.memory.usable))
-        memory = most_memory(space.request, table, limit_bytes=hopeless * usable)
-        total, runs = np.broadcast_to(memory.total, grid.shape), np.broadcast_to(memory.runs & grid.legal, grid.shape)
+        runs = np.broadcast_to(can_run(table, space.request.memory) & grid.legal, grid.shape)
+        if not runs.any():
+            continue
+        if not runs.any(axis=(0, 1, 2, 3)).all():
+            grid, runs = grid.around(runs)
+            table = build_cases(space.request, grid.columns)
         legal += int(np.count_nonzero(runs))
+        memory = most_memory(space.request, table, limit_bytes=hopeless * usable)
+        total = np.broadcast_to(memory.total, grid.shape)
         near = runs & (total <= hopeless * usable)
         if near.any():
             bound = hopeless * usable
@@ -73,8 +79,12 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
             parts.append(_price_rows(space, grid, near, total))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
     base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
-    order = np.argsort(base * space.choice["zero"].size + choice)
-    order = order[memory_bytes[order] <= bound]
+    kept = np.flatnonzero(memory_bytes <= bound)
+    if np.ptp(space.choice["offload"]) == 0:
+        # Of layouts that do not fit a search names those that would be faster than all that do.
+        fits = memory_bytes <= usable
+        kept = kept[(fits | (step_s < np.min(step_s, where=fits, initial=np.inf)))[kept]]
+    order = kept[np.argsort(base[kept] * space.choice["zero"].size + choice[kept])]
     return Scores(
         space=space,
         base=base[order],
@@ -110,9 +120,7 @@ def most_memory(request: PlanRequest, table: Cases, *, limit_bytes: float = np.i
     """The bytes of every case without their parts, as exact as `predict_most_memory` is beyond a limit."""
     if request.recompute_layers is not None:
         limit_bytes = np.inf  # the mean of two counts, of which one may be beyond it
-    return _by_layer(
-        request, table, lambda cases: predict_most_memory(cases, request.memory, limit_bytes=limit_bytes)
-    )
+    return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory, limit_bytes=limit_bytes))
 
 
 def memory_use(request: PlanRequest, table: Cases) -> MemoryUse:

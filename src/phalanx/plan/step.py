@@ -221,13 +221,16 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
     repeats = np.where((c.zero == 2) & (c.pp <= 1), count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
-    shown = state.reduce - np.minimum(state.reduce, backward_s) * overlap
     if repeats.any():
         shown = repeats * np.maximum(0.0, state.again - overlap * (forward_s + backward_s)) + state.reduce
         shown = shown - np.minimum(state.reduce, backward_s) * overlap
-    shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap + state.factoring
+    else:
+        shown = state.reduce - np.minimum(state.reduce, backward_s) * overlap
+    # Parts that no case has are left out: each sum here is over all axes of a search.
+    shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap
+    shown = shown + state.factoring if state.factoring.ndim else shown
     # A pipeline keeps gathered weights for the whole step (memory.py), so there they are fetched once.
-    optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0)
+    optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0) if state.fetch.ndim else state.update
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 
     step = count * micro + bubble + shown + optimizer + overhead
