@@ -16,6 +16,7 @@ from phalanx.plan.memory import (
     layer_activations,
     memory_profiles,
     predict_memory,
+    predict_most_memory,
     stack_memory,
 )
 from phalanx.validate.throughput_rows import row_columns, to_cases
@@ -309,3 +310,35 @@ def test_shipped_profiles_are_sane():
         assert 0.7 < profile.usable < 1.0, name
         assert 0.3 < profile.selective_kept <= 1.0, name
         assert 12 <= profile.optimizer_bytes <= 16, name
+
+
+def test_what_a_search_counts_is_the_count_of_the_plan_below_its_limit():
+    """Stages that cannot be the fullest, or belong to what cannot fit, are left out; the largest sum stays the same."""
+    rows = [
+        {
+            "schedule": schedule,
+            "pp": pp,
+            "vpp": vpp,
+            "tp": tp,
+            "zero": zero,
+            "shard": 4.0,
+            "dp": 4.0,
+            "micro_batch": 1.0,
+        }
+        | {"recompute": recompute, "global_batch": batch, "sp": 0.0, "cp": 1.0, "ep": 1.0, "gpus": 0.0}
+        for schedule, vpp in ((GPIPE, 1.0), (PLAIN, 1.0), (INTERLEAVED, 2.0), (ZERO_BUBBLE, 1.0), (ZERO_BUBBLE, 2.0))
+        for pp in (1.0, 2.0, 3.0, 4.0, 8.0)
+        for tp in (1.0, 2.0)
+        for zero in (0.0, 2.0, 3.0)
+        for recompute in (NONE, SELECTIVE, FULL)
+        for batch in (32.0, 96.0)
+    ]
+    known = model_columns(known_presets()["llama-3-8b"].model()) | machine_columns(resolve("8xH100:8"))
+    cases = to_cases([row_columns(ROW, 1, "none") | known | row for row in rows])
+    for profile in (memory_profiles()["phalanx"], MemoryProfile()):
+        exact, most = predict_memory(cases, profile).total, predict_most_memory(cases, profile).total
+        assert np.array_equal(exact, most)
+        limit_bytes = float(np.median(exact))
+        limited = predict_most_memory(cases, profile, limit_bytes=limit_bytes).total
+        assert np.array_equal(limited <= limit_bytes, exact <= limit_bytes)
+        assert np.array_equal(limited[exact <= limit_bytes], exact[exact <= limit_bytes])

@@ -102,3 +102,14 @@ class Cases:
         """The same table restricted to some rows; scalars stay scalars."""
         changed = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: value[index] for name, value in changed.items() if np.ndim(value) > 0})
+
+    def at_places(self, places: NDArray[np.intp]) -> Cases:
+        """The same table restricted to some places of its last axis."""
+        return Cases(**{f.name: at_places(getattr(self, f.name), places) for f in fields(self)})
+
+
+def at_places(values: Floats, places: NDArray[np.intp]) -> Floats:
+    """Some places of the last axis; what is the same along it, or has all of them, stays as it is."""
+    if not np.ndim(values) or values.shape[-1] in (1, places.size):
+        return values
+    return values.take(places, axis=-1)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cases import FP4, FP8, FP16, GPIPE, SCHEDULES, ZERO_BUBBLE, Cases, Floats
+from phalanx.plan.cases import FP4, FP8, FP16, GPIPE, SCHEDULES, ZERO_BUBBLE, Cases, Floats, at_places
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.physics import Number
 from phalanx.plan.schedules import StageLoad, stage_loads
@@ -21,7 +21,7 @@ from phalanx.plan.weights import attention_weights, expert_sharers, expert_split
 # above their count (benchmarks/2026-11-16-memory.md), and `phalanx trace --against-plan` fails beyond it.
 MEMORY_ERROR = 0.06
 FEEDBACK_BYTES = 4.0  # per gradient of a whole layer: what compression rounded away and adds to the next step, in fp32
-OFFLOAD_PARAMETERS = 3  # index in cases.OFFLOAD
+OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS = 2, 3  # indices in cases.OFFLOAD
 RECOMPUTED_PENDING = 1.42  # see _counted_stage
 EMBEDDING_COUNTS = 0.5  # of a layer's weights: an embedding above this counts as a layer (train/model_stages.py)
 INDEX_LIMIT = 2.0**31  # elements a 32-bit index reaches; loss kernels fail on larger logit tensors
@@ -71,7 +71,7 @@ class MemoryUse:
     total: Floats
     first_stage: Floats  # the same sum for the first stage: rank 0, whose memory most logs print
     usable: Floats
-    runs: NDArray[np.bool_]  # False: a stage would be empty, or the logits outgrow a 32-bit index
+    runs: NDArray[np.bool_]  # as `can_run` says
 
     @property
     def fits(self) -> NDArray[np.bool_]:
@@ -89,7 +89,6 @@ class MostMemory:
     """The sum of a MemoryUse without its parts."""
 
     total: Floats
-    runs: NDArray[np.bool_]
 
 
 def layer_activations(c: Cases, f: MemoryProfile) -> tuple[Floats, Floats]:
@@ -149,12 +148,8 @@ class _Stage:
     head: Floats  # 1 where it computes logits
 
 
-def _wide_buffers(c: Cases, f: MemoryProfile, stage: _Stage) -> Floats:
-    """Full-width buffers of tensor parallelism's gathers."""
-    return np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * element_bytes(c)
-
-
-def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]:
+def _state_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]:
+    """The bytes of a stage that do not depend on its activations."""
     w = rank_weights(c, stage_layers=stage.layers)
     dense = w.dense - w.embedding + stage.tables * c.vocab * c.hidden / c.tp
     size = element_bytes(c)
@@ -170,28 +165,39 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]
         return dense / np.where(split, shard, 1.0) + w.experts / np.where(split, expert_shard, 1.0)
 
     state = held(1) * f.optimizer_bytes + stage.tables * c.vocab * c.hidden / c.tp / shard * f.table_optimizer_bytes
-    kept, checkpoint = layer_activations(c, f)
-    full = c.recompute == FULL
-    activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
-    alternates = (c.pp > 1) & (c.tp > 1) & (c.accumulation > c.pp)
-    activations = activations * np.where(alternates, f.pipeline_fragmentation, 1.0)
-    activations = np.where(c.offload == 2, np.minimum(activations, 2.0 * kept), activations)
-    wide = _wide_buffers(c, f, stage)
     # In a pipeline ZeRO-3 cannot drop gathered layers between micro-batches: the stage keeps its full weights and
     # accumulates full gradients (torchtitan's reshard_after_forward default).
     stays = (c.zero == 3) & (c.pp > 1)
     unsharded = np.where(stays, (dense + w.experts) * (size + gradient_bytes), 2.0 * w.layer * size)
-    waiting = np.where((c.schedule == GPIPE) & (c.pp > 1), stage.in_flight - 1.0, 0.0)
     return {
         "weights": held(3) * size * resident * np.where(c.zero == 3, f.shard_copy, 1.0),
         # A pipeline reduces gradients once, after the last micro-batch: until then ZeRO-2 holds whole ones there.
         "gradients": np.where((c.zero == 2) & (c.pp > 1), dense + w.experts, held(2)) * gradient_bytes * resident,
         "optimizer": np.where(c.offload == 1, 0.0, state * resident),
-        "gathered": np.where(c.zero == 3, unsharded, 0.0) + wide,
-        "activations": activations,
-        "logits": stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * PLAIN.waiting_logit_bytes),
+        "gathered": np.where(c.zero == 3, unsharded, 0.0),
         "buffers": f.base_bytes + np.where(c.compression > 0, (dense + w.experts) * FEEDBACK_BYTES, 0.0),
     }
+
+
+def _stage_bytes(c: Cases, f: MemoryProfile, stage: _Stage) -> dict[str, Floats]:
+    parts = _state_bytes(c, f, stage)
+    kept, checkpoint = layer_activations(c, f)
+    full = c.recompute == FULL
+    activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
+    alternates = (c.pp > 1) & (c.tp > 1) & (c.accumulation > c.pp)
+    activations = activations * np.where(alternates, f.pipeline_fragmentation, 1.0)
+    activations = np.where(c.offload == OFFLOAD_ACTIVATIONS, np.minimum(activations, 2.0 * kept), activations)
+    # Full-width buffers of tensor parallelism's gathers.
+    wide = np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * element_bytes(c)
+    waiting = np.where((c.schedule == GPIPE) & (c.pp > 1), stage.in_flight - 1.0, 0.0)
+    logits = stage.head * c.tokens * c.vocab / c.tp * (f.logit_bytes + waiting * PLAIN.waiting_logit_bytes)
+    return _all_parts(parts | {"gathered": parts["gathered"] + wide}, activations, logits)
+
+
+def _all_parts(state: dict[str, Floats], activations: Floats, logits: Floats) -> dict[str, Floats]:
+    """All parts of a stage, in the order in which they are added up."""
+    buffers = state.pop("buffers")
+    return {**state, "activations": activations, "logits": logits, "buffers": buffers}
 
 
 def _both_ends(c: Cases, f: MemoryProfile) -> tuple[dict[str, Floats], dict[str, Floats]]:
@@ -236,28 +242,62 @@ def _is_compiled(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
     return np.asarray((np.asarray(f.compiled) > 0) & ~((c.schedule == ZERO_BUBBLE) & (c.pp > 1)))
 
 
-def _stage_tables(c: Cases) -> list[dict[str, Floats]]:
-    """The candidates for the fullest stage of every case, as columns: what each holds, in layers and micro-batches."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StageTable:
+    """A candidate for the fullest stage of every case, as columns: what it holds, in layers and micro-batches."""
+
+    columns: dict[str, Floats]
+    matters: NDArray[np.bool_]  # False: another candidate holds as much of everything
+
+
+def _stage_tables(c: Cases) -> list[_StageTable]:
     keys = (c.schedule, c.pp, np.maximum(c.vpp, 1.0), c.accumulation, c.layers, head_layers(c))
     shape = np.broadcast_shapes(*(np.shape(key) for key in keys))
-    rows = np.stack([np.broadcast_to(key, shape).reshape(-1) for key in keys], axis=1)
-    known, places = np.unique(rows, axis=0, return_inverse=True)
-    found = [
-        stage_loads(
-            SCHEDULES[int(schedule)],
-            int(pp),
-            int(vpp),
-            int(count),
-            int(layers),
-            embed_cost=1.0 if head > EMBEDDING_COUNTS else 0.0,
-            head_cost=float(head),
+    # One number for all keys of a case: rows would be sorted ten times slower.
+    code: NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
+    for key in keys:
+        if np.ndim(key):
+            values, place = np.unique(key, return_inverse=True)
+            code = np.unique(code, return_inverse=True)[1].reshape(shape) if code.any() else code
+            code = code * values.size + place.reshape(np.shape(key))
+    _, firsts, places = np.unique(code, return_index=True, return_inverse=True)
+    known = zip(*(np.broadcast_to(key, shape).reshape(-1)[firsts].tolist() for key in keys), strict=True)
+    table = np.stack([_load_columns(*row) for row in known], axis=2)  # [candidate, column, row]
+    return [
+        _StageTable(
+            columns={name: row[places].reshape(shape) for name, row in zip(LOADS, rows[:-1], strict=True)},
+            matters=rows[-1].astype(bool)[places].reshape(shape),
         )
-        for schedule, pp, vpp, count, layers, head in known
+        for rows in table
     ]
-    names = [item.name for item in fields(StageLoad)]
-    values_of = attrgetter(*names)
-    table = np.array([[values_of(load) for load in loads] for loads in found], dtype=np.float64).transpose(1, 2, 0)
-    return [{name: row[places].reshape(shape) for name, row in zip(names, rows, strict=True)} for rows in table.copy()]
+
+
+LOADS = tuple(item.name for item in fields(StageLoad))
+_values_of = attrgetter(*LOADS)
+
+
+@lru_cache(maxsize=16384)
+def _load_columns(schedule: float, pp: float, vpp: float, count: float, layers: float, head: float) -> Floats:
+    """[candidate, column]: what the candidates for the fullest stage of a pipeline hold, and last whether each matters.
+
+    One does not that holds no more of anything than another: every part of `_counted_stage` grows with every column,
+    and with the share of layers whose backward is split. Of candidates that are the same the first matters.
+    """
+    embed_cost = 1.0 if head > EMBEDDING_COUNTS else 0.0
+    loads = stage_loads(
+        SCHEDULES[int(schedule)],
+        int(pp),
+        int(vpp),
+        int(count),
+        int(layers),
+        embed_cost=embed_cost,
+        head_cost=head,
+    )
+    held = np.array([(*_values_of(one), one.split_layers / max(one.layers, 1)) for one in loads], dtype=np.float64)
+    less = (held[:, None] <= held[None]).all(axis=2)  # [candidate, other]
+    first = np.tri(len(loads), k=-1, dtype=bool)  # where the other comes before it
+    outweighed = (less & (~less.T | first)).any(axis=1)
+    return np.column_stack((held[:, :-1], ~outweighed))
 
 
 def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
@@ -297,14 +337,29 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     }
 
 
-def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: dict[str, Floats]) -> dict[str, Floats]:
-    """The parts of one stage; those of its two full moments that make the larger sum."""
-    single = c.pp <= 1
-    tables = np.where(single, 2.0 - c.tied, load["embedding"] + load["head"])
-    stage = _Stage(layers=load["layers"], in_flight=np.ones_like(load["layers"]), tables=tables, head=load["head"])
-    parts = _stage_bytes(c, f, stage)
+def _counted_state(c: Cases, f: MemoryProfile, load: dict[str, Floats]) -> dict[str, Floats]:
+    """The parts of one stage that do not depend on its activations."""
+    tables = np.where(c.pp <= 1, 2.0 - c.tied, load["embedding"] + load["head"])
+    stage = _Stage(layers=load["layers"], in_flight=np.ones(()), tables=tables, head=load["head"])
+    parts = _state_bytes(c, f, stage)
+    # Split backwards hand gradients over only when the step is done: until then they are there in 16 bit as well.
+    share = np.where(c.pp > 1, load["split_layers"] / np.maximum(load["layers"], 1.0), 0.0)
+    parts["gradients"] = parts["gradients"] + share * parts["weights"]
+    return parts
+
+
+def _kept_by_layer(c: Cases, layer: dict[str, Floats]) -> Floats:
+    """What a layer keeps of a micro-batch until its backward."""
     selective, full = c.recompute == SELECTIVE, c.recompute == FULL
-    each = np.where(full, layer["full"], np.where(selective, layer["selective"], layer["kept"]))
+    return np.where(full, layer["full"], np.where(selective, layer["selective"], layer["kept"]))
+
+
+def _counted_moments(
+    c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: dict[str, Floats]
+) -> tuple[Floats, Floats]:
+    """Activations and logits of one stage at the fullest of its moments, but for that of `_reducing_bytes`."""
+    selective, full = c.recompute == SELECTIVE, c.recompute == FULL
+    each = _kept_by_layer(c, layer)
     again = np.where(
         full | selective, layer["kept"] - np.where(full, 0.0, each), 0.0
     )  # of the layer that goes backward
@@ -312,45 +367,53 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
     # of its graph than the first forward would: 1.42 times in the trace of one layout (8B, V-shaped), not counted out.
     late = (layer["kept"] + layer["gradients"]) * np.where(full, RECOMPUTED_PENDING, 1.0)
     size, each_logit = element_bytes(c), c.tokens * c.vocab / c.tp
+    sent = np.where(c.pp > 1, layer["full"], 0.0)  # the output of a chunk, or the input of the next
+    # Some backward begins or, split in two, has done its first half.
+    activations = load["held"] * each + load["pending"] * late + load["outputs"] * sent + again + layer["working"]
+    logits = load["late_logits"] * size * each_logit
+    if not load["head"].any():
+        return activations, logits
     compiled, split = _is_compiled(c, f), c.tp > 1
     whole_logit = np.where(compiled, COMPILED.logit_bytes, PLAIN.logit_bytes)
     logit = np.where(split, np.where(compiled, COMPILED.split_logit_bytes, PLAIN.split_logit_bytes), whole_logit)
     waits = np.where(compiled & ~split, COMPILED.waiting_logit_bytes, PLAIN.waiting_logit_bytes)
     wider = size - 2.0  # the counts are those of 16-bit logits
     waiting = load["waiting_logits"] * (waits + wider)
-    sent = np.where(c.pp > 1, layer["full"], 0.0)  # the output of a chunk, or the input of the next
     at_head = load["head_held"] * each + load["head_pending"] * late + load["head_outputs"] * sent
-    turned = load["head_layers"] * (late - each)
     late_logits = load["head_late_logits"] * size
     # A stage holds its logits until its backward is done; without a pipeline only their gradient is left by then.
     left = np.where(c.pp > 1, 2.0, 1.0) * size
-    moments = (
-        # Some backward begins or, split in two, has done its first half.
-        (
-            load["held"] * each + load["pending"] * late + load["outputs"] * sent + again + layer["working"],
-            load["late_logits"] * size * each_logit,
-        ),
-        # The loss goes backward, then the head's matrix, whose gradient is made, then, if split, half of the layers.
+    # The loss goes backward, then the head's matrix, whose gradient is made, then, if split, half of the layers.
+    moments = [
         (at_head, load["head"] * each_logit * (logit + wider + waiting + late_logits)),
         (
             at_head + load["head"] * c.vocab * c.hidden / c.tp * size,
             load["head"] * each_logit * (left + waiting + late_logits),
         ),
-        (at_head + turned, np.where(load["head_layers"] > 0, each_logit * (left + late_logits), 0.0)),
-        # A layer has gone backward, and its gradients are reduced.
-        (_reducing_bytes(c, f, held=np.maximum(load["held"] - 1.0, 0.0) * each), np.zeros(())),
-    )
-    activations, logits = moments[0]
-    for more, more_logits in moments[1:]:
+    ]
+    if load["head_layers"].any():
+        turned = load["head_layers"] * (late - each)
+        moments.append((at_head + turned, np.where(load["head_layers"] > 0, each_logit * (left + late_logits), 0.0)))
+    for more, more_logits in moments:
         wins = more + more_logits > activations + logits
         activations, logits = np.where(wins, more, activations), np.where(wins, more_logits, logits)
-    parts["activations"] = np.where(c.offload == 2, np.minimum(activations, 2.0 * layer["kept"]), activations)
-    parts["logits"] = logits
-    # Split backwards hand gradients over only when the step is done: until then they are there in 16 bit as well.
-    share = np.where(c.pp > 1, load["split_layers"] / np.maximum(load["layers"], 1.0), 0.0)
-    parts["gradients"] = parts["gradients"] + share * parts["weights"]
-    parts["gathered"] = np.where(c.zero == 3, parts["gathered"] - _wide_buffers(c, f, stage), 0.0)
-    return parts
+    return activations, logits
+
+
+def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: dict[str, Floats]) -> dict[str, Floats]:
+    """The parts of one stage at its fullest moment."""
+    activations, logits = _counted_moments(c, f, layer, load)
+    if np.any((c.zero >= 2) & (c.pp <= 1)):
+        # A layer has gone backward, and its gradients are reduced.
+        held = np.maximum(load["held"] - 1.0, 0.0) * _kept_by_layer(c, layer)
+        more = _reducing_bytes(c, f, held=held)
+        wins = more > activations + logits
+        activations, logits = np.where(wins, more, activations), np.where(wins, 0.0, logits)
+    if np.any(c.offload == OFFLOAD_ACTIVATIONS):
+        activations = np.where(
+            c.offload == OFFLOAD_ACTIVATIONS, np.minimum(activations, 2.0 * layer["kept"]), activations
+        )
+    return _all_parts(_counted_state(c, f, load), activations, logits)
 
 
 def _reducing_bytes(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
@@ -374,7 +437,7 @@ def _stage_candidates(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:
     if not counted.any():
         return list(_both_ends(c, f))
     layer = _counted_layer(c, f)
-    own = [_counted_stage(c, f, layer, load) for load in _stage_tables(c)]
+    own = [_counted_stage(c, f, layer, table.columns) for table in _stage_tables(c)]
     if counted.all():
         return own
     first, last = _both_ends(c, f)
@@ -389,16 +452,54 @@ def _sum_parts(parts: dict[str, Floats]) -> Floats:
     return sum(parts.values(), np.zeros(()))
 
 
-def _runs(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+def can_run(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+    """False where a stage would be empty, or the logits outgrow a 32-bit index."""
     return (empty_stages(c, balanced=f.balanced_stages) < 1) & (c.tokens * c.vocab / c.tp <= INDEX_LIMIT)
 
 
-def predict_most_memory(c: Cases, f: MemoryProfile) -> MostMemory:
-    """The bytes of the fullest stage of every case."""
+def predict_most_memory(c: Cases, f: MemoryProfile, *, limit_bytes: float = np.inf) -> MostMemory:
+    """The bytes of the fullest stage of every case; where they are more than the limit, maybe too few, but more too."""
+    if np.ndim(f.counted) == 0 and f.counted > 0:
+        return MostMemory(total=_most_counted(c, f, limit_bytes))
     total: Floats = np.zeros(())
     for parts in _stage_candidates(c, f):
         total = np.maximum(total, _sum_parts(parts))
-    return MostMemory(total=total, runs=_runs(c, f))
+    return MostMemory(total=total)
+
+
+def _most_counted(c: Cases, f: MemoryProfile, limit_bytes: float) -> Floats:
+    """The largest sum of all stages in our own trainer, each counted only where it may be the largest and may fit.
+
+    A search spends a third of its time here. Of the last axis only some places are counted for the later stages.
+    """
+    layer = _counted_layer(c, f)
+    first, *others = _stage_tables(c)
+    shape = np.broadcast_shapes((1,), *(np.shape(getattr(c, item.name)) for item in fields(Cases)))
+    total: Floats = np.empty(shape)
+    _add_parts(_counted_stage(c, f, layer, first.columns), out=total)
+    may_fit = total.min(axis=tuple(range(total.ndim - 1)), initial=np.inf) <= limit_bytes
+    for table in others:
+        counts = table.matters.any(axis=tuple(range(table.matters.ndim - 1))) if table.matters.ndim else table.matters
+        where = np.flatnonzero(counts & may_fit)
+        if where.size:
+            near = {name: at_places(value, where) for name, value in layer.items()}
+            load = {name: at_places(value, where) for name, value in table.columns.items()}
+            sums = np.empty((*shape[:-1], where.size))
+            _add_parts(_counted_stage(c.at_places(where), f, near, load), out=sums)
+            if where.size == shape[-1]:
+                np.maximum(total, sums, out=total)
+            else:
+                total[..., where] = np.maximum(total[..., where], sums)
+    return total
+
+
+def _add_parts(parts: dict[str, Floats], *, out: Floats) -> None:
+    """`_sum_parts` without a new array for each: the small ones first, as there."""
+    *small, activations, logits, buffers = parts.values()
+    np.add(sum(small, np.zeros(())), activations, out=out)
+    for more in (logits, buffers):
+        if more.any():
+            np.add(out, more, out=out)
 
 
 def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
@@ -415,7 +516,7 @@ def predict_memory(c: Cases, f: MemoryProfile) -> MemoryUse:
         total=total,
         first_stage=total_first + np.zeros_like(total),
         usable=c.memory_bytes * np.asarray(f.usable) + np.zeros_like(total),
-        runs=_runs(c, f) & np.ones_like(total, dtype=bool),
+        runs=can_run(c, f) & np.ones_like(total, dtype=bool),
     )
 
 

@@ -8,16 +8,23 @@ and W it is *pending*: torch keeps its whole graph, and the gradient at the outp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.errors import mistake
 
 PENDING_WEIGHT = 1.6  # held layers that a pending one weighs when moments are compared: its gradients are 0.5 to 0.7
 Action = tuple[str, int, int]  # F, B, I or W; chunk of this rank; micro-batch
+Ints = NDArray[np.int64]
+KINDS = "FBIW"
+FORWARD, BACKWARD, INPUT, WEIGHT, ABSENT = range(5)
 
 
 def layers_of_stages(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
@@ -89,72 +96,71 @@ class StageLoad:
 
 def rank_order(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> Iterator[Action]:
     """What a rank does in a step of `count` micro-batches, in order."""
-    if schedule == "gpipe" or (schedule in ("1f1b", "interleaved") and chunks == 1 and count < ranks):
-        yield from (("F", 0, index) for index in range(count))
-        yield from (("B", 0, index) for index in range(count))
-    elif schedule in ("1f1b", "interleaved") and chunks == 1:
+    done: Counter[tuple[int, int]] = Counter()
+    for key in zip(*(column.tolist() for column in _order(schedule, rank, ranks, chunks, count)), strict=True):
+        yield KINDS[key[0]], key[1], done[key]
+        done[key] += 1
+
+
+def _order(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> tuple[Ints, Ints]:
+    """The same as two columns, kind and chunk: the n-th of a pair is that of micro-batch n."""
+    single = schedule in ("1f1b", "interleaved") and chunks == 1
+    if schedule == "gpipe" or (single and count < ranks):
+        kinds = np.repeat((FORWARD, BACKWARD), count)
+    elif single:
         first = min(count, ranks - rank)
-        yield from (("F", 0, index) for index in range(first))
-        for index in range(count):
-            yield ("B", 0, index)
-            if first + index < count:
-                yield ("F", 0, first + index)
+        steady = np.tile((BACKWARD, FORWARD), count - first)
+        kinds = np.concatenate((np.full(first, FORWARD), steady, np.full(first, BACKWARD)))
     elif is_v_shaped(schedule, chunks):
-        yield from _v_order(rank, ranks, count)
+        return _v_order(rank, ranks, count)
     else:
-        yield from _rounds_order(rank, ranks, chunks, count, split=schedule == "zero-bubble")
+        return _rounds_order(rank, ranks, chunks, count, split=schedule == "zero-bubble")
+    return kinds, np.zeros_like(kinds)
 
 
-def _rounds_order(rank: int, ranks: int, chunks: int, count: int, *, split: bool) -> Iterator[Action]:
+def _rounds_order(rank: int, ranks: int, chunks: int, count: int, *, split: bool) -> tuple[Ints, Ints]:
     """Interleaved 1F1B, and the zero-bubble order made of it, whose W follow `rank` operations behind their I."""
     per_round = count // max(1, count // ranks)
     total = chunks * count
     warm_up = min((chunks - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), total)
-    done: dict[tuple[str, int], int] = {}
-
-    def next_of(kind: str, chunk: int) -> Action:
-        index = done.get((kind, chunk), 0)
-        done[kind, chunk] = index + 1
-        return kind, chunk, index
-
-    def backward_chunk(place: int) -> int:
-        return chunks - 1 - (place // per_round) % chunks
-
-    for place in range(warm_up):
-        yield next_of("F", (place // per_round) % chunks)
-    late = 0
-    for place in range(total):
-        if warm_up + place < total:
-            yield next_of("F", ((warm_up + place) // per_round) % chunks)
-        yield next_of("I" if split else "B", backward_chunk(place))
-        if split and place >= rank:
-            yield next_of("W", backward_chunk(late))
-            late += 1
-    for place in range(late, total if split else late):
-        yield next_of("W", backward_chunk(place))
+    forward = np.arange(total) // per_round % chunks
+    backward = chunks - 1 - forward
+    late = min(rank, total)
+    # A row for every backward: a forward before it while there are any, and the W of an earlier one after it.
+    rows = np.full((total, 3), ABSENT)
+    of = np.zeros((total, 3), dtype=np.int64)
+    rows[: total - warm_up, 0], of[: total - warm_up, 0] = FORWARD, forward[warm_up:]
+    rows[:, 1], of[:, 1] = INPUT if split else BACKWARD, backward
+    if split:
+        rows[late:, 2], of[late:, 2] = WEIGHT, backward[: total - late]
+    there = rows != ABSENT
+    rest = backward[total - late :] if split else backward[:0]
+    kinds = np.concatenate((np.full(warm_up, FORWARD), rows[there], np.full(rest.size, WEIGHT)))
+    return kinds, np.concatenate((forward[:warm_up], of[there], rest))
 
 
-def _v_order(rank: int, ranks: int, count: int) -> Iterator[Action]:
+def _v_order(rank: int, ranks: int, count: int) -> tuple[Ints, Ints]:
     """The V-shaped zero-bubble order (Qi et al. 2024, section 6) as torch makes it; fewer micro-batches leave gaps."""
     least = max(2 * ranks - 1, count)
-    actions: list[tuple[str, int]] = [("F", 0)] * (2 * (ranks - rank) - 1)
-    actions += [("F", 1), ("F", 0)] * rank
-    actions += [("F", 1), ("I", 1), ("W", 1)] * (ranks - rank)
+    actions = [(FORWARD, 0)] * (2 * (ranks - rank) - 1)
+    actions += [(FORWARD, 1), (FORWARD, 0)] * rank
+    actions += [(FORWARD, 1), (INPUT, 1), (WEIGHT, 1)] * (ranks - rank)
     first, second = 2 * ranks - 1 - rank, ranks
     while second < first or first < least:
         if first < least:
-            actions.append(("F", 0))
+            actions.append((FORWARD, 0))
             first += 1
-        actions += [("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
+        actions += [(INPUT, 0), (WEIGHT, 0), (FORWARD, 1), (INPUT, 1), (WEIGHT, 1)]
         second += 1
-    actions += [("I", 0), ("I", 1)] * rank
-    actions += [("I", 0), ("W", 0)] * (ranks - rank)
-    done: dict[tuple[str, int], int] = {}
-    for kind, chunk in [*actions, *[("W", 1)] * least, *[("W", 0)] * least]:
-        index = done.get((kind, chunk), 0)
-        done[kind, chunk] = index + 1
-        if index < count:
-            yield kind, chunk, index
+    actions += [(INPUT, 0), (INPUT, 1)] * rank
+    actions += [(INPUT, 0), (WEIGHT, 0)] * (ranks - rank)
+    actions += [(WEIGHT, 1)] * least + [(WEIGHT, 0)] * least
+    kinds, of = np.array(actions).T
+    there = np.zeros(kinds.size, dtype=bool)
+    for kind in (FORWARD, INPUT, WEIGHT):
+        for chunk in (0, 1):  # torch drops what is beyond the last micro-batch
+            there[np.flatnonzero((kinds == kind) & (of == chunk))[:count]] = True
+    return kinds[there], of[there]
 
 
 def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, layers: Sequence[range]) -> StageLoad:
@@ -163,48 +169,52 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
     mine = my_stages(rank, ranks, chunks, v_shaped=v_shaped)
     sizes = [len(layers[stage]) for stage in mine]
     last = mine.index(len(layers) - 1) if len(layers) - 1 in mine else -1
-    held = pending = logits = late = outputs = 0
-    best, at_head = (0.0, 0, 0, 0, 0), (0.0, 0, 0, 0, 0, 0)
-    for kind, chunk, _ in rank_order(schedule, rank, ranks, chunks, count):
-        size = sizes[chunk]
-        starts = mine[chunk] == 0  # its I does nothing: torch leaves the whole backward of the first stage to its W
-        if kind == "F":
-            held += size
-            logits += chunk == last
-            outputs += chunk != last
-            best = max(best, (held + PENDING_WEIGHT * pending, held, pending, late, outputs))
-        if kind in ("B", "I") and chunk == last:
-            at_head = max(at_head, (held + PENDING_WEIGHT * pending, held, pending, logits - 1, late, outputs))
-            logits -= 1
-        if kind in ("B", "W"):
-            outputs -= chunk != last
-        if kind == "B" or (kind == "W" and starts):
-            held -= size
-        elif kind == "I" and not starts:
-            held, pending = held - size, pending + size
-            late += chunk == last
-            best = max(best, (held + PENDING_WEIGHT * pending, held, pending, late, outputs))
-        elif kind == "W":
-            pending -= size
-            late -= chunk == last
+    kinds, of = _order(schedule, rank, ranks, chunks, count)
+    size = np.array(sizes)[of]
+    forward, backward, inputs, weights = (kinds == kind for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
+    # The I of the first stage does nothing: torch leaves its whole backward to its W.
+    waits = np.array(mine)[of] > 0
+    turns, ends, at_last = inputs & waits, weights & waits, of == last
+    changes = {
+        "held": size * (1 * forward - backward - turns - (weights & ~waits)),
+        "pending": size * (1 * turns - ends),
+        "logits": at_last * (1 * forward - backward - inputs),
+        "late": at_last * (1 * turns - ends),
+        "outputs": ~at_last * (1 * forward - backward - weights),
+    }
+    after = {name: np.cumsum(change) for name, change in changes.items()}
+    best = _fullest(after, np.flatnonzero(forward | turns), ("held", "pending", "late", "outputs"))
+    before = {name: after[name] - change for name, change in changes.items()}
+    goes_back = np.flatnonzero(at_last & (backward | inputs))
+    at_head = _fullest(before, goes_back, ("held", "pending", "logits", "late", "outputs"))
     return StageLoad(
         layers=sum(sizes),
         split_layers=sum(size for size, stage in zip(sizes, mine, strict=True) if stage)
         if schedule == "zero-bubble"
         else 0,
-        held=best[1],
-        pending=best[2],
-        late_logits=best[3],
-        outputs=best[4],
-        head_outputs=at_head[5],
-        head_held=at_head[1],
-        head_pending=at_head[2],
+        held=best["held"],
+        pending=best["pending"],
+        late_logits=best["late"],
+        outputs=best["outputs"],
+        head_outputs=at_head["outputs"],
+        head_held=at_head["held"],
+        head_pending=at_head["pending"],
         head_layers=sizes[last] if last >= 0 and schedule == "zero-bubble" else 0,
-        waiting_logits=at_head[3],
-        head_late_logits=at_head[4],
+        waiting_logits=max(at_head["logits"] - 1, 0),  # beside its own
+        head_late_logits=at_head["late"],
         embedding=0 in mine,
         head=last >= 0,
     )
+
+
+def _fullest(moments: dict[str, Ints], places: Ints, names: tuple[str, ...]) -> dict[str, int]:
+    """What is held at the place with the most layers, those pending weighted; of equals the most of each, in order."""
+    weight = moments["held"] + PENDING_WEIGHT * moments["pending"]
+    for values in (weight, *(moments[name] for name in names)):
+        if places.size > 1:
+            here = values[places]
+            places = places[here == here.max()]
+    return {name: int(moments[name][places[0]]) if places.size else 0 for name in names}
 
 
 MOST_PLAYED = 1024  # micro-batches of a schedule without whole rounds
@@ -223,8 +233,8 @@ def stage_loads(
         chunks = max(1, num_layers // ranks)
     if ranks == 1:
         schedule, chunks, count = "1f1b", 1, 1
-    in_rounds = count % ranks == 0 or schedule == "1f1b" or is_v_shaped(schedule, chunks)
-    # Later rounds repeat the first three.
+    in_rounds = count % ranks == 0 or chunks == 1 or is_v_shaped(schedule, chunks)
+    # Later rounds repeat the first three; a rank with one chunk knows no rounds.
     played = 1 if schedule == "gpipe" else min(count, 3 * ranks if in_rounds else MOST_PLAYED)
     loads = _played_loads(schedule, ranks, chunks, played, num_layers, embed_cost, head_cost)
     if schedule == "gpipe":

@@ -12,20 +12,20 @@ from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.cpu_step import predict_cpu_step
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import MemoryUse, MostMemory, predict_memory, predict_most_memory
+from phalanx.plan.memory import MemoryUse, MostMemory, can_run, predict_memory, predict_most_memory
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.space import Bools, Grid, Ints, Space
-from phalanx.plan.step import StepTimes, predict_step
+from phalanx.plan.step import StepSum, StepTimes, predict_step, predict_step_sum
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
 HOPELESS = 2.0
 
-Part = TypeVar("Part", MemoryUse, MostMemory, StepTimes)
+Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """One row per layout of `space` that fits or comes near; `legal` counts all of them."""
+    """One row per layout of `space` that fits, or comes near and would be faster; `legal` counts all of them."""
 
     space: Space
     base: Ints
@@ -57,23 +57,34 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
     legal, usable, bound = 0, 0.0, np.inf
     for grid in space.grids():
         table = build_cases(space.request, grid.columns)
-        memory = most_memory(space.request, table)
-        total, runs = np.broadcast_to(memory.total, grid.shape), np.broadcast_to(memory.runs & grid.legal, grid.shape)
-        legal += int(np.count_nonzero(runs))
         usable = float(np.max(table.memory_bytes * space.request.memory.usable))
+        runs = np.broadcast_to(can_run(table, space.request.memory) & grid.legal, grid.shape)
+        if not runs.any():
+            continue
+        if not runs.any(axis=(0, 1, 2, 3)).all():
+            grid, runs = grid.around(runs)
+            table = build_cases(space.request, grid.columns)
+        legal += int(np.count_nonzero(runs))
+        memory = most_memory(space.request, table, limit_bytes=hopeless * usable)
+        total = np.broadcast_to(memory.total, grid.shape)
         near = runs & (total <= hopeless * usable)
         if near.any():
             bound = hopeless * usable
         elif bound > hopeless * usable:
             # The smallest of all is kept in any case: an answer to "what is the least it needs?".
+            total = np.broadcast_to(most_memory(space.request, table).total, grid.shape)
             bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))
             near = runs & (total <= bound)
         if near.any():
             parts.append(_price_rows(space, grid, near, total))
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
     base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
-    order = np.argsort(base * space.choice["zero"].size + choice)
-    order = order[memory_bytes[order] <= bound]
+    kept = np.flatnonzero(memory_bytes <= bound)
+    if np.ptp(space.choice["offload"]) == 0:
+        # Of layouts that do not fit a search names those that would be faster than all that do.
+        fits = memory_bytes <= usable
+        kept = kept[(fits | (step_s < np.min(step_s, where=fits, initial=np.inf)))[kept]]
+    order = kept[np.argsort(base[kept] * space.choice["zero"].size + choice[kept])]
     return Scores(
         space=space,
         base=base[order],
@@ -88,8 +99,8 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
 def _price_rows(space: Space, grid: Grid, near: Bools, total: Floats) -> tuple[Ints, Ints, Floats, Floats]:
     """Base row, choice row, seconds and bytes of the layouts of a grid that come near fitting."""
     small, inside = grid.around(near)
-    times = step_times(space.request, build_cases(space.request, small.columns))
-    return *small.rows(inside), np.broadcast_to(times.step_s, small.shape)[inside], total[near]
+    step_s = step_seconds(space.request, build_cases(space.request, small.columns))
+    return *small.rows(inside), np.broadcast_to(step_s, small.shape)[inside], total[near]
 
 
 def price_layouts(
@@ -105,9 +116,11 @@ def price_layouts(
     return table, step_times(request, table), memory_use(request, table)
 
 
-def most_memory(request: PlanRequest, table: Cases) -> MostMemory:
-    """The same without its parts, which a search of a million layouts does not look at."""
-    return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory))
+def most_memory(request: PlanRequest, table: Cases, *, limit_bytes: float = np.inf) -> MostMemory:
+    """The bytes of every case without their parts, as exact as `predict_most_memory` is beyond a limit."""
+    if request.recompute_layers is not None:
+        limit_bytes = np.inf  # the mean of two counts, of which one may be beyond it
+    return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory, limit_bytes=limit_bytes))
 
 
 def memory_use(request: PlanRequest, table: Cases) -> MemoryUse:
@@ -137,6 +150,13 @@ def _step(request: PlanRequest, table: Cases) -> StepTimes:
     if request.cluster.cpu is not None:
         return predict_cpu_step(table, request.cluster.cpu)
     return predict_step(table, request.physics, request.profile)
+
+
+def step_seconds(request: PlanRequest, table: Cases) -> Floats:
+    """`step_times` without its parts, unless they are needed to make the sum."""
+    if request.calibration is not None or request.cluster.cpu is not None:
+        return step_times(request, table).step_s
+    return _by_layer(request, table, lambda cases: predict_step_sum(cases, request.physics, request.profile)).step_s
 
 
 def step_times(request: PlanRequest, table: Cases) -> StepTimes:

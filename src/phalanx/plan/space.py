@@ -42,11 +42,13 @@ class Space:
     def grids(self) -> Iterator[Grid]:
         """All legal layouts."""
         legal = self._legal()
-        for rest in alike(legal):
-            used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
-            step = max(1, GRID_CELLS // math.prod(one.size for one in used))
-            for start in range(0, rest.size, step):
-                yield self._grid(used, rest[start : start + step], legal)
+        depths = self.base["pp"][self.of_expert.max(axis=0, initial=NO_ROW)]
+        for columns in alike(legal):
+            for rest in _by_depth(columns, depths[columns]):
+                used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
+                step = max(1, GRID_CELLS // math.prod(one.size for one in used))
+                for start in range(0, rest.size, step):
+                    yield self._grid(used, rest[start : start + step], legal)
 
     def _legal(self) -> tuple[Bools, Bools, Bools, Bools]:
         """Where each way to share, to recompute, to split the sequence and the experts is legal: [way, rest].
@@ -235,12 +237,16 @@ def _base_table(
     """The base table, degrees by degrees and in each by expert size; all expert sizes, and the rows of each."""
 
     @cache
+    def whole_rounds(pp: int, is_whole: bool) -> list[tuple[int, int]]:
+        return schedules(request, pp, pp if is_whole else pp + 1)
+
+    @cache
     def inner(pp: int, dp: int) -> Ints:
-        micros = micro_batches(request, dp, most_micro)
+        share = request.global_sequences // dp
         rows = [
             (micro, *one)
-            for micro in micros
-            for one in schedules(request, pp, request.global_sequences // (dp * micro))
+            for micro in micro_batches(request, dp, most_micro)
+            for one in whole_rounds(pp, share // micro % pp == 0)
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
@@ -257,17 +263,14 @@ def _base_table(
     own = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     of_expert = np.where(np.repeat(has_size, lengths, axis=0).T, np.repeat(start, lengths, axis=0).T + own, NO_ROW)
     table = np.zeros((int(blocks.sum()), 8), dtype=np.int64)
-    rest = np.concatenate((np.zeros((0, 7), dtype=np.int64), *_join_columns(degrees, parts)))
+    of_degrees = np.repeat(np.array(degrees, dtype=np.int64).reshape(-1, 4), lengths, axis=0)
+    rest = np.hstack((of_degrees, np.concatenate((np.zeros((0, 3), dtype=np.int64), *parts))))
     for size, rows in zip(experts, of_expert, strict=True):
         used = rows != NO_ROW
         table[rows[used]] = np.insert(rest[used], 4, size, axis=1)
     names = ("tp", "cp", "pp", "dp", "ep", "micro_batch", "schedule", "vpp")
     columns = {name: table[:, index].copy() for index, name in enumerate(names)}
     return columns, np.array(experts, dtype=np.int64), of_expert
-
-
-def _join_columns(degrees: list[tuple[int, int, int, int]], parts: list[Ints]) -> list[Ints]:
-    return [np.column_stack((np.tile(one, (len(part), 1)), part)) for one, part in zip(degrees, parts, strict=True)]
 
 
 def _choice_table(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[str, Ints], Ints]:
@@ -377,6 +380,17 @@ def alike(legal: tuple[Bools, ...]) -> list[Ints]:
         elif own:
             found.append((ways, count, kinds))
     return [np.flatnonzero(np.isin(kind, kinds)) for *_, kinds in found]
+
+
+def _by_depth(columns: Ints, depths: Ints) -> list[Ints]:
+    """Columns in the order of their pipelines' depths; those without a pipeline apart.
+
+    Only there ZeRO-3 gathers and reduces beside every micro-batch, terms that depend on all axes; in a pipeline
+    memory.py counts some stages only of some depths.
+    """
+    columns = columns[np.argsort(depths, kind="stable")]
+    alone = int(np.count_nonzero(depths == 1))
+    return [part for part in (columns[:alone], columns[alone:]) if part.size]
 
 
 def cut(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:

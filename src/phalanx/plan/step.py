@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from phalanx.plan import traffic
 from phalanx.plan.cases import ZERO_BUBBLE, Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute_seconds
-from phalanx.plan.memory import OFFLOAD_PARAMETERS, MemoryProfile, layer_activations
+from phalanx.plan.memory import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, MemoryProfile, layer_activations
 from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.weights import rank_weights
 
 # Parameters in host memory are fetched in fp32 for forward and again for backward; gradients return in fp32.
 FETCHED_BYTES = 12.0
-OFFLOAD_ACTIVATIONS = 2  # index in cases.OFFLOAD
 # Splitting every backward in two loses fused weight gradients and reads activations twice: an assumption, to be
 # replaced when the trainer measures it.
 ZERO_BUBBLE_SLOWDOWN = 1.04
@@ -59,6 +58,13 @@ class StepTimes:
         """The same table restricted to some rows."""
         whole = {item.name: np.broadcast_to(getattr(self, item.name), self.step_s.shape) for item in fields(StepTimes)}
         return StepTimes(**{name: value[rows] for name, value in whole.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSum:
+    """The sum of a StepTimes without its parts."""
+
+    step_s: Floats
 
 
 def smooth_max(a: Floats, b: Floats, sharpness: Floats | float) -> Floats:
@@ -157,6 +163,17 @@ def _state_of(c: Cases, k: Physics, f: Profile, g: traffic.Groups, split: Split)
 
 def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     """The step of every case."""
+    found = _predict_step(c, k, f, parts=True)
+    assert isinstance(found, StepTimes)
+    return found
+
+
+def predict_step_sum(c: Cases, k: Physics, f: Profile) -> StepSum:
+    """The same without its parts, which a search of a million layouts does not look at."""
+    return StepSum(step_s=_predict_step(c, k, f, parts=False).step_s)
+
+
+def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes | StepSum:
     g = traffic.groups(c, k, f)
     work = compute_seconds(c, k, f)
     tensor = traffic.tensor_seconds(c, g, f)
@@ -204,17 +221,22 @@ def predict_step(c: Cases, k: Physics, f: Profile) -> StepTimes:
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
     repeats = np.where((c.zero == 2) & (c.pp <= 1), count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
-    shown = state.reduce - np.minimum(state.reduce, backward_s) * overlap
     if repeats.any():
         shown = repeats * np.maximum(0.0, state.again - overlap * (forward_s + backward_s)) + state.reduce
         shown = shown - np.minimum(state.reduce, backward_s) * overlap
-    shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap + state.factoring
-    gradient = state.reduce + repeats * state.again + state.gather + state.factoring
+    else:
+        shown = state.reduce - np.minimum(state.reduce, backward_s) * overlap
+    # Parts that no case has are left out: each sum here is over all axes of a search.
+    shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap
+    shown = shown + state.factoring if state.factoring.ndim else shown
     # A pipeline keeps gathered weights for the whole step (memory.py), so there they are fetched once.
-    optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0)
+    optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0) if state.fetch.ndim else state.update
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 
     step = count * micro + bubble + shown + optimizer + overhead
+    if not parts:
+        return StepSum(step_s=step)
+    gradient = state.reduce + repeats * state.again + state.gather + state.factoring
     layers_here = np.where(holds_head, last, fullest)
     part = count * layers_here / c.layers
     zero = np.zeros_like(step)
