@@ -275,7 +275,11 @@ class FakeHosts:
             if host is None or host.seal is None or host.is_mute:
                 continue
             progress = [self.step, TRAINING, 0.1] if host.went else None
-            host.say(orjson.dumps({"kind": "beat", "epoch": host.generation, "progress": progress}))
+            try:
+                host.say(orjson.dumps({"kind": "beat", "epoch": host.generation, "progress": progress}))
+            except OSError:
+                self._lose(host)
+                continue
             heapq.heappush(self.beats, (max(due_s + host.every_s, now), number))
 
     def _obey(self, order: str) -> bool:
