@@ -41,7 +41,7 @@ $(DEV): pyproject.toml $(MADE)
 $(MADE): always
 	@bash .ci/venv $(VENV)
 
-# A browser and a Prometheus server for the tests; where they cannot be had, those tests skip.
+# A browser, a Prometheus server and an etcd for the tests; where they cannot be had, those tests skip.
 $(TOOLS): .ci/packages | $(DEV)
 	@bash .ci/packages $(VENV)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.elastic.channel import BURST, MAX_MESSAGE_BYTES, Channel, Closed, Listener, Refused, connect
+from phalanx.elastic.channel import BURST, MAX_MESSAGE_BYTES, Channel, Closed, Listener, Refused, connect, ready
 from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import UserError
 
@@ -66,6 +67,38 @@ def test_each_side_learns_what_the_other_said_of_itself(listener: Listener) -> N
     assert server.peer == {"role": "agent", "host": "a", "epoch": 3}  # an old epoch is seen by whoever must fence it
     client.close()
     server.close()
+
+
+def test_one_read_takes_all_that_was_said(pair: tuple[Channel, Channel]) -> None:
+    client, server = pair
+    for number in range(5):
+        client.send({"number": number})
+    long = threading.Thread(target=client.send, args=({"text": "x" * 200_000},))  # more than one read takes
+    long.start()
+    heard: list[dict[str, object]] = []
+    while len(heard) < 6:
+        assert ready(server._sock, select.POLLIN, PATIENCE_S)
+        heard += server.receive_all()
+    long.join()
+    assert [one.get("number") for one in heard[:5]] == [0, 1, 2, 3, 4]
+    assert len(str(heard[5]["text"])) == 200_000
+    assert server.receive_all() == [], "nothing more has come"
+    client.send({"put": 1}, b"data")
+    assert ready(server._sock, select.POLLIN, PATIENCE_S)
+    with pytest.raises(Refused, match="where only messages are taken"):
+        server.receive_all()
+
+
+def test_a_changed_frame_is_refused_by_the_one_read_too(pair: tuple[Channel, Channel]) -> None:
+    client, server = pair
+    client.send({"number": 1})
+    client._sign.next(b"")  # a frame that never came
+    client.send({"number": 2})
+    assert ready(server._sock, select.POLLIN, PATIENCE_S)
+    assert server.receive_all() == [{"number": 1}]
+    assert ready(server._sock, select.POLLIN, PATIENCE_S)
+    with pytest.raises(Refused, match="not authentic"):
+        server.receive_all()
 
 
 def test_a_listener_binds_loopback_unless_told_otherwise(listener: Listener) -> None:
@@ -258,7 +291,7 @@ def test_a_peer_that_stops_in_the_middle_of_data_does_not_hold_us_for_ever(pair:
     client, server = pair
     server.stall_s = 0.1
     whole = client._push
-    client._push = lambda view: whole(view[: view.nbytes // 2] if view.nbytes == 1000 else view)
+    client._push = lambda view: whole(view[: len(view) // 2] if len(view) == 1000 else view)
     client.send({"put": 1}, bytes(1000))
     server.wait(PATIENCE_S)
     with pytest.raises(Closed, match=r"agent sent 500 of 1000 bytes, then nothing for 0\.1 s"):

@@ -23,9 +23,11 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import failure as failing
+from phalanx.elastic import host_agent as hosting
 from phalanx.elastic.coordinator_state import (
     Action,
     AgentMessage,
+    AgentMessages,
     BeginGeneration,
     CheckpointList,
     ClockTick,
@@ -42,6 +44,7 @@ from phalanx.elastic.coordinator_state import (
     Send,
 )
 from phalanx.elastic.decide import decide, initial_state
+from phalanx.elastic.election import LEASE_S
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.membership import HostMembership, HostSlot
 from phalanx.plan.plan import Plan
@@ -518,6 +521,51 @@ def test_a_request_to_stop_always_ends_the_run(plan: Plan) -> None:
         sim.run()
         assert sim.end is not None, f"seed {seed}: {describe(sim)}"
         assert sim.end.state in ("stopped", "failed", "done")
+
+
+def test_a_lost_rack_with_the_first_hosts_and_the_coordinator_does_not_end_the_run(plan: Plan) -> None:
+    """120 hosts at once, the first in the order of those that may coordinate; the first of the others takes over."""
+    lost = 120
+    plan = replace(plan, job=replace(plan.job, batch=replace(plan.job.batch, global_sequences=160)))
+    sim = Simulation(plan, 0, hosts=160, slots=1, spares=0, faults=0, recovery="auto")
+    silent_s = hosting.SIGN_S + hosting.QUIET_S + hosting.turn_s(lost) + LEASE_S
+    assert silent_s < hosting.LOST_S / 2, "no agent gives up before that"
+
+    def fail() -> None:
+        for name in sim.names[:lost]:
+            sim.agents[name].alive = False
+        sim.state = None
+        sim._coordinator += 1
+        for agent in sim.agents.values():
+            sim._disconnect(agent)
+        sim.broken.add(sim.fence)
+        sim.at(sim.now_s + silent_s, sim._begin_coordinator)
+
+    sim.at(10.0, fail)
+    sim.run()
+    assert sim.end is not None and sim.end.state == "done", describe(sim)  # noqa: PT018
+    assert sim.saved.membership is not None
+    assert sim.saved.membership.world == 160 - lost, describe(sim)
+    assert set(sim.saved.membership.hosts) == set(sim.names[lost:])
+
+
+def test_messages_heard_together_are_messages_heard_one_by_one(plan: Plan) -> None:
+    settings = CoordinatorSettings(run_path="run", job=plan.job, planned=plan.layout, num_slots=plan.layout.devices)
+    names = tuple(f"h{number}" for number in range(plan.layout.devices))
+    first, _ = initial_state(settings, SavedState(), hosts=names, now_s=0.0, unix_s=UNIX_S)
+    said: list[tuple[str, Message]] = []
+    for number, name in enumerate(names):
+        said.append((name, {"kind": "joined", "hello": {"address": "10.0.0.1", "time": UNIX_S}}))
+        told = {"epoch": 0, "digest": "", "went": 0, "wishes": 0}
+        said.append((name, {"kind": "status", "slots": {"0": 1000 + number}, **told}))
+    together, actions = decide(first, AgentMessages(now_s=1.0, unix_s=UNIX_S, messages=said))
+    one_by_one, each = first, list[Action]()
+    for name, body in said:
+        one_by_one, more = decide(one_by_one, AgentMessage(now_s=1.0, unix_s=UNIX_S, host=name, body=body))
+        each += more
+    assert dict(first.hosts) == {}, "the state before is left as it was"
+    assert dict(together.hosts) == dict(one_by_one.hosts)
+    assert (together.num_usable, actions) == (one_by_one.num_usable, each)
 
 
 def test_a_message_costs_the_same_on_any_number_of_hosts() -> None:

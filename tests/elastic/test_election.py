@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,18 +17,22 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.elastic.coordinator_memory import CoordinatorMemory, known_coordinator
 from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.election import Deposed, FileElection, is_coordinated, newest_term
+from phalanx.elastic.election import Deposed, ElectionUnavailable, choose_election, open_election, run_name
+from phalanx.elastic.file_election import FileElection, Watched, check_locks, newest_term, read_sign
 from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.errors import SystemFailure, UserError
 from phalanx.plan.layout import Layout
 from phalanx.record.run import Run, create_run
 
 HELD_S = 60.0
 HOLDER = """
 import sys, time
-from phalanx.elastic.election import Deposed, FileElection
+from phalanx.elastic.election import Deposed
+from phalanx.elastic.file_election import FileElection
 from phalanx.record.run import open_run
-election = FileElection(open_run(sys.argv[1]), started_s=1.0, lease_s=5.0, renew_s=0.02)
+election = FileElection(open_run(sys.argv[1]), lease_s=5.0, renew_s=0.02)
 assert election.take()
 print("holds", flush=True)
 try:
@@ -71,21 +77,31 @@ def hold(run: Run) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
 
 def election(run: Run, *, lease_s: float = HELD_S) -> FileElection:
-    return FileElection(run, started_s=1.0, lease_s=lease_s, renew_s=0.02)
+    return FileElection(run, lease_s=lease_s, renew_s=0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def memory(run: Run) -> CoordinatorMemory:
+    return CoordinatorMemory(run, started_s=1.0)
 
 
 def test_a_holder_that_lives_keeps_its_term(run: Run, hold: Callable[[], subprocess.Popen[str]]) -> None:
     hold()
     assert not election(run).take(), "it counts on"
-    assert (newest_term(run), is_coordinated(run)) == (1, True)
+    assert (newest_term(run), election(run).is_held()) == (1, True)
 
 
 def test_a_holder_that_dies_is_followed_at_once(run: Run, hold: Callable[[], subprocess.Popen[str]]) -> None:
     process = hold()
     process.kill()
     process.wait()
-    assert not is_coordinated(run)
     following = election(run)
+    assert not following.is_held()
     assert (following.take(), following.term) == (True, 2)
 
 
@@ -106,7 +122,7 @@ def test_a_term_that_was_given_back_is_free(run: Run) -> None:
     first, second = election(run), election(run)
     assert first.take()
     first.release()
-    assert (is_coordinated(run), second.take(), second.term) == (False, True, 2)
+    assert (second.is_held(), second.take(), second.term) == (False, True, 2)
 
 
 def test_of_many_that_come_at_once_one_is_elected(run: Run) -> None:
@@ -128,42 +144,55 @@ def test_of_many_that_come_at_once_one_is_elected(run: Run) -> None:
     assert len(alive) == 1
 
 
-def test_nothing_is_written_in_the_place_of_a_newer_one(run: Run) -> None:
+def test_a_holder_of_an_older_term_finds_out(run: Run) -> None:
     old, new = election(run), election(run)
     assert old.take()
     assert new._claim(2)
-    new.save(SavedState(step=7), ("127.0.0.1", 2))
-    with pytest.raises(Deposed):
-        old.save(SavedState(step=3), ("127.0.0.1", 1))
+    new.check()
     with pytest.raises(Deposed):
         old.check()
-    assert json.loads((run.path / "coordinator.json").read_text())["step"] == 7
+
+
+def test_what_an_agent_has_watched_counts_for_the_lease(run: Run) -> None:
+    """A count that has stood still for longer than a lease: whoever is started then takes over at once."""
+    holder = election(run)
+    assert holder.take()
+    term, count = read_sign(run)
+
+    def never(seconds: float) -> None:
+        raise AssertionError(f"waits for {seconds} s")
+
+    def late(watched: Watched) -> FileElection:
+        return FileElection(run, lease_s=4.0, watched=watched, clock=lambda: 100.0, sleep=never)
+
+    for seen in (Watched(term=term, count=count, since_s=97.0), Watched(term=term, count=count - 1, since_s=1.0)):
+        with pytest.raises(AssertionError, match="waits"):
+            late(seen).take()
+    following = late(Watched(term=term, count=count, since_s=95.0))
+    assert (following.take(), following.term) == (True, 2)
 
 
 def test_who_is_which_rank_is_written_only_when_it_changes(run: Run) -> None:
     """What is written every second is small for any number of ranks; a process that dies between both loses nothing."""
-    one = election(run)
-    assert one.take()
+    one = memory(run)
     slots = tuple(HostSlot("a", slot) for slot in range(4))
     membership = Membership(generation=1, layout=LAYOUT, slots=slots)
     saved = SavedState(generation=1, membership=membership, pids=(1, 2, 3, 4), running=True, peers={"a": {}})
-    one.save(saved, ("127.0.0.1", 1))
+    one.save(saved, ("127.0.0.1", 1), term=1)
     written = {path.name: path.stat().st_mtime_ns for path in run.path.glob("coordinator-members-*")}
-    one.save(replace(saved, step=5), ("127.0.0.1", 1))
+    one.save(replace(saved, step=5), ("127.0.0.1", 1), term=1)
     assert {path.name: path.stat().st_mtime_ns for path in run.path.glob("coordinator-members-*")} == written
     before = (run.path / "coordinator.json").read_text()
     later = replace(saved, step=6, membership=membership.renumbered(2), generation=2)
-    one.save(later, ("127.0.0.1", 1))
-    assert election(run).load() == later
+    one.save(later, ("127.0.0.1", 1), term=1)
+    assert (memory(run).load(), known_coordinator(run)) == (later, (("127.0.0.1", 1), 1))
     (run.path / "coordinator.json").write_text(before)  # it died after the first of both files
-    assert election(run).load() == replace(saved, step=5)
+    assert memory(run).load() == replace(saved, step=5)
 
 
 def test_what_another_launch_knew_is_not_taken_up(run: Run) -> None:
-    one = election(run)
-    assert one.take()
-    one.save(SavedState(step=5, generation=3), ("127.0.0.1", 1))
-    assert FileElection(run, started_s=2.0).load().step == -1
+    memory(run).save(SavedState(step=5, generation=3), ("127.0.0.1", 1), term=1)
+    assert CoordinatorMemory(run, started_s=2.0).load().step == -1
 
 
 def test_files_of_old_terms_go(run: Run) -> None:
@@ -197,3 +226,44 @@ def test_the_count_is_what_shows_life_on_another_machine(run: Run, monkeypatch: 
         stop.set()
         thread.join()
     assert (second.take(), second.term) == (True, 2)
+
+
+# ---- which election --------------------------------------------------------------------------------------------------
+
+
+def test_locks_are_tried_with_a_second_process(tmp_path: Path) -> None:
+    check_locks(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing stays behind"
+
+
+def test_a_file_system_whose_locks_keep_nobody_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network mount with `nolock`, or one that answers every lock with success."""
+    monkeypatch.setattr("phalanx.elastic.file_election.fcntl.flock", lambda file, how: None)
+    with pytest.raises(ElectionUnavailable, match=r"a lock does not keep another process out \(free\)"):
+        check_locks(tmp_path)
+
+
+def test_the_next_election_is_taken_where_the_first_does_not_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    closed = f"etcd:http://127.0.0.1:{free_port()}"
+    assert choose_election([closed, "kubernetes", "file"], run) == "file"
+    with pytest.raises(SystemFailure) as refusal:
+        choose_election([closed, "kubernetes"], run)
+    said = str(refusal.value)
+    for part in ("Connection refused", "this is no pod of a Kubernetes cluster", "set fault.election to another one"):
+        assert part in said
+
+
+@pytest.mark.parametrize("choice", ["zookeeper", "etcd", "etcd:", "etcd:ftp://a", "kubernetes:A_b", "file:x", ""])
+def test_an_election_that_nobody_knows_is_refused(run: Run, choice: str) -> None:
+    with pytest.raises(UserError, match="is not known"):
+        open_election(choice, run)
+
+
+def test_runs_that_share_a_service_have_names_of_their_own(tmp_path: Path) -> None:
+    names = [
+        run_name(create_run(tmp_path / str(number), "My_Job", job_toml="", job={}, plan_json="{}"))
+        for number in range(2)
+    ]
+    assert len(set(names)) == 2
+    assert all(re.fullmatch(r"phalanx-[a-z0-9-]{1,60}[a-z0-9]", name) for name in names), names

@@ -13,6 +13,9 @@ import pytest
 from phalanx.elastic import host_agent as hosting
 from phalanx.elastic.channel import Listener
 from phalanx.elastic.coordinator import _greet
+from phalanx.elastic.coordinator_memory import CoordinatorMemory
+from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
 from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import StopSignals
@@ -78,7 +81,7 @@ def test_a_coordinator_of_an_older_term_is_not_joined_again(run: Run, agent: Hos
 
 def test_the_run_folder_is_read_once_a_second(agent: HostAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, now_s = list[float](), [hosting.time.monotonic() + 1.0]
-    monkeypatch.setattr(hosting, "coordinator_address", lambda run: looks.append(now_s[0]))
+    monkeypatch.setattr(hosting, "known_coordinator", lambda run: looks.append(now_s[0]))
     monkeypatch.setattr(hosting.time, "monotonic", lambda: now_s[0])
     agent._lost_s = now_s[0]
     for _ in range(100):
@@ -86,6 +89,68 @@ def test_the_run_folder_is_read_once_a_second(agent: HostAgent, monkeypatch: pyt
         agent._reach_coordinator()
     assert 4 <= len(looks) <= 6
     assert all(later - one >= hosting.DISK_S for one, later in pairwise(looks))
+
+
+def test_an_agent_that_hears_nothing_goes_over_to_a_newer_coordinator(
+    run: Run, agent: HostAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before is frozen: its connection stays open for ever."""
+    stop, threads = threading.Event(), list[threading.Thread]()
+    try:
+        frozen, present = (listen(run, term, stop, threads) for term in (1, 2))
+        assert agent._connect(frozen.address)
+        CoordinatorMemory(run, started_s=0.0).save(SavedState(), present.address, term=2)
+        agent._watch_coordinator()
+        assert agent._channel is not None, "it was heard a moment ago"
+        now_s = hosting.time.monotonic() + agent._sign_every_s + hosting.QUIET_S + 0.1
+        monkeypatch.setattr(hosting.time, "monotonic", lambda: now_s)
+        agent._watch_coordinator()
+        assert (agent._channel, agent._where) == (None, present.address)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_silent_coordinator_is_replaced_once_it_does_not_count_on(
+    run: Run, agent: HostAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is only slow keeps its place; nobody waits for a lease twice."""
+    stop, threads, spawned = threading.Event(), list[threading.Thread](), list[Watched]()
+    holder, now_s = FileElection(run), [hosting.time.monotonic()]
+    assert holder.take()
+    monkeypatch.setattr(agent, "_spawn_coordinator", lambda: spawned.append(agent._watched))
+    try:
+        assert agent._connect(listen(run, 1, stop, threads).address)
+        monkeypatch.setattr(hosting.time, "monotonic", lambda: now_s[0])
+        quiet_after_s = agent._sign_every_s + hosting.QUIET_S + hosting.turn_s(1)
+        for _ in range(int(quiet_after_s) + 3):
+            now_s[0] += 1.0
+            holder._write_count()
+            agent._watch_coordinator()
+        assert spawned == [], "it counts on"
+        while not spawned and now_s[0] < agent._heard_s + hosting.DEAF_S:
+            now_s[0] += 1.0
+            agent._watch_coordinator()
+        (watched,) = spawned
+        assert (watched.term, watched.count) == read_sign(run)
+        assert 2 <= now_s[0] - watched.since_s <= 4, "what it has seen of the lease goes along"
+        agent._hang_up()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_pause_of_our_own_is_no_silence_of_the_coordinator(
+    run: Run, agent: HostAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent._excuse_own_pause()
+    silent_s = hosting.time.monotonic() - agent._heard_s
+    now_s = hosting.time.monotonic() + 100.0
+    monkeypatch.setattr(hosting.time, "monotonic", lambda: now_s)
+    agent._excuse_own_pause()
+    assert now_s - agent._heard_s < silent_s + 1.0
 
 
 def test_somebody_starts_a_coordinator_though_the_first_thousand_hosts_are_lost() -> None:

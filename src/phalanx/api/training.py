@@ -530,15 +530,18 @@ def join_run(
     slots: int | None = None,
     address: str | None = None,
     host: str | None = None,
+    election: str | None = None,
     allow_code: bool = False,
     progress: bool | Tell = True,
 ) -> None:
     """Join a run as one of its hosts. This process becomes the host's agent, and does not come back.
 
     `run` is the folder that `phalanx train --join N` made, on a disk that all hosts share; `slots` are the ranks this
-    host can hold (its share of the plan), `address` is where the other hosts reach it. Code that the run's job names is
-    run only with `allow_code`: what the folder says of consent was written by somebody else.
+    host can hold (its share of the plan), `address` is where the other hosts reach it. `election` replaces, for this
+    host, what the launcher chose of the job's `fault.election`: another address of the same etcd, say. Code that the
+    run's job names is run only with `allow_code`: what the folder says of consent was written by somebody else.
     """
+    from phalanx.elastic.election import check_election
     from phalanx.elastic.local_launch import ENDED, STOPPING, agent_command, share_of
     from phalanx.record.run import open_run
     from phalanx.train.prepare import check_code, need_torch
@@ -565,12 +568,15 @@ def join_run(
     if slots < 1:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
     name = host or platform.node() or "localhost"
+    if election is not None:
+        check_election(election)
     words = [str(found.path), name, str(slots), address or _own_address(found), "0"]
     teller(progress)(f"host {name} joins {found.path} with {plural(slots, 'slot')}")
     # Signals are held back until the agent counts them: in its first half second Python would answer with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        os.execv(sys.executable, [sys.executable, *agent_command(allow_code=allow_code), *words])
+        command = agent_command(allow_code=allow_code, election=election or "")
+        os.execv(sys.executable, [sys.executable, *command, *words])
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 

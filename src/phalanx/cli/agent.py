@@ -17,11 +17,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--address", metavar="IP", help="address at which other hosts reach this one (default: fault.interface)"
     )
     parser.add_argument("--host", metavar="NAME", help="name of this host in the run (default: its host name)")
+    parser.add_argument(
+        "--election",
+        metavar="HOW",
+        help="how the coordinator is elected, as file, etcd:URL or kubernetes (default: what the launcher chose)",
+    )
     parser.add_argument("--allow-code", action="store_true", help="run the code that the run's job names")
 
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
-    names = ("slots", "address", "host", "allow_code")
+    names = ("slots", "address", "host", "election", "allow_code")
     phalanx.join_run(args.run, **{name: getattr(args, name) for name in names})
     return 0

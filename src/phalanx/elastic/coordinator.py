@@ -1,8 +1,8 @@
-"""`python -m phalanx.elastic.coordinator RUN ADDRESS PARENT [PIPE]`: decides who takes part, generation by generation.
+"""`python -m phalanx.elastic.coordinator RUN ADDRESS PARENT [PIPE [ELECTION [WATCHED]]]`: decides who takes part.
 
 One per run, whoever holds the newest term (election.py); started by an agent, and by another one when it is gone or
 frozen. What it must not forget is in `coordinator.json`: ranks go on training while there is no coordinator, and the
-next one takes over. Where it listens is written into the pipe of the agent that started it. No torch here.
+next one takes over. Where it listens is written into the pipe of the agent that started it (-1: none). No torch here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 from phalanx.elastic.bandwidth import ROLE, Gauge
 from phalanx.elastic.channel import Channel, Closed, Listener, Refused, encode_message
 from phalanx.elastic.coordinator_actions import Coordinator
+from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.election import Deposed, Election, FileElection
+from phalanx.elastic.election import Deposed, Election, ElectionUnavailable, elected_by, open_election
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.heartbeat_board import heartbeat_every_s
 from phalanx.elastic.local_launch import ENDED
@@ -34,7 +35,8 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
 
-TICK_S = 0.01
+TICK_S = 0.01  # while something is under way
+SETTLED_S = 0.05  # while all train: then only what was silent for seconds is looked for
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
 PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
@@ -42,23 +44,27 @@ PROGRESS_S = 1.0  # between notes of how far the run is
 
 def main(arguments: list[str]) -> int:
     """Coordinate until the run is over; ends at once when somebody else does."""
-    folder, address, parent, *pipe = arguments
+    folder, address, parent, *rest = arguments
+    pipe, choice, watched = (*rest, *("-1", "", "")[len(rest) :])
     if int(parent):
         die_with(int(parent))
     run = open_run(folder)
-    election = FileElection(run, started_s=float(run.launch().get("launched") or 0.0))
-    if run.status().get("state") in ENDED or not election.take():
-        return 0
     try:
+        election = open_election(choice or elected_by(run), run, watched=watched)
+        if run.status().get("state") in ENDED or not election.take():
+            return 0
         if run.status().get("state") not in ENDED:  # whoever had it before us came to the end
-            _coordinate(run, address, election, pipe=int(pipe[0]) if pipe else None)
+            _coordinate(run, address, election, pipe=int(pipe))
         election.release()
     except Deposed as why:
         print(f"another process coordinates: {why}", file=sys.stderr)
+    except ElectionUnavailable as why:
+        print(f"no coordinator can be elected: {why}", file=sys.stderr)
+        return 3
     return 0
 
 
-def _coordinate(run: Run, address: str, election: Election, *, pipe: int | None) -> None:
+def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> None:
     plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     hosts = len(run.launch().get("hosts", ()))
     allow_descriptors(hosts)
@@ -70,24 +76,26 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int | None)
     events = EventWriter(run.supervisor, rank=-1)
     agents = AgentConnections(listener)
 
+    memory = CoordinatorMemory(run, started_s=float(run.launch().get("launched") or 0.0))
+
     def save(saved: SavedState) -> None:
-        election.save(saved, listener.address)
+        election.check()
+        memory.save(saved, listener.address, term=election.term)
 
     try:
-        before = election.load()
+        before = memory.load()
         coordinator = Coordinator(run, plan, agents.send, events, saved=before, save=save, check=election.check)
         noted = coordinator.state.saved
         save(noted)  # where we are
-        if pipe is not None:
+        if pipe >= 0:
             with suppress(OSError), os.fdopen(pipe, "w") as told:
                 told.write(json.dumps(list(listener.address)) + "\n")
         noted_s = ticked_s = time.monotonic()
         while not coordinator.state.is_over:
-            heard = agents.receive(TICK_S)
+            heard = agents.receive(TICK_S if not coordinator.state.is_settled else SETTLED_S)
             election.renew()  # before anything is done about it: we may have been frozen
-            for host, message in heard:
-                coordinator.hear(host, message)
-            if time.monotonic() - ticked_s >= TICK_S or not heard:
+            coordinator.hear_all(heard)
+            if time.monotonic() - ticked_s >= (TICK_S if not coordinator.state.is_settled else SETTLED_S):
                 ticked_s = time.monotonic()
                 coordinator.tick()
             if coordinator.state.saved is not noted and time.monotonic() - noted_s > PROGRESS_S:
@@ -174,7 +182,7 @@ class AgentConnections:
         if self._channels.get(host) is not channel:
             return []
         try:
-            messages = channel.receive(most=1)  # hardly ever are there two: the selector tells, without another look
+            messages = channel.receive_all()
             self._heard_s[host] = time.monotonic()
             return [(host, message) for message in messages]
         except (Closed, Refused, OSError):

@@ -11,6 +11,7 @@ from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import (
     Action,
     AgentMessage,
+    AgentMessages,
     BeginGeneration,
     CheckpointList,
     ClockTick,
@@ -80,6 +81,11 @@ class Coordinator:
     def hear(self, host: str, message: Message) -> None:
         """Take note of what an agent said."""
         self._decide(AgentMessage(now_s=self._clock(), unix_s=time.time(), host=host, body=message))
+
+    def hear_all(self, messages: Sequence[tuple[str, Message]]) -> None:
+        """Take note of what several agents said."""
+        if messages:
+            self._decide(AgentMessages(now_s=self._clock(), unix_s=time.time(), messages=messages))
 
     def tick(self) -> None:
         """Act on what is known."""

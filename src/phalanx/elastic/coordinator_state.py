@@ -7,7 +7,7 @@ the same whether the run has 4 hosts or 16,384.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, Literal, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import NO_STEP, Progress
 from phalanx.elastic.membership import HostSlot, Membership
+from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import Lineage
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
@@ -28,11 +29,12 @@ BUCKETS = 256  # of 16,384 hosts each holds 64: a change copies 64 + 256 referen
 class FrozenMap(Mapping[K, V], Generic[K, V]):
     """A mapping that never changes; `set` and `drop` give another, in a time that hardly grows with its size."""
 
-    __slots__ = ("_buckets", "_count")
+    __slots__ = ("_buckets", "_count", "_own")
 
     def __init__(self) -> None:
-        self._buckets: tuple[dict[K, V], ...] = ({},) * BUCKETS
+        self._buckets: Sequence[dict[K, V]] = ({},) * BUCKETS
         self._count = 0
+        self._own: set[int] = set()  # buckets that nobody shares with us yet: see `draft`
 
     def __getitem__(self, key: K) -> V:
         return self._buckets[_bucket(key)][key]
@@ -57,6 +59,10 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
             whole.update(bucket)
         return whole
 
+    def keys_in(self, buckets: Iterable[int]) -> list[K]:
+        """The keys of some of its 256 parts, counted round and round: so many at a time, and in the end all."""
+        return [key for number in buckets for key in self._buckets[number % BUCKETS]]
+
     def set(self, key: K, value: V) -> FrozenMap[K, V]:
         """With this value under this key."""
         number = _bucket(key)
@@ -72,14 +78,30 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         buckets = [dict(one) for one in self._buckets]
         for key, value in values.items():
             buckets[_bucket(key)][key] = value
-        made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
-        made._buckets, made._count = tuple(buckets), sum(len(one) for one in buckets)
-        return made
+        return self._made(buckets, sum(len(one) for one in buckets))
+
+    def draft(self) -> FrozenMap[K, V]:
+        """A copy that may be changed with `put`, as long as only its maker knows it: many changes cost one copy."""
+        return self._made(list(self._buckets), self._count)
+
+    def put(self, key: K, value: V) -> None:
+        """Change a draft."""
+        number, buckets = _bucket(key), self._buckets
+        assert isinstance(buckets, list)
+        if number not in self._own:
+            buckets[number] = dict(buckets[number])
+            self._own.add(number)
+        self._count += key not in buckets[number]
+        buckets[number][key] = value
 
     def _with(self, number: int, bucket: dict[K, V]) -> FrozenMap[K, V]:
+        buckets = (*self._buckets[:number], bucket, *self._buckets[number + 1 :])
+        return self._made(buckets, self._count + len(bucket) - len(self._buckets[number]))
+
+    @staticmethod
+    def _made(buckets: Sequence[dict[K, V]], count: int) -> FrozenMap[K, V]:
         made: FrozenMap[K, V] = FrozenMap.__new__(FrozenMap)
-        made._buckets = (*self._buckets[:number], bucket, *self._buckets[number + 1 :])
-        made._count = self._count + len(bucket) - len(self._buckets[number])
+        made._buckets, made._count, made._own = buckets, count, set()
         return made
 
 
@@ -252,6 +274,7 @@ class CoordinatorState:
     step_s: float = 0.0  # how long a step takes
     is_over: bool = False
     takes_over: bool = False  # a run that another coordinator began, and not all of its hosts are back
+    arrived_s: float = -1e9  # when a host last said which processes it has
 
     hosts: FrozenMap[str, HostView] = field(default_factory=FrozenMap)
     host_order: tuple[str, ...] = ()
@@ -262,7 +285,8 @@ class CoordinatorState:
     num_ready: int = 0  # hosts of the membership whose ranks are all ready
     bad_hosts: frozenset[str] = frozenset()  # with problems
     check_hosts_s: float = -1e9  # when the next host may have been silent for too long
-    beat_s: float = -1e9  # when agents were last told that we live
+    sign_s: float = -1e9  # up to when agents have been told that we live
+    sign_bucket: int = 0  # of `hosts`, the next that are
 
     failures: FrozenMap[int, Failure] = field(default_factory=FrozenMap)  # by rank, since the last membership
     noticed_s: float | None = None  # the first of them
@@ -272,6 +296,7 @@ class CoordinatorState:
     out_of_memory: bool = False
 
     before: Membership | None = None  # the membership before this one
+    peer_table: PeerTable | None = None  # of the last one that was told to go; not inherited
     asked_at: tuple[float, float] | None = None  # Unix time and clock when a membership was announced; not inherited
     unfit_s: float | None = None  # when it was first found that it cannot be, because of bad hosts
     left: FrozenMap[int, Message] = field(default_factory=FrozenMap)  # by rank, how it came out of its loop
@@ -302,6 +327,14 @@ class CoordinatorState:
         """The present membership; only where there is one."""
         assert self.saved.membership is not None
         return self.saved.membership
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all train and nothing is under way: only the passing of time can give reason to act."""
+        saved = self.saved
+        is_calm = self.left_s is None and self.stop_asked_s is None and self.stacks_asked_s is None
+        is_whole = self.num_here == len(self.hosts) and not self.failures and not self.takes_over
+        return saved.membership is not None and not saved.forming and is_calm and is_whole
 
     @property
     def is_new_incident(self) -> bool:
@@ -352,6 +385,15 @@ class AgentMessage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AgentMessages:
+    """What several agents said, in this order: as so many `AgentMessage`s, at a fraction of their cost."""
+
+    now_s: float
+    unix_s: float
+    messages: Sequence[tuple[str, Message]]  # host and body
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClockTick:
     """Time has passed. Nothing is decided between ticks: messages are only taken note of."""
 
@@ -369,7 +411,7 @@ class CheckpointList:
     steps: tuple[int, ...]
 
 
-Input = AgentMessage | ClockTick | CheckpointList
+Input = AgentMessage | AgentMessages | ClockTick | CheckpointList
 
 
 # ---- what it may do --------------------------------------------------------------------------------------------------

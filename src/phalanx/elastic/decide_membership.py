@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from phalanx.elastic.coordinator_state import (
     CoordinatorState,
@@ -21,7 +20,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
-from phalanx.elastic.replica_ring import ReplicaRing
+from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import find_whole_step
 
 # For an agent to start another process in a slot. Shorter is no gain: the run would shrink, and grow again seconds
@@ -249,7 +248,9 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     if saved.membership is None or not saved.forming or state.replacing or not _are_all_ready(state):
         return  # somebody was lost while the disk was read
     membership = saved.membership
-    told = [one for name in membership.hosts for one in (state.hosts[name].ready or {}).get("held", ())]
+    known = dict(state.hosts.items())
+    hosts = {name: known[name] for name in membership.hosts}
+    told = [one for host in hosts.values() for one in (host.ready or {}).get("held", ())]
     trusted = [step for step in checkpoints if saved.at_most is None or step <= saved.at_most]
     on_disk = max(trusted, default=0)
     # What others than the members' hosts hold cannot be reached.
@@ -274,12 +275,13 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
         "went_s": went_s,
     }
     source = (point.epoch, point.step) if point is not None else None
+    state.peer_table = _peer_table(state, hosts, membership)
     state.step_s, state.stepped_s = 0.0, decision.now_s
     decision.save(
         lineage=saved.lineage.begin(membership.generation, source=source),
         forming=False,
         go=go,
-        peers=_replica_peers(state, membership),
+        peers=state.peer_table.peers,
         step=step,
         best_step=max(step, saved.best_step),
         went_s=went_s,
@@ -294,44 +296,31 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     decision.actions.append(MarkRunning(world=membership.world))
 
 
-def _replica_peers(state: CoordinatorState, membership: Membership) -> dict[str, Message]:
-    """Who takes the copies of each host's ranks: by slot, our place among the guests there, and where it listens.
-
-    Each host is told of its own; nobody needs to know everybody's addresses.
-    """
-    machines = state.settings.machines
-    ring = ReplicaRing([machines.get(host, host) for host, _ in membership.slots], rack_hosts=state.settings.rack_hosts)
-    listens: dict[int, list[Any]] = {}
-    for name in membership.hosts:
-        host = state.hosts[name]
-        assert host.ready is not None
-        address, ports = host.address, host.ready["ports"]
-        for slot, rank in membership.ranks_on(name).items():
-            listens[rank] = [address, int(ports[str(slot)][1])]
-    peers: dict[str, Message] = {}
-    for name in membership.hosts:
-        takers = ring.takers_of(machines.get(name, name))
-        if not takers:
-            return {}
-        peers[name] = {
-            str(slot): [takers[rank].slot, *listens[takers[rank].rank]]
-            for slot, rank in membership.ranks_on(name).items()
-        }
-    return peers
+def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membership: Membership) -> PeerTable:
+    listening = {name: (host.address, (host.ready or {})["ports"]) for name, host in hosts.items()}
+    return PeerTable.build(
+        membership,
+        listening,
+        machines=state.settings.machines,
+        rack_hosts=state.settings.rack_hosts,
+        before=state.peer_table,
+    )
 
 
 def _last_collectives(state: CoordinatorState) -> dict[int, str]:
     """What ranks were in when they left the membership before; of many, those that differ from most come first."""
-    before = state.before
-    found = dict(state.last_collectives)
+    before, ranks_in = state.before, defaultdict[str, list[int]](list)
+    for rank, text in state.last_collectives.items():
+        ranks_in[text].append(rank)
     for name in before.hosts if before is not None else ():
         host = state.hosts.get(name)
         told = host.ready.get("collectives", {}) if host is not None and host.ready is not None else {}
-        ranks = before.ranks_on(name) if before is not None else {}
-        found.update({ranks[int(slot)]: str(text) for text, slots in told.items() for slot in slots if slot in ranks})
-    if len(found) > MOST_LISTED:
-        counts = Counter(found.values())
-        found = dict(sorted(found.items(), key=lambda one: (counts[one[1]], one[0]))[:MOST_LISTED])
+        ranks = before.ranks_on(name) if before is not None and told else {}
+        for text, slots in told.items():
+            ranks_in[str(text)].extend(ranks[slot] for slot in slots if slot in ranks)
+    found: dict[int, str] = {}
+    for text, members in sorted(ranks_in.items(), key=lambda one: (len(one[1]), one[0])):
+        found.update(dict.fromkeys(sorted(members)[: MOST_LISTED - len(found)], text))
     return dict(sorted(found.items()))
 
 

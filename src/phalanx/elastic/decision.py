@@ -32,6 +32,7 @@ class Decision:
     def __init__(self, state: CoordinatorState, *, now_s: float, unix_s: float) -> None:
         self.state, self.now_s, self.unix_s = state.copy(), now_s, unix_s
         self.actions: list[Action] = []
+        self._draft: FrozenMap[str, HostView] | None = None  # of the hosts, as long as only we know it
 
     # ---- actions ---------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,9 @@ class Decision:
     def set_host(self, host: HostView) -> None:
         """A host is as described now."""
         state, old = self.state, self.state.hosts.get(host.name)
-        state.hosts = state.hosts.set(host.name, host)
+        if self._draft is None or self._draft is not state.hosts:
+            self._draft = state.hosts = state.hosts.draft()
+        self._draft.put(host.name, host)
         if old is None or old.alive is not host.alive or old.is_here != host.is_here or old.problems != host.problems:
             self._count(host, 1)
             if old is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
 import selectors
 import signal
@@ -16,12 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from phalanx.elastic.bandwidth import measure
 from phalanx.elastic.channel import Address, Channel, Closed, Refused, connect
-from phalanx.elastic.election import coordinator_address
+from phalanx.elastic.coordinator_memory import known_coordinator
+from phalanx.elastic.election import FILE, LEASE_S, RENEW_S, elected_by
+from phalanx.elastic.file_election import Watched, read_sign
 from phalanx.elastic.forked_check import ForkedCheck
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.heartbeat_board import Phase, Progress, fold_progress
@@ -46,9 +50,16 @@ TICK_S = 0.01
 BEAT_S = 0.25  # between heartbeats, unless the coordinator of many hosts asks for fewer
 RETRY_S = 0.05  # between attempts to reach the coordinator
 DISK_S = 1.0  # between looks at the run folder for its address: thousands of hosts share that disk
+CONNECT_S = 2.0  # for a coordinator to answer our hello
+SHAKES_PER_S = 8192  # hellos it surely answers in a second: after its loss, all hosts come at once
 TURN_S = 0.5  # after which the next agents try to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
-DEAF_S = 10.0  # a coordinator that says nothing for so long is replaced; starting one may take seconds
+SIGN_S = 2.0  # the longest between two signs of life of the coordinator (decide.py), unless it tells another time
+QUIET_S = 1.5  # longer without a word than between two signs of life, after which we look who coordinates
+WATCHERS = 4  # hosts that look at the holder's count all the time: those whose turn comes first
+RESPAWN_S = 10.0  # between two tries to replace a coordinator that is silent, but may live
+DEAF_S = 10.0  # a coordinator that says nothing for so long is hung up on; starting one may take seconds
+PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 START_PATIENCE = 6  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
 GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
@@ -74,12 +85,22 @@ class HostAgent:
     """One host of a run."""
 
     def __init__(
-        self, run: Run, *, host: str, slots: int, address: str, wishes: StopSignals, by_hand: bool = False
+        self,
+        run: Run,
+        *,
+        host: str,
+        slots: int,
+        address: str,
+        wishes: StopSignals,
+        by_hand: bool = False,
+        election: str = "",
     ) -> None:
         self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
         self._by_hand = by_hand  # `phalanx agent`: nobody waits for what we say of an end before we joined
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
+        self._place = self._order.index(host) if host in self._order else len(self._order)
+        self._election = election or elected_by(run)
         self._dead_after_s = float(job["fault"]["dead_after_s"])
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
         self._problems: list[str] = []  # what the preflight found
@@ -103,9 +124,13 @@ class HostAgent:
         self._slots, self.board = self._ranks.slots, self._ranks.board
         self._channel: Channel | None = None
         self._coordinator: subprocess.Popen[bytes] | None = None
-        self._lost_s = self._tried_s = self._heard_s = time.monotonic()
+        self._lost_s = self._tried_s = self._heard_s = self._ticked_s = time.monotonic()
+        self._sign_every_s = SIGN_S  # between two signs of life of the coordinator
+        self._watched = Watched(term=0, count=0, since_s=self._lost_s)  # what we saw of the holder's
         self._spawned_s = self._looked_s = -1e9
         self._where: Address | None = None  # of the coordinator, as the run folder last said
+        self._where_term = 0  # and its term
+        self._connected_to: Address | None = None
         self._own_where: Address | None = None  # of the one that we have started, as it told us itself
         self._pipe = -1  # through which it does
         self._term = 0  # the newest of a coordinator that we have met: one of an older term is over
@@ -165,6 +190,8 @@ class HostAgent:
             self._end_coordinator()
 
     def _tick(self) -> None:
+        self._excuse_own_pause()
+        self._watch_coordinator()
         self._reach_coordinator()
         self._tell_wishes()  # before there is a process to form with
         for key, _ in self._selector.select(TICK_S):
@@ -182,27 +209,72 @@ class HostAgent:
 
     # ---- the coordinator -------------------------------------------------------------------------------------------
 
-    def _reach_coordinator(self) -> None:
+    def _excuse_own_pause(self) -> None:
+        """If it was us who did not run for a while (a paused machine), the coordinator is not to blame."""
         now = time.monotonic()
-        if self._channel is not None and now - self._heard_s > max(DEAF_S, self._dead_after_s):
+        paused_s, self._ticked_s = now - self._ticked_s, now
+        if paused_s > PAUSE_S:
+            self._heard_s, self._lost_s = self._heard_s + paused_s, self._lost_s + paused_s
+            self._watched = replace(self._watched, since_s=self._watched.since_s + paused_s)
+
+    def _watch_coordinator(self) -> None:
+        """While we are connected: a coordinator that is silent may be frozen, or its host gone without a word.
+
+        Whoever is silent and has not counted on for a lease has lost its term. Where it is our turn we start another,
+        which waits for the rest of the lease; where somebody else was quicker, we go over to theirs.
+        """
+        if self._channel is None:
+            return
+        now = time.monotonic()
+        silent_s = now - self._heard_s
+        quiet_s = silent_s - self._sign_every_s - QUIET_S
+        if now - self._looked_s >= DISK_S and (quiet_s > 0 or self._place < min(WATCHERS, len(self._order) - 1)):
+            self._look_at_disk(now)
+        if quiet_s <= 0:
+            return
+        own = self._read_pipe()
+        if self._where_term > self._term or own not in (None, self._connected_to):
+            self._hang_up()
+            return
+        stands_still_s = now - self._watched.since_s if self._election == FILE else silent_s
+        if own is not None:
+            if stands_still_s > LEASE_S:  # our own is frozen: without it nobody need wait for its lease
+                self._hang_up()
+                self._kill_coordinator()
+                return
+        elif quiet_s > turn_s(self._place) and now - self._spawned_s > RESPAWN_S and stands_still_s > 2 * RENEW_S:
+            self._spawn_coordinator()
+        if silent_s > max(DEAF_S, self._dead_after_s):
             self._hang_up()
             self._kill_coordinator()
+
+    def _look_at_disk(self, now: float) -> None:
+        """Who coordinates, as the run folder says; at most once in `DISK_S`."""
+        self._looked_s = now
+        known = known_coordinator(self.run)
+        self._where, self._where_term = known if known is not None else (None, 0)
+        if self._election == FILE:
+            term, count = read_sign(self.run)
+            if (term, count) != (self._watched.term, self._watched.count):
+                self._watched = Watched(term=term, count=count, since_s=now)
+
+    def _reach_coordinator(self) -> None:
+        now = time.monotonic()
         if self._channel is not None or now - self._tried_s < RETRY_S:
             return
         self._tried_s = now
         if now - self._looked_s >= DISK_S:
-            self._looked_s = now
             status = self.run.status()
             if status.get("state") in ENDED:  # the word of it did not reach us
                 self._over = int(status.get("exit_code", 3))
                 return
-            self._where = coordinator_address(self.run)
+            self._look_at_disk(now)
         for where in dict.fromkeys((self._read_pipe(), self._where)):
             if where is not None and self._connect(where):
                 return
-        alone_s = now - self._lost_s
+        alone_s, our_turn_s = now - self._lost_s, turn_s(self._place)
         # The first agent has started one; as long as that may still be importing, more would only slow it down.
-        patience_s = self._turn_s() + (DEAF_S if self._turn_s() and not self._joined else 0.0)
+        patience_s = our_turn_s + (DEAF_S if our_turn_s and not self._joined else 0.0)
         if alone_s > patience_s and now - self._spawned_s > TURN_S:
             self._spawn_coordinator()
         # One that we have started may take long to come up beside ranks that use every core, then waits for the lease.
@@ -210,10 +282,6 @@ class HostAgent:
         if alone_s > LOST_S * (3 if is_starting else 1):
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
-
-    def _turn_s(self) -> float:
-        place = self._order.index(self.host) if self.host in self._order else len(self._order)
-        return turn_s(place)
 
     def _measure_link(self, where: tuple[str, int]) -> None:
         """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
@@ -246,7 +314,8 @@ class HostAgent:
             "link_bytes_per_s": self._link,
         }
         try:
-            self._channel = connect(where, self._secret, hello, timeout_s=2.0, bind="")
+            timeout_s = CONNECT_S + len(self._order) / SHAKES_PER_S
+            self._channel = connect(where, self._secret, hello, timeout_s=timeout_s, bind="")
         except (OSError, TimeoutError, Refused):
             return False
         term = int(self._channel.peer.get("term", 0))
@@ -254,7 +323,7 @@ class HostAgent:
             self._channel.close()
             self._channel = None
             return False
-        self._term = term
+        self._term, self._connected_to = term, where
         self._joined = True
         self._selector.register(self._channel, selectors.EVENT_READ, None)
         self._heard_s = time.monotonic()
@@ -283,9 +352,10 @@ class HostAgent:
         self._own_where = None
         self._pipe, theirs = os.pipe()
         os.set_blocking(self._pipe, False)
+        told = [str(os.getpid()), str(theirs), self._election, str(self._watched)]
         with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
             self._coordinator = subprocess.Popen(
-                [*command, str(self.run.path), self.address, str(os.getpid()), str(theirs)],
+                [*command, str(self.run.path), self.address, *told],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -349,7 +419,7 @@ class HostAgent:
             self._ranks.collectives.clear()
             self._ranks.hand_to_all(message)
         elif kind == "beat":
-            self._beat_every_s = float(message.get("every_s", BEAT_S))
+            self._take_rhythm(float(message.get("every_s", BEAT_S)), float(message.get("sign_s", SIGN_S)))
         elif kind == "taken":
             print(f"another agent is host {self.host} of this run: give --host NAME", file=sys.stderr, flush=True)
             self._over = WRONG_CALL
@@ -367,6 +437,12 @@ class HostAgent:
             self._hang_up()
         elif kind == "end":
             self._over, self._rescue_order = int(message["code"]), message.get("rescue")
+
+    def _take_rhythm(self, every_s: float, sign_s: float) -> None:
+        """How often we are to tell how our ranks are, and how often the coordinator tells that it lives."""
+        if every_s > self._beat_every_s:  # thousands of hosts were told within a second: not all are to begin at once
+            self._beat_s = time.monotonic() - random.uniform(0.0, every_s)
+        self._beat_every_s, self._sign_every_s = every_s, sign_s
 
     def _take_form(self, message: Message) -> None:
         if int(message["epoch"]) <= self._generation:  # told twice

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.elastic import failure
-from phalanx.elastic.election import is_coordinated
+from phalanx.elastic.election import FILE, ElectionUnavailable, choose_election, elected_by, open_election
 from phalanx.elastic.failure import last_checkpoint
 from phalanx.elastic.handshake import make_secret
 from phalanx.errors import mistake
@@ -33,6 +33,7 @@ INTERRUPTED = 130  # 128 + SIGINT
 # -P: a file of the current folder called torch.py is not torch.
 AGENT = ("-P", "-m", "phalanx.train.agent")
 ALLOW_CODE = "--allow-code"  # told to agents by whoever starts them, so that no run folder can say it for them
+ELECTION = "--election="  # before what `phalanx agent --election` names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +65,14 @@ class HostSpec:
     task: LauncherTask | None = None  # where another launcher started it
 
 
-def agent_command(*, allow_code: bool) -> tuple[str, ...]:
-    """How agents are started, with the caller's word on code that the job names.
+def agent_command(*, allow_code: bool, election: str = "") -> tuple[str, ...]:
+    """How agents are started, with the caller's word on code that the job names, and on who elects the coordinator.
 
-    >>> agent_command(allow_code=True)[-1]
-    '--allow-code'
+    >>> agent_command(allow_code=True, election="file")[-2:]
+    ('--allow-code', '--election=file')
     """
-    return (*AGENT, ALLOW_CODE) if allow_code else AGENT
+    told = ((allow_code, ALLOW_CODE), (election, f"{ELECTION}{election}"))
+    return (*AGENT, *(word for is_told, word in told if is_told))
 
 
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
@@ -176,14 +178,20 @@ def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
     addresses = [host.address for host in hosts]
     launch = run.launch()
     earlier = {"earlier": run.launches()} if "launched" in launch else {}  # else whoever wrote it told of them
+    choices = [str(choice) for choice in run.plan().get("job", {}).get("fault", {}).get("election", ())] or [FILE]
     told = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
+    told["election"] = choose_election(choices, run)
     run.set_launch(**{**launch, **earlier, **told, **more})
     run.set_status("launching")
 
 
 def _refuse_second(run: Run) -> None:
     """The launcher of an earlier launch may be gone while agents of other hosts train on."""
-    if is_coordinated(run):
+    try:
+        is_coordinated = open_election(elected_by(run), run).is_held()
+    except ElectionUnavailable:  # then nobody of that launch can have a coordinator either
+        is_coordinated = False
+    if is_coordinated:
         raise mistake(
             str(run.path),
             "hosts of an earlier launch still train in it",

@@ -50,6 +50,10 @@ class Membership:
         made.__dict__["generation"] = generation
         return made
 
+    def has_same_ranks(self, other: Membership) -> bool:
+        """Whether every rank is in the same slot as in another generation."""
+        return self.slots is other.slots or self.slots == other.slots
+
     @property
     def world(self) -> int:
         """The number of ranks."""

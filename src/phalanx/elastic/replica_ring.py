@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from phalanx.elastic.membership import Membership
+
+Listening = tuple[str, Mapping[str, Any]]  # the address of a host, and by slot its ports: of rank 0's store, for copies
 
 
 class ReplicaPeer(NamedTuple):
@@ -49,3 +54,53 @@ class ReplicaRing:
             rank: ReplicaPeer(rank=takers[place % len(takers)], slot=place)
             for place, rank in enumerate(self._ranks[machine])
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerTable:
+    """Who takes the copies of each host's ranks, by host and slot: our place among its guests, and where it listens.
+
+    Each host is told of its own; nobody needs to know everybody's addresses. Of 131,072 ranks a lost one changes eight
+    entries: where ranks and slots stay, the rest is taken over from the table before.
+    """
+
+    membership: Membership
+    ring: ReplicaRing
+    listening: Mapping[str, Listening]
+    givers: Mapping[str, Sequence[str]]  # hosts whose copies a host takes
+    peers: Mapping[str, dict[str, Any]]  # empty where there is only one machine
+
+    @classmethod
+    def build(
+        cls,
+        membership: Membership,
+        listening: Mapping[str, Listening],
+        *,
+        machines: Mapping[str, str],
+        rack_hosts: int,
+        before: PeerTable | None = None,
+    ) -> PeerTable:
+        """The table of a membership; `machines` of hosts that share one, `rack_hosts` that fail together."""
+        wanted: Iterable[str] = membership.hosts
+        if before is not None and before.membership.has_same_ranks(membership):
+            moved = [name for name, told in listening.items() if before.listening[name] != told]
+            wanted = dict.fromkeys(giver for name in moved for giver in before.givers.get(name, ()))
+            ring, peers = before.ring, dict(before.peers)
+        else:
+            before = None
+            ring = ReplicaRing([machines.get(host, host) for host, _ in membership.slots], rack_hosts=rack_hosts)
+            peers = {}
+        givers: dict[str, list[str]] = {}
+        for name in wanted:
+            takers = ring.takers_of(machines.get(name, name))
+            mine: dict[str, Any] = {}
+            for slot, rank in membership.ranks_on(name).items() if takers else ():
+                host, other = membership.slots[takers[rank].rank]
+                address, ports = listening[host]
+                mine[str(slot)] = [takers[rank].slot, address, int(ports[str(other)][1])]
+                if before is None and name not in givers.setdefault(host, [])[-1:]:
+                    givers[host].append(name)
+            if mine:
+                peers[name] = mine
+        known = givers if before is None else before.givers
+        return cls(membership=membership, ring=ring, listening=listening, givers=known, peers=peers)

@@ -131,16 +131,18 @@ def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,09
     return {"rule": KeyRule(expects=expects, read=read, note=note)}
 
 
-def texts(note: str, *, key: str) -> Metadata:
-    """One string or a list of strings, always read as a tuple."""
+def texts(note: str, *, key: str, pattern: str = "", expects: str = "a text or a list of texts") -> Metadata:
+    """One string or a list of strings, always read as a tuple; each of a stated form where a pattern is given."""
 
     def read(value: object) -> object:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) and item.isprintable() for item in items):
             raise WrongValue(f"is {value_kind(value)}, not a text or a list of texts")
+        if pattern and (not items or not all(len(item) <= 4096 and re.fullmatch(pattern, item) for item in items)):
+            raise WrongValue("has the wrong form")
         return tuple(items)
 
-    return {"rule": KeyRule(expects="a text or a list of texts", read=read, note=note, key=key)}
+    return {"rule": KeyRule(expects=expects, read=read, note=note, key=key)}
 
 
 def pair(note: str, *, least: float, most: float) -> Metadata:

@@ -14,6 +14,8 @@ EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 RULE_ID_PATTERN = r"[A-Z]{2,12}[0-9]{1,4}"  # ours have three letters and three digits; others' rules may differ
 MOST_RANKS = 10**7
+_URL, _LABEL = r"https?://[0-9A-Za-z.:_\[\]-]{1,255}", r"[a-z0-9][a-z0-9.-]{0,252}"
+ELECTION_PATTERN = rf"file|etcd:{_URL}(,{_URL}){{0,15}}|kubernetes(:{_LABEL}(/{_LABEL})?)?"
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): what data.tokens = "auto" means
 MOST_SECONDS = 10**9  # 31 years
 
@@ -317,6 +319,15 @@ class Fault:
             "address that agents of several hosts listen on; left out, the loopback",
             pattern=r"[0-9A-Za-z.:_-]{0,255}",
             expects="an address of this host",
+        ),
+    )
+    election: tuple[str, ...] = field(
+        default=("file",),
+        metadata=texts(
+            "how hosts agree on the one that coordinates; of several, the first that works at the start",
+            key="election",
+            pattern=ELECTION_PATTERN,
+            expects='"file", "etcd:URL", "kubernetes" or "kubernetes:NAMESPACE/NAME", or a list of them',
         ),
     )
 

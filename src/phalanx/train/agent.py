@@ -1,4 +1,4 @@
-"""`python -m phalanx.train.agent [--allow-code] RUN HOST SLOTS ADDRESS PARENT [TASK]`: the agent of one host.
+"""`python -m phalanx.train.agent [--allow-code] [--election=…] RUN HOST SLOTS ADDRESS PARENT [TASK]`: one host's agent.
 
 Imports torch once, then keeps a process in every slot: forks it, watches it, hands it the coordinator's orders, and
 forks another when it is gone. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
@@ -21,7 +21,7 @@ from typing import Any
 
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.host_agent import HostAgent
-from phalanx.elastic.local_launch import ALLOW_CODE, LauncherTask, StopSignals
+from phalanx.elastic.local_launch import ALLOW_CODE, ELECTION, LauncherTask, StopSignals
 from phalanx.elastic.rank_link import RankLink
 from phalanx.elastic.rank_process import Work, die_with
 from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings
@@ -47,8 +47,10 @@ NCCL_DEFAULTS = {
 
 def main(arguments: list[str]) -> int:
     """Run the agent until the run is over."""
-    allow_code = ALLOW_CODE in arguments[:1]
-    folder, host, slots, address, parent, *rest = arguments[allow_code:]
+    options = [word for word in arguments[:2] if word.startswith("--")]
+    allow_code = ALLOW_CODE in options
+    election = "".join(word.removeprefix(ELECTION) for word in options if word.startswith(ELECTION))
+    folder, host, slots, address, parent, *rest = arguments[len(options) :]
     task = LauncherTask(**json.loads(rest[0])) if rest else None
     if int(parent):
         die_with(int(parent))
@@ -69,7 +71,9 @@ def main(arguments: list[str]) -> int:
         by_hand = not int(parent)
         plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
         check_code(plan.job, allowed=allow_code)
-        agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand)
+        agent = HostAgent(
+            run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand, election=election
+        )
         agent.begin()  # the coordinator starts while we import
         agent.look(plan, quick=task is not None and task.local_rank > 0)
         facts = facts_here(plan, slots=int(slots))

@@ -1,0 +1,129 @@
+"""Election in etcd (version 3.4 or newer), over the JSON gateway that every member serves at /v3.
+
+One key per run, bound to a lease of etcd's own: while its holder renews the lease the key stays, and nobody else can
+make it. When the holder is dead, frozen or cut off, etcd deletes the key. The revision at which a key was made only
+grows: it is the term.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from phalanx.elastic.election import LEASE_S, RENEW_S, Deposed, ElectionUnavailable
+from phalanx.elastic.json_http import HttpProblem, ask_json
+
+PREFIX = "/phalanx/"
+TTL_S = 1.1  # between looks at the seconds that a lease has left: etcd tells whole ones
+
+
+class EtcdElection:
+    """Terms as revisions of a key."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        name: str,
+        *,
+        lease_s: float = LEASE_S,
+        renew_s: float = RENEW_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.term = 0
+        self._endpoints = [one.strip().rstrip("/") for one in endpoints]
+        self._key = base64.b64encode(f"{PREFIX}{name}".encode()).decode()
+        self._lease_s, self._renew_s, self._clock, self._sleep = lease_s, renew_s, clock, sleep
+        self._lease, self._renewed_s, self._tried_s = "", -1e9, -1e9
+
+    def take(self) -> bool:
+        """Become the coordinator, unless another renews its lease."""
+        while True:
+            asked_s = self._clock()
+            lease = str(self._ask("lease/grant", {"TTL": str(math.ceil(self._lease_s))})["ID"])
+            is_absent = {"key": self._key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+            put = {"request_put": {"key": self._key, "value": base64.b64encode(b"held").decode(), "lease": lease}}
+            answer = self._ask("kv/txn", {"compare": [is_absent], "success": [put]})
+            if answer.get("succeeded"):
+                self.term, self._lease = int(answer["header"]["revision"]), lease
+                self._renewed_s = self._tried_s = asked_s
+                return True
+            with suppress(ElectionUnavailable):
+                self._ask("lease/revoke", {"ID": lease})
+            if self._is_renewed():
+                return False
+
+    def _is_renewed(self) -> bool:
+        """Whether the holder renews its lease: the seconds left do not become fewer. False once the key is gone."""
+        left: int | None = None
+        while (held := self._held()) is not None:
+            now = int(self._ask("lease/timetolive", {"ID": str(held.get("lease", "0"))}).get("TTL", "-1"))
+            if left is not None and now >= left:
+                return True
+            left = now
+            self._sleep(max(TTL_S, self._renew_s))
+        return False
+
+    def _held(self) -> dict[str, Any] | None:
+        found = self._ask("kv/range", {"key": self._key}).get("kvs") or [None]
+        return found[0] if isinstance(found[0], dict) else None
+
+    def renew(self) -> None:
+        """Renew the lease, at most once in `renew_s`; raises Deposed when it is over."""
+        now = self._clock()
+        if now - self._tried_s < self._renew_s:
+            return
+        self._tried_s = now
+        try:
+            answer = self._ask("lease/keepalive", {"ID": self._lease})
+        except ElectionUnavailable:
+            self._trust_lease()
+            return
+        if int((answer.get("result") or {}).get("TTL", "0")) <= 0:
+            raise Deposed(f"the lease of term {self.term} is over")
+        self._renewed_s = now
+
+    def check(self) -> None:
+        """Raises Deposed when the key is not ours any more."""
+        try:
+            held = self._held()
+        except ElectionUnavailable:
+            self._trust_lease()
+            return
+        if held is None or int(held["create_revision"]) != self.term:
+            raise Deposed(f"term {self.term} is over")
+
+    def _trust_lease(self) -> None:
+        """Out of reach: nobody else can have taken the term before our lease is over."""
+        if self._clock() - self._renewed_s > self._lease_s:
+            raise Deposed(f"term {self.term} could not be renewed for {self._lease_s:g} s")
+
+    def release(self) -> None:
+        """Delete the key with the lease."""
+        with suppress(ElectionUnavailable):
+            self._ask("lease/revoke", {"ID": self._lease})
+
+    def is_held(self) -> bool:
+        """Whether there is a key: etcd deletes that of a holder that is gone."""
+        return self._held() is not None
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the first member that gives one; one that answered is asked first the next time."""
+        problems = []
+        for endpoint in list(self._endpoints):
+            try:
+                status, answer = ask_json(endpoint, f"/v3/{path}", body=body)
+            except HttpProblem as error:
+                problems.append(str(error))
+                continue
+            if status == 200:
+                self._endpoints.sort(key=lambda one: one != endpoint)
+                return answer
+            problems.append(
+                f"{endpoint}: status {status}, {answer.get('message') or answer.get('error') or 'no reason'}"
+            )
+        raise ElectionUnavailable("; ".join(problems))
