@@ -284,7 +284,7 @@ class CoordinatorState:
     consequences: frozenset[int] = frozenset()  # of the failures, those that belong to the incident before
     replacing: FrozenMap[int, tuple[Failure, float]] = field(default_factory=FrozenMap)  # members lost while forming
     rejoining: FrozenMap[int, RejoiningReplica] = field(default_factory=FrozenMap)  # by replica
-    cleared_s: float = -1e9  # when processes of a lost replica were last told to end
+    cleared: FrozenMap[int, float] = field(default_factory=FrozenMap)  # by replica, when its processes were to end
     incident_recorded: bool = False
     out_of_memory: bool = False
 

@@ -124,9 +124,9 @@ def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None
 
 def _end_processes(decision: Decision, found: ModelReplicas, replica: int) -> None:
     state = decision.state
-    if decision.now_s - state.cleared_s < CLEAR_S:
+    if decision.now_s - state.cleared.get(replica, -CLEAR_S) < CLEAR_S:
         return
-    state.cleared_s = decision.now_s
+    state.cleared = state.cleared.set(replica, decision.now_s)
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
         old = [slot for slot in slots if _is_old(state, name, slot)]
         decision.send(name, {"kind": "clear", "epoch": state.saved.generation, "slots": old})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class AcrossReplicas:
         self.replicas, self.rank = replicas, rank
         self.replica, self.position = replicas.place(rank)
         self.present: tuple[int, ...] = tuple(range(replicas.count))
-        self._group: dist.ProcessGroupGloo | None = None  # type: ignore[name-defined, unused-ignore]
+        self._group: Any = None  # a ProcessGroupGloo, whose collectives torch's types leave out
         self._is_broken = True  # before the first group is made
 
     @property
