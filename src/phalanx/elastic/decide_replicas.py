@@ -50,7 +50,8 @@ def replicas_to_leave_out(state: CoordinatorState) -> set[int] | None:
         return None
     lost = {found.place(rank)[0] for rank in state.failures}
     gone = lost | set(saved.absent)
-    if len(gone) == found.count:
+    # One at a time: with a second one lost, everything is rebuilt.
+    if len(gone) > 1 or len(gone) == found.count:
         return None
     came_out = {found.place(rank)[0] for rank, one in state.left.items() if not one.get("state")}
     return lost if came_out <= gone else None  # else somebody else gave up, and kept nothing

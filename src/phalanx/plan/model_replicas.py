@@ -14,9 +14,9 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Fault
 from phalanx.plan.layout import Layout
 
-# To agree on who is left and to connect the ranks that sum gradients anew, once a loss is noticed: the median of
-# benchmarks/2026-11-16-replica-loss.md, gloo on two busy cores. NCCL's communicators were not measured.
-REGROUP_S = 0.1
+# To agree on who is left and to connect the ranks that sum gradients anew, once a loss is noticed: 0.19 s in one run of
+# 3 x 2 ranks, gloo on two busy cores (docs/decisions/0036). NCCL's communicators were not measured.
+REGROUP_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

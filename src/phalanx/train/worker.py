@@ -431,6 +431,8 @@ def train(
     try:
         if control.rounds is not None:
             restored = _meet_replicas(control, engine, restored, built, enter_round)
+            if built is not None:  # what the process before left in memory is in that of the other replicas too
+                loop.checkpoints.safe_step = restored.step
         if restored.data and restored.data != loop.data_digest:
             raise _other_data(job, before=restored.data, now=loop.data_digest)
         loop.restore_extras(engine.restored_extras)
