@@ -356,7 +356,7 @@ def _months_policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> Mont
 
 def _make_forecast(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
     """All runs, or those that Ctrl-C left finished; then the plan at other sites, and the levers."""
-    from phalanx.sim.months.forecast import forecast_months, site_range, try_levers
+    from phalanx.sim.months.forecast import compare_losses, forecast_months, site_range, try_levers
 
     policy = _months_policy(plan, network, call)
     _check_size(policy, days, call.runs, times=1 + MOST_LEVERS * call.levers, tell=tell)
@@ -371,7 +371,8 @@ def _make_forecast(plan: Plan, network: NetworkCauses, days: float, call: Months
     found: tuple[Lever, ...] = ()
     if call.levers and len(outcomes) == call.runs:
         found = try_levers(plan, policy, outcomes, days=days, seed=call.seed)
-    made = forecast_months(plan, policy, outcomes, seed=call.seed, sites=sites, levers=found)
+    both = () if interrupted else compare_losses(plan, policy, outcomes, days=days, seed=call.seed)
+    made = forecast_months(plan, policy, outcomes, seed=call.seed, sites=sites, levers=found, losses=both)
     return MonthsForecast(plan=plan, policy=policy, forecast=made, interrupted=interrupted)
 
 

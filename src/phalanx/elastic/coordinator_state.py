@@ -180,6 +180,15 @@ class HostView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RejoiningReplica:
+    """A model replica that was left out and is being built again."""
+
+    asked_s: float  # when new processes were asked to take its ranks
+    went: bool = False  # they were told where to meet
+    built: frozenset[int] = frozenset()  # ranks that have built their part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SavedState:
     """What a coordinator must know of the one before it; saved before anybody is told. Agents tell the rest again."""
 
@@ -201,6 +210,8 @@ class SavedState:
     quarantined: frozenset[HostSlot] = frozenset()
     slot_failures: Mapping[HostSlot, int] = field(default_factory=dict)
     has_shrunk: bool = False  # around a slot that failed again and again, since the furthest step
+    absent: tuple[int, ...] = ()  # model replicas that are left out of this generation at present
+    round: int = 0  # of this generation: how often the replicas that are present have changed
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -224,6 +235,8 @@ class SavedState:
             "quarantined": [[one.host, one.slot] for one in sorted(self.quarantined)],
             "seat_failures": [[one.host, one.slot, count] for one, count in sorted(self.slot_failures.items())],
             "has_shrunk": self.has_shrunk,
+            "absent": list(self.absent),
+            "round": self.round,
         }
 
     def members_json(self) -> dict[str, Any]:
@@ -256,6 +269,8 @@ class SavedState:
             quarantined=frozenset(HostSlot(str(host), int(slot)) for host, slot in body["quarantined"]),
             slot_failures={HostSlot(str(host), int(slot)): int(count) for host, slot, count in body["seat_failures"]},
             has_shrunk=bool(body.get("has_shrunk")),
+            absent=tuple(int(replica) for replica in body.get("absent", ())),
+            round=int(body.get("round", 0)),
         )
 
 
@@ -292,6 +307,8 @@ class CoordinatorState:
     noticed_s: float | None = None  # the first of them
     consequences: frozenset[int] = frozenset()  # of the failures, those that belong to the incident before
     replacing: FrozenMap[int, tuple[Failure, float]] = field(default_factory=FrozenMap)  # members lost while forming
+    rejoining: FrozenMap[int, RejoiningReplica] = field(default_factory=FrozenMap)  # by replica
+    cleared: FrozenMap[int, float] = field(default_factory=FrozenMap)  # by replica, when its processes were to end
     incident_recorded: bool = False
     out_of_memory: bool = False
 

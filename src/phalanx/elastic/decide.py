@@ -35,6 +35,7 @@ from phalanx.elastic.decide_membership import (
     tell_membership,
 )
 from phalanx.elastic.decide_recovery import CAUSE_S, after_all_left, after_some_left, find_hung_rank, recover
+from phalanx.elastic.decide_replicas import is_absent, num_present, on_built, rejoin_replicas
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
@@ -103,7 +104,7 @@ def _tick(decision: Decision, tick: ClockTick) -> None:
         return
     elif state.failures:
         recover(decision)
-    elif state.left_s is not None and len(state.left) == state.membership.world:
+    elif state.left_s is not None and len(state.left) == num_present(state):
         after_all_left(decision)
     elif state.left_s is not None and decision.now_s - state.left_s > CAUSE_S:
         after_some_left(decision)
@@ -111,6 +112,7 @@ def _tick(decision: Decision, tick: ClockTick) -> None:
         await_members(decision)
     else:
         regrow(decision)
+        rejoin_replicas(decision)
         find_hung_rank(decision)
 
 
@@ -280,7 +282,9 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
         return
     ranks = saved.membership.ranks_on(host.name)
     ended = [
-        rank for slot, rank in ranks.items() if host.alive.get(slot) != saved.pids[rank] and rank not in state.replacing
+        rank
+        for slot, rank in ranks.items()
+        if host.alive.get(slot) != saved.pids[rank] and rank not in state.replacing and not is_absent(state, rank)
     ]
     if generation < saved.generation and not saved.forming:
         ended = list(ranks.values())
@@ -342,7 +346,7 @@ def _on_left(decision: Decision, host: HostView, message: Message) -> None:
         return
     if message.get("last_collective"):
         state.last_collectives = state.last_collectives.set(rank, str(message["last_collective"]))
-    if generation == state.saved.generation:
+    if generation == state.saved.generation and not is_absent(state, rank):
         decision.note_step(int(message["step"]))
         state.left, state.left_s = state.left.set(rank, message), state.left_s or decision.now_s
 
@@ -364,6 +368,12 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
             skew_s = clock_skew_s(float(message["time"]), took_s, now_s=decision.unix_s)
             if problems := [problem.render() for problem in check_skew(skew_s, host=host.name)]:
                 decision.exclude_host(host, problems)
+
+
+def _on_built(decision: Decision, host: HostView, message: Message) -> None:
+    rank = decision.state.membership.ranks_on(host.name).get(int(message["slot"]))
+    if rank is not None and int(message["epoch"]) == decision.state.saved.generation:
+        on_built(decision, rank)
 
 
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
@@ -414,6 +424,7 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "lost": _on_lost,
     "left": _on_left,
     "ready": _on_ready,
+    "built": _on_built,
     "unfit": _on_unfit,
     "where": _on_where,
     "stop": _on_stop,

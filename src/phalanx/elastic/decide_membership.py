@@ -17,6 +17,7 @@ from phalanx.elastic.coordinator_state import (
     RecordEvidence,
     SavedState,
 )
+from phalanx.elastic.decide_replicas import model_replicas, replica_store
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
@@ -93,7 +94,10 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
         forming=True,
         go=None,
         peers={},
+        absent=(),
+        round=0,
     )
+    state.rejoining = FrozenMap()
     state.asked_at, state.unfit_s = (decision.unix_s, decision.now_s), None
     decision.begin_generation(membership.generation)
     _record_membership(decision, reason)
@@ -274,6 +278,8 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
         "case": saved.divergence,
         "went_s": went_s,
     }
+    if (replicas := model_replicas(state)) is not None:
+        go["stores"] = [replica_store(state, replicas, one) for one in range(replicas.count)]
     source = (point.epoch, point.step) if point is not None else None
     state.peer_table = _peer_table(state, hosts, membership)
     state.step_s, state.stepped_s = 0.0, decision.now_s

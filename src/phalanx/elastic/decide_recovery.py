@@ -7,6 +7,7 @@ from collections.abc import Iterator, Set
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, FrozenMap, GivenUp, HostView, Message
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
+from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import Phase
@@ -37,6 +38,11 @@ def recover(decision: Decision) -> None:
         why = "" if ends else _too_often(state)
         if is_clear and (ends or not _leave_slot_out(decision, cause, why)):
             _give_up(decision, cause, why)
+        return
+    if (lost := replicas_to_leave_out(state)) is not None:
+        if not lost <= set(state.saved.absent):
+            _record_incident(decision, cause)
+        leave_out(decision, lost)
         return
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
     if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):
@@ -230,7 +236,7 @@ def find_hung_rank(decision: Decision) -> None:
     state.stacks_asked_s = None
     if not _is_nothing_moving(state):
         return
-    found = _culprit(state, set(state.membership.slots))
+    found = _culprit(state, set(state.membership.slots))  # _members leaves out who is absent
     if found is None:
         decision.fail(0, "Deadlock", "every rank waits for another, and none moves")
         return
@@ -270,10 +276,10 @@ def _is_culprit_dealt_with(decision: Decision) -> bool:
 
 
 def _members(state: CoordinatorState) -> Iterator[tuple[HostView, int]]:
-    """Host and slot of every rank whose host is there."""
-    for place in state.membership.slots:
+    """Host and slot of every rank that trains and whose host is there."""
+    for rank, place in enumerate(state.membership.slots):
         host = state.hosts.get(place.host)
-        if host is not None:
+        if host is not None and not is_absent(state, rank):
             yield host, place.slot
 
 
@@ -282,7 +288,9 @@ def _is_nothing_moving(state: CoordinatorState) -> bool:
 
     The first rank that moves says no: in a healthy run that is the first one looked at.
     """
-    for place in state.membership.slots:
+    for rank, place in enumerate(state.membership.slots):
+        if is_absent(state, rank):
+            continue
         host = state.hosts.get(place.host)
         told = host.progress_of(place.slot) if host is not None else None
         if told is None or told[2] <= _patience_s(state, told[1]):

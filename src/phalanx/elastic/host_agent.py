@@ -414,6 +414,11 @@ class HostAgent:
         kind = message.get("kind")
         if kind == "form":
             self._take_form(message)
+        elif kind in ("go", "rejoin", "clear") and "slots" in message:
+            if int(message["epoch"]) == self._generation:
+                self._tend_replica(str(kind), message)
+        elif kind == "regroup" and int(message["epoch"]) == self._generation:
+            self._ranks.hand_to_all(message)
         elif kind == "go" and int(message["epoch"]) == self._generation > self._went:
             self._went = self._generation
             self._ranks.collectives.clear()
@@ -476,6 +481,17 @@ class HostAgent:
             slot.member_of, slot.seated = self._generation, True
             self._told_ready = 0  # what we said without it does not count
             self._ranks.hand(slot, self._form)
+
+    def _tend_replica(self, kind: str, message: Message) -> None:
+        """Ranks of a model replica that the others go on without: to be ended, to join again, or to go."""
+        for number in message["slots"]:
+            slot = self._slots[int(number)]
+            if kind == "clear":
+                self._ranks.end_lost(slot)
+            elif kind == "rejoin":
+                self._seat(slot)
+            else:
+                self._ranks.hand(slot, message)
 
     def _begin_look(self, members: Sequence[Slot]) -> None:
         """Look at this host while its ranks leave what they did before; we are not ready before that is done."""

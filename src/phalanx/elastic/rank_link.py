@@ -48,6 +48,10 @@ class RankLink:
         # training has left. Must not block: the line is read by the same thread.
         self.abort: Callable[[], bool] = lambda: True
         self._over_s: float | None = None  # when the membership this rank is in was found to be over
+        # Which model replicas are present, told anew whenever that changes within a generation (train/regroup.py).
+        self._rounds: queue.Queue[Message | None] = queue.Queue()
+        self._round, self._newest_round, self._last_urgent = 0, 0, 0
+        self._round_kept: frozenset[str] | None = None  # sockets that belong to no round; None outside of rounds
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
@@ -65,6 +69,7 @@ class RankLink:
         self._kept = frozenset(open_sockets())
         with self._lock:
             self._generation, self._over_s = generation, None
+            self._round_kept, self._round, self._newest_round, self._last_urgent = None, 0, 0, 0
             if self._newest > generation:
                 raise Interrupted
 
@@ -72,6 +77,7 @@ class RankLink:
         """Cut what the generation opened; peers that still wait for this rank wake up."""
         with self._lock:
             self._generation = 0
+            self._round_kept = None
             shut_sockets(self._kept)
 
     def go(self, generation: int) -> Message:
@@ -86,6 +92,39 @@ class RankLink:
     def is_over(self, generation: int) -> bool:
         """Whether a newer membership was announced."""
         return self._newest > generation
+
+    def next_round(self, generation: int, after: int, timeout_s: float) -> Message:
+        """Wait to be told which replicas are present in a round after `after`, and enter it.
+
+        Sockets opened from now on belong to the round, and are cut when a replica is lost in it. Raises Interrupted
+        when the membership is over, and ConnectionError when nobody tells of a round in time.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            if self._newest > generation or self._ended:
+                raise Interrupted
+            try:
+                message = self._rounds.get(timeout=max(0.0, min(0.5, until_s - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() < until_s:
+                    continue
+                text = f"connection to another replica was lost, and no replica was left out within {timeout_s:g} s"
+                raise ConnectionError(text) from None
+            if message is None or int(message["epoch"]) != generation or int(message["round"]) <= after:
+                continue
+            if int(message["round"]) < self._last_urgent:  # it lost a replica before it began
+                continue
+            self.enter_round(int(message["round"]))
+            return message
+
+    def enter_round(self, number: int) -> None:
+        """Sockets opened from now on belong to this round."""
+        with self._lock:
+            self._round, self._round_kept = number, frozenset(open_sockets())
+
+    def is_round_due(self) -> bool:
+        """Whether another round than the present one was told of."""
+        return self._round_kept is not None and self._newest_round > self._round
 
     def send(self, kind: str, **fields: Any) -> None:
         """Tell the agent; without an agent there is nobody to tell, and the kernel ends this process."""
@@ -107,7 +146,8 @@ class RankLink:
             else:
                 self.board.mute(self.slot)
             self._cut_old()
-            wait_s = LEAVING_S if 0 < self._generation < self._newest else BEAT_S
+            self._cut_round()
+            wait_s = LEAVING_S if 0 < self._generation < self._newest or self._is_cutting() else BEAT_S
             if not select.select([self._line], [], [], wait_s)[0]:
                 continue
             data = self._line.recv(1 << 16)
@@ -125,9 +165,16 @@ class RankLink:
                 self.record()  # before what it waits in is cut
             self._cut_old()
             self._goes.put(None)  # whoever waits to go, goes no longer
+            self._rounds.put(None)
             self._forms.put(message)
         elif message["kind"] == "go":
             self._goes.put(message)
+        elif message["kind"] == "regroup" and int(message["epoch"]) == self._generation:
+            self._newest_round = int(message["round"])
+            if message["urgent"]:
+                self._last_urgent = self._newest_round
+            self._rounds.put(message)
+            self._cut_round()
         elif message["kind"] == "end":
             if self._generation:
                 self.record()
@@ -150,8 +197,18 @@ class RankLink:
             if is_aborted or time.monotonic() - self._over_s > ABORT_S:
                 shut_sockets(self._kept)
 
+    def _is_cutting(self) -> bool:
+        return self._round_kept is not None and self._round < self._last_urgent
+
+    def _cut_round(self) -> None:
+        """Out of what waits for a replica that was lost: the groups of our own replica were made before, and stay."""
+        with self._lock:
+            if self._is_cutting() and self._round_kept is not None:
+                shut_sockets(self._round_kept)
+
     def _end(self) -> None:
         self._ended = True
+        self._rounds.put(None)
         self._forms.put(None)
         self._goes.put(None)
 

@@ -151,6 +151,8 @@ class RankSlots:
         present = int(message["epoch"]) == slot.generation
         if message["kind"] == "ready" and present:
             slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.generation
+        elif message["kind"] == "built" and present:
+            self._say("built", epoch=slot.generation, slot=slot.number)
         elif message["kind"] == "left":
             slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left
@@ -238,6 +240,11 @@ class RankSlots:
             where = str(message.get("place") or "")
             silence = failing.silence(slot.rank, 0, silent_s=float(message["silent_s"]), where=where)
             self._kill(slot, f"{silence.message}{message.get('patience') or ''}")
+
+    def end_lost(self, slot: Slot) -> None:
+        """Its model replica lost another rank, and is built again by new processes."""
+        if slot.pid and slot.killed is None:
+            self._kill(slot, "ended with the rest of its model replica")
 
     def _kill(self, slot: Slot, what: str) -> None:
         beat = self.board.last(slot.number)

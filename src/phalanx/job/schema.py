@@ -300,6 +300,14 @@ class Fault:
             "stop",
         ),
     )
+    on_loss: str = field(
+        default="rebuild",
+        metadata=choice(
+            "when a rank is lost, all ranks rebuild, or the others leave out its model replica until it is back",
+            "rebuild",
+            "leave-out",
+        ),
+    )
     restarts: int = field(default=3, metadata=count("failures in a row, without a step between, before giving up"))
     digest_every: int | Auto = field(
         default=AUTO,

@@ -24,9 +24,10 @@ from phalanx.plan.compute import element_bytes
 from phalanx.plan.cpu_step import step_columns
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, map_axes, with_messages
+from phalanx.plan.model_replicas import ReplicaLoss, price_loss
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
-from phalanx.plan.prediction import Duration, predict_layout, run_duration, token_budget
+from phalanx.plan.prediction import Duration, Prediction, predict_layout, run_duration, token_budget
 from phalanx.plan.reasons import explain_alternative
 from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
 from phalanx.plan.request import PlanRequest, request_from_job, trains_with_phalanx
@@ -110,6 +111,7 @@ def _make_plan(
         devices=layout.devices,
         step_s=prediction.step_s,
     )
+    trouble = replace(trouble, replica_loss=_price_loss(job, cluster, layout, trouble, prediction))
     if trouble.effective_time <= 0 and not hopeless:
         raise _never_finishes(request, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
@@ -172,6 +174,26 @@ def _make_plan(
         ),
         calibration=calibration,
         warnings=tuple(problem.render() for problem in warnings),
+    )
+
+
+def _price_loss(
+    job: Job, cluster: Cluster, layout: Layout, trouble: Reliability, prediction: Prediction
+) -> ReplicaLoss | None:
+    """What a lost rank costs, when all rebuild and when its model replica is left out."""
+    step_s = prediction.step_s
+    lag_s = trouble.persist_s if job.checkpoint.asynchronous else 0.0
+    redone_s = trouble.memory_every * step_s / 2 if trouble.memory_every else lag_s + trouble.interval_s / 2
+    reduced = job.precision.compute not in ("fp32", "fp64") and job.precision.grad_reduce == "bf16"
+    return price_loss(
+        layout,
+        cluster,
+        job.fault,
+        step_s=step_s,
+        tokens_per_s=prediction.tokens_per_s,
+        state_bytes=trouble.checkpoint_bytes,
+        gradient_bytes=prediction.parameters * (2.0 if reduced else 4.0),
+        redone_s=redone_s if math.isfinite(trouble.mtbf_s) else 0.0,
     )
 
 

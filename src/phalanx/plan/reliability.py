@@ -23,6 +23,7 @@ from phalanx.hardware.failures import failures_per_host_day as usual_rate
 from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
+from phalanx.plan.model_replicas import ReplicaLoss
 from phalanx.units import DAY_S
 
 # Barrier and bookkeeping of an asynchronous save beside the copy itself: PyTorch DCP blocked Llama-3-8B on 512 H100
@@ -65,6 +66,7 @@ class Reliability:
     failures_per_host_day_interval: tuple[float, float] | None = None
     recovery_s_interval: tuple[float, float] | None = None  # detection and restart
     effective_time_interval: tuple[float, float] | None = None
+    replica_loss: ReplicaLoss | None = None  # both ways on after a lost rank; None with one model replica
 
 
 def predict_reliability(

@@ -11,6 +11,7 @@ from phalanx.io.tables import text_table
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.layout import Layout
+from phalanx.plan.model_replicas import ReplicaLoss
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
@@ -233,8 +234,35 @@ def _failure_lines(plan: Plan) -> list[str]:
         f"time lost at multiples of the optimal interval: {costs}",
         f"effective training time {r.effective_time:.1%}{_site_range(r)}; {plural(r.spares, 'spare host')} (99% "
         f"of days)",
+        *(_loss_lines(plan, r.replica_loss) if r.replica_loss is not None else []),
     ]
     return [part for line in lines for part in _wrap(line)]
+
+
+def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
+    """Both ways on after a lost rank, with what each costs."""
+    rebuild, leave_out = loss.rebuild, loss.leave_out
+    chosen = plan.job.fault.on_loss
+    if loss.break_even_per_day is None:
+        verdict = "leaving out never pays here"
+    else:
+        pays = plan.reliability.failures_per_day > loss.break_even_per_day
+        verdict = (
+            f"leaving out {'pays' if pays else 'does not pay'} here: it loses less from {loss.break_even_per_day:.2g} "
+            "failures per day on"
+        )
+    if plan.cluster.accelerator.family != "cpu":
+        verdict += "; so far `phalanx train` leaves replicas out on CPUs only"
+    return [
+        f"a lost rank, of {loss.replicas:,} model replicas of {plural(loss.ranks, 'rank')} "
+        f'(fault.on_loss = "{chosen}"):',
+        f"rebuild all: every rank waits {format_seconds(rebuild.stall_s)}, {format_count(rebuild.lost_tokens)} tokens "
+        "lost",
+        f"leave the replica out: every rank waits {format_seconds(leave_out.stall_s)}, then "
+        f"{format_seconds(leave_out.slow_s)} with a replica less, {format_count(leave_out.lost_tokens)} tokens lost; "
+        f"adds at most {format_seconds(loss.exchange_s)} to each step, as replicas sum gradients after backward",
+        verdict,
+    ]
 
 
 def _rate_range(r: Reliability) -> list[str]:

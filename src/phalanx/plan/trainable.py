@@ -13,6 +13,7 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
+from phalanx.plan.model_replicas import ModelReplicas
 from phalanx.plan.schedules import is_v_shaped
 
 COMPRESSIONS = ("none", "bf16", "fp8", "int8", "powersgd")  # phalanx.train.parallel.compress.KINDS
@@ -56,6 +57,7 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
     return [
         *_device_problems(cluster),
         *_compile_problems(job, layout),
+        *replica_problems(job, layout, cluster),
         *precision_problems(job),
         *layout_problems(job.model, demand),
     ]
@@ -74,6 +76,45 @@ def _compile_problems(job: Job, layout: Layout) -> Iterator[Problem]:
             why="torch cannot split the backward of a compiled block in two",
             fix='use compile = "auto", which leaves these blocks plain, or schedule = "interleaved" or "1f1b"',
         )
+
+
+def replica_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[Problem]:
+    """Why a lost model replica cannot be left out, where the job asks for that."""
+    if job.fault.on_loss != "leave-out":
+        return
+    where, fix = "fault.on_loss", 'use on_loss = "rebuild"'
+    if ModelReplicas.of(layout).count < 2:
+        yield Problem(
+            where=where,
+            what=f'"leave-out" with the one model replica of {layout.name}',
+            why="every rank holds a part of the model that no other has",
+            fix=f"{fix}, or plan two or more replicas (parallel.shard below the number of data ranks, or zero = 0)",
+        )
+    if cluster.accelerator.family != "cpu":
+        yield Problem(
+            where=where,
+            what=f'"leave-out" on {cluster.accelerator.name}',
+            why="replicas are connected anew through gloo, in host memory; through NCCL that is not done yet",
+            fix=fix,
+        )
+    if job.fault.recovery in ("shrink", "stop"):
+        yield Problem(
+            where=where,
+            what=f'"leave-out" with fault.recovery = "{job.fault.recovery}"',
+            why="a replica that is left out is built again by new processes in its places",
+            fix='use recovery = "auto" or "replace"',
+        )
+    for has, what, why in (
+        (job.model.is_moe, "a model with experts", "routers are balanced, and experts exchanged, across replicas"),
+        (job.numerics.reproducible, "numerics.reproducible", "a step without a replica has other bits"),
+        (bool(job.model.module), "model.module", "buffers of a network of your own are exchanged across replicas"),
+        (layout.compression != "none", f'compression "{layout.compression}"', "replicas sum gradients uncompressed"),
+        (bool(job.plugins.callbacks), "plugins.callbacks", "they may count on all ranks being one torch world"),
+        (bool(job.plugins.data), "plugins.data", "an iterable cannot give the batch of a repeated step again"),
+        (bool(job.plugins.optimizer), "plugins.optimizer", "its state cannot be handed to another process"),
+    ):
+        if has:
+            yield Problem(where=where, what=f'"leave-out" with {what}', why=why, fix=fix)
 
 
 def precision_problems(job: Job) -> list[Problem]:

@@ -13,7 +13,7 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import DEFAULT_PLANES, NetworkCauses
-from phalanx.sim.months.forecast import Forecast, forecast_months, site_range, try_levers
+from phalanx.sim.months.forecast import Forecast, compare_losses, forecast_months, site_range, try_levers
 from phalanx.sim.months.policy import MonthsPolicy, expected_failures, months_policy
 from phalanx.sim.months.simulate_run import RunOutcome, simulate_runs
 from phalanx.sim.months.text import forecast_text as forecast_text
@@ -107,7 +107,8 @@ def simulate_months(
             progress(len(outcomes))
     changed = try_levers(plan, chosen, outcomes, days=days, seed=seed) if what_if else ()
     sites = site_range(plan, chosen, days=days, seed=seed)
-    made = forecast_months(plan, chosen, outcomes, seed=seed, sites=sites, levers=changed)
+    both = compare_losses(plan, chosen, outcomes, days=days, seed=seed)
+    made = forecast_months(plan, chosen, outcomes, seed=seed, sites=sites, levers=changed, losses=both)
     return MonthsSimulation(plan=plan, policy=chosen, forecast=made)
 
 

@@ -66,7 +66,14 @@ class Checkpointing(Callback):
 
     def is_due(self) -> bool:
         """Whether this rank wants a save: rank 0's clock decides, and all ranks hear of it with the step's numbers."""
-        return self._save_requested or (dist.get_rank() == 0 and self._interval.due(time.monotonic()))
+        is_first = dist.get_rank() == 0 and self._is_lead
+        return self._save_requested or (is_first and self._interval.due(time.monotonic()))
+
+    @property
+    def _is_lead(self) -> bool:
+        """Whether this rank's replica saves: one is enough."""
+        across = self._training.engine.across
+        return across is None or across.is_lead
 
     def is_copy_unsafe(self) -> bool:
         """Whether this rank's newest copy in memory has not reached its replica yet."""
@@ -127,6 +134,9 @@ class Checkpointing(Callback):
         if step == self._saved_step:
             return
         began_s, self._saved_step = time.monotonic(), step
+        if not self._is_lead:
+            self._interval.saved(now_s=began_s, blocked_s=0.0)
+            return
         training.pause()
         self.tell_saved()
         meta, rank_meta = self._meta(), self._rank_meta()

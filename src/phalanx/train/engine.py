@@ -45,6 +45,7 @@ from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.own_loss import own_loss
+from phalanx.train.parallel.across_replicas import AcrossReplicas, ReplicaLost
 from phalanx.train.parallel.buffers import BufferExchange
 from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
@@ -96,6 +97,7 @@ class StepResult:
     noise: Noise | None = None  # of the gradient, from this step alone
     noise_samples: float | None = None  # the noise scale in sequences, from the last hundred steps or so
     phases: tuple[Phase, ...] = ()  # what this rank worked on, and when
+    is_round_due: bool = False  # whether some rank knows of model replicas that come back
 
 
 class Engine:
@@ -110,8 +112,10 @@ class Engine:
         device: torch.device,
         state_dtype: str = "fp32",
         read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist,
+        across: AcrossReplicas | None = None,
     ) -> None:
         self.shape, self.settings, self.device = shape, settings, device
+        self.across = across  # other replicas, each a world of its own; None where all ranks are one world
         self._clip, self._read = optim.clip, read
         self.dims = ParallelDims.of(settings.layout)
         self.meshes: Meshes = build_meshes(self.dims, device.type, experts=shape.is_moe)
@@ -163,7 +167,10 @@ class Engine:
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self._sharded = self._compress_sharded()
-        self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, [part.model for part in self.parts])
+        self.listener = None
+        if across is None:  # else the noise of a replica's gradient would be taken for that of all
+            models = [part.model for part in self.parts]
+            self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, models)
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device, compiled=settings.compile)
         if device.type == "cuda":
@@ -172,6 +179,7 @@ class Engine:
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
+        self.wants_round: Callable[[], bool] = lambda: False  # whether this rank knows of replicas that come back
         self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
         self._host_grads: list[torch.Tensor] = []
         self._unit = 0.0
@@ -304,7 +312,7 @@ class Engine:
         for filling in self._filling:
             filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch, ignored=IGNORED)
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
-        batch_sequences = tokens_BS.shape[0] * self.dims.data
+        batch_sequences = tokens_BS.shape[0] * self.data_ranks
         batch_tokens = batch_sequences * self.settings.sequence
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         for moe in self._moes:
@@ -313,13 +321,27 @@ class Engine:
         with self.clock.phase("other"):
             moved = self._moved(loss_sum)
             grads = self._gradients()
+            wishes = [*requests(), *([self.wants_round()] if self.across is not None else [])]
+            said, lost = self._own_numbers(loss_sum, targets_BS, requests=wishes), []
+            if self.across is not None:
+                # Each place in a replica adds up its gradients and its numbers with the same place in the others.
+                with self.clock.stall():
+                    is_whole = self.across.sum([*grads, said])
+                lost.append(torch.full_like(loss_sum, float(not is_whole)))
             self.on_gradients_ready(grads)
             norm_squared = squared_norm(self.shards, grads)
             heard = self._heard(targets_BS, grads, norm_squared)
-        numbers = self._agree(norm_squared, loss_sum, targets_BS, requests=requests(), heard=[*moved, *heard])
+        numbers = self._agree(norm_squared, said, heard=[*lost, *moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
         wanted, more = rest[: len(StepRequest)], rest[len(StepRequest) :]
+        is_round_due = 0.0
+        if self.across is not None:
+            is_round_due, was_lost, *more = more
+            if was_lost:
+                self._clear()
+                self.clock.end()
+                raise ReplicaLost
         moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
@@ -351,6 +373,7 @@ class Engine:
             noise=noise,
             noise_samples=self.noise.samples,
             phases=timed.phases,
+            is_round_due=bool(is_round_due),
         )
 
     def evaluate(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> tuple[float, int]:
@@ -373,8 +396,20 @@ class Engine:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         others = [one if self._scores else zero for one in sums[1:]]
-        numbers = self._read(self._agree(zero, sums[0], targets_BS, requests=NO_REQUESTS, heard=others))
+        said = self._own_numbers(sums[0], targets_BS, requests=NO_REQUESTS)
+        numbers = self._read(self._agree(zero, said, heard=others))
         return (*numbers[1:3], *numbers[3 + len(NO_REQUESTS) :])
+
+    @property
+    def data_ranks(self) -> int:
+        """Data ranks of the job, whether their replicas are present or not."""
+        return self.dims.data * (self.across.replicas.count if self.across is not None else 1)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among them."""
+        before = self.across.replica * self.dims.data if self.across is not None else 0
+        return before + self.meshes.index("data")
 
     def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
         """This context rank's slices of the sequences."""
@@ -595,20 +630,19 @@ class Engine:
         """Whether this rank speaks for the losses and tokens of its sequences."""
         return any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
 
-    def _agree(
-        self,
-        squared: torch.Tensor,
-        loss_sum: torch.Tensor,
-        targets_BS: torch.Tensor,
-        *,
-        requests: Sequence[bool],
-        heard: Sequence[torch.Tensor] = (),
+    def _own_numbers(
+        self, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, requests: Sequence[bool]
     ) -> torch.Tensor:
-        """Sum the step's few numbers over the whole job, `heard` behind: the only collective that every rank joins."""
+        """What this rank adds to the step's numbers: summed loss, valid tokens, and its requests."""
         valid = (targets_BS != IGNORED).sum().double() if self._scores else torch.zeros_like(loss_sum)
         loss = loss_sum if self._scores else torch.zeros_like(loss_sum)
         flags = [torch.full_like(loss_sum, float(wish)) for wish in requests]
-        numbers = torch.stack([squared.to(self.device), loss, valid, *flags, *heard])
+        return torch.stack([loss, valid, *flags])
+
+    def _agree(self, squared: torch.Tensor, said: torch.Tensor, *, heard: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Sum the step's few numbers over all ranks, `heard` behind: the only collective that every rank joins."""
+        behind = [torch.stack(list(heard))] if heard else []
+        numbers = torch.cat([squared.to(self.device).view(1), said, *behind])
         if self.dims.world > 1:
             dist.all_reduce(numbers)
         return numbers

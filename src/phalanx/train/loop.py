@@ -25,6 +25,7 @@ from phalanx.train.evaluate import Evaluation, TextSamples
 from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.schedule import learning_rate
+from phalanx.train.parallel.across_replicas import ReplicaLost
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
 from phalanx.train.telemetry.clock import compiled_s
@@ -64,6 +65,8 @@ class TrainingLoop:
         self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
         self.control, self.memory = control, memory
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if engine.across is not None:  # each replica is a torch world of its own
+            self.rank, self.world_size = engine.across.rank, engine.across.replicas.layout.devices
         self.step = 0  # steps that are done, and so the number of the step that is being taken
         self.lr = 0.0  # of that step
         plugins = plugins or LoadedPlugins()
@@ -98,6 +101,8 @@ class TrainingLoop:
             engine.on_before_update = lambda grads: self.callbacks.call("on_before_update", self, grads)
         if self.callbacks.wants("on_after_update"):
             engine.on_after_update = lambda: self.callbacks.call("on_after_update", self)
+        if control.rounds is not None:
+            engine.wants_round = control.rounds.is_due
         self._stop_requested = False
         self._warned: set[tuple[str, str]] = set()
 
@@ -123,15 +128,30 @@ class TrainingLoop:
         if first:
             self.callbacks.call("on_resume", self)
         while self.step < total and not leaving:
-            report = self._take_step()
+            try:
+                report = self._take_step()
+            except ReplicaLost:
+                self._regroup()
+                continue
             self.step += 1
             self.callbacks.call("on_step_end", self, report)
             leaving = self._leaving(report.result)
             self.control.progress(self.step, Phase.TRAINING)
+            if report.result.is_round_due and not leaving:
+                self._regroup()
         if leaving == "reform" and self.step < total:
             self.checkpoints.leave_membership()
             return leaving
         return self._finish("stopped" if leaving and self.step < total else "done")
+
+    def _regroup(self) -> None:
+        """A replica was lost, or is back: go on with those that are present, from what the furthest of them has."""
+        assert self.control.rounds is not None
+        self.pause()
+        self.step = self.control.rounds.regroup(self.engine, self.step)
+        self.comparison.guard.forget()  # the state may be another's
+        self.control.check()
+        self.control.progress(self.step, Phase.BUILDING)
 
     def _take_step(self) -> StepReport:
         step, began_s, compiled = self.step, time.perf_counter(), compiled_s()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.rank_link import Interrupted
@@ -13,6 +13,9 @@ from phalanx.train.drill_hooks import DrillHooks
 from phalanx.train.guard.verdict import Divergence
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer
+
+if TYPE_CHECKING:
+    from phalanx.train.regroup import ReplicaRounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,7 @@ class RankControl:
     hooks: DrillHooks = field(default_factory=DrillHooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
     over: Callable[[], bool] = lambda: False  # the membership has ended: others form the next one
+    rounds: ReplicaRounds | None = None  # where model replicas come and go within the membership
 
     def check(self) -> None:
         """Raise Interrupted when the membership has ended; called before a number is kept that ranks agreed on.

@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -36,6 +36,7 @@ from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake
 from phalanx.job.dataset import MANIFEST
 from phalanx.job.schema import Job
+from phalanx.plan.model_replicas import ModelReplicas
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
@@ -50,8 +51,10 @@ from phalanx.train.listeners import listening_sockets, refuse_strangers
 from phalanx.train.loop import TrainingLoop
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own import build_outline, differs_from_shape
+from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl, UntrustedState
+from phalanx.train.regroup import ReplicaRounds
 from phalanx.train.settings import Settings
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
@@ -73,6 +76,8 @@ from phalanx.train.telemetry.communicators import tell_communicators
 from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, monitored_rank
 from phalanx.train.telemetry.sharing import Sharers, is_loopback
 from phalanx.units import plural
+
+ROUND_S = 10.0  # beyond the time after which a replica counts as lost, to hear who is present
 
 
 class Rank:
@@ -166,31 +171,41 @@ class Rank:
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank)
+        across = self._across(membership, rank)
+        inner = (across.position, across.replicas.size) if across is not None else (rank, membership.world)
         # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
         device = _device(self.plan, self._local_world)
         with ExitStack() as stack:
-            door = stack.enter_context(_door(self.address)) if rank == 0 else None
+            door = stack.enter_context(_door(self.address)) if inner[0] == 0 else None
             port = door.getsockname()[1] if door is not None else 0
             self.link.send(
                 "ready", epoch=membership.generation, port=port, vault=self._vault_port(membership.generation)
             )
             known = listening_sockets()  # not to be closed to strangers: they defend themselves
-            if door is not None:
+            if door is not None and across is None:  # else replicas that come back meet at this store
                 known = {name: number for name, number in known.items() if number != door.fileno()}
             go = self.link.go(membership.generation)
-            place = _store(go["store"], door, timeout_s=self.plan.job.comm.init_timeout_s)
+            patience_s = self.plan.job.comm.init_timeout_s
+            is_late = bool(go.get("late"))  # this replica was lost, and joins one that trains
+            meets_at = go["stores"][across.replica] if across is not None else go["store"]
+            place = _store(meets_at, door, timeout_s=patience_s)
             store = PrefixStore(f"{membership.generation}", place)
             shared = self._shares(device)
-            places = self._announce_copies(membership, go, store)
-            joined_s = _join(self.plan, device, rank=rank, world=membership.world, store=store, shared=shared)
+            # Copies lie on hosts of all replicas: they are announced where all of them meet.
+            common = store
+            if across is not None and across.replica and not is_late:
+                common = PrefixStore(f"{membership.generation}", _store(go["store"], None, timeout_s=patience_s))
+            places = self._announce_copies(membership, go, common)
+            joined_s = _join(self.plan, device, rank=inner[0], world=inner[1], store=store, shared=shared)
             if device.type == "cpu":  # NCCL connects ranks when they first meet, through sockets that listen till then
                 refuse_strangers(known)
             events = EventWriter(self.run.events(rank), rank=rank)
             stack.callback(events.close)
-            stack.enter_context(self._watched(membership, rank, events, device, store))
-            keeper = self._keeper(membership, rank, go, events)
+            stack.enter_context(self._watched(membership, rank, events, device, None if across is not None else store))
+            keeper = self._keeper(membership, inner, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
+            rounds = self._rounds(membership, across, go, events) if across is not None else None
             # Steps at which a replay changes its membership.
             control = RankControl(
                 stop=lambda: self.link.board.stopping,
@@ -206,11 +221,12 @@ class Rank:
                 hooks=hooks,
                 fence=lambda: commit_fence(self.run, membership.generation),
                 over=lambda: self.link.is_over(membership.generation),
+                rounds=rounds,
             )
             copies = self._copies(go, places) if places is not None else None
             return train(
                 self.run,
-                replace(self.plan, layout=membership.layout),
+                replace(self.plan, layout=across.replicas.inner if across is not None else membership.layout),
                 device,
                 events,
                 control,
@@ -220,7 +236,36 @@ class Rank:
                 joined_s=joined_s,
                 notes=self._notes,
                 allow_code=self._allow_code,
+                built=partial(self.link.send, "built", epoch=membership.generation) if is_late else None,
+                enter_round=self.link.enter_round,
             )
+
+    def _across(self, membership: HostMembership, rank: int) -> AcrossReplicas | None:
+        """This rank's place among model replicas, where a lost one is left out; None where all ranks are one world."""
+        if self.plan.job.fault.on_loss != "leave-out":
+            return None
+        replicas = ModelReplicas.of(membership.layout)
+        return AcrossReplicas(replicas, rank) if replicas.count > 1 else None
+
+    def _rounds(
+        self, membership: HostMembership, across: AcrossReplicas, go: Mapping[str, Any], events: EventWriter
+    ) -> ReplicaRounds:
+        fault, generation = self.plan.job.fault, membership.generation
+        first = None
+        if not go.get("late"):
+            first = {"round": 0, "present": list(range(across.replicas.count)), "store": go["store"]}
+        return ReplicaRounds(
+            across,
+            generation=generation,
+            first=first,
+            # A process that is stopped counts as lost after dead_after_s; a replica that is built takes longer.
+            wait=lambda after: self.link.next_round(
+                generation, after, ROUND_S + (self.plan.job.comm.init_timeout_s if after < 0 else fault.dead_after_s)
+            ),
+            is_due=self.link.is_round_due,
+            timeout_s=self.plan.job.comm.init_timeout_s,
+            tell=partial(events.write, "regroup", epoch=generation),
+        )
 
     def _shares(self, device: torch.device) -> bool:
         """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
@@ -233,13 +278,14 @@ class Rank:
         return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
-        self, membership: HostMembership, rank: int, events: EventWriter, device: torch.device, store: Store
+        self, membership: HostMembership, rank: int, events: EventWriter, device: torch.device, store: Store | None
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
+        meeting = PeerRendezvous(store=store, secret=self._secret, address=self.address) if store is not None else None
         return monitored_rank(
             events,
             lambda: self._sensors.of(device, power_w),
-            PeerRendezvous(store=store, secret=self._secret, address=self.address),
+            meeting,
             telemetry=self.plan.job.telemetry,
             layout=membership.layout,
             rank=rank,
@@ -263,20 +309,23 @@ class Rank:
         return self._server.port
 
     def _keeper(
-        self, membership: HostMembership, rank: int, go: Mapping[str, Any], events: EventWriter
+        self, membership: HostMembership, inner: tuple[int, int], go: Mapping[str, Any], events: EventWriter
     ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
             return None
         where = None
-        if told := go.get("peers"):  # by slot: our place among the guests of a rank elsewhere, and where that listens
+        # Model replicas are each other's copies: the same shard is under the same number in the memory of each.
+        if (told := go.get("peers")) and inner[
+            1
+        ] == membership.world:  # by slot: our place among the guests of a rank elsewhere, and where that listens
             place, host, port = told[str(self.link.slot)]
             where = ReplicaAddress(host=str(host), port=int(port), slot=int(place))
         restore = go.get("restore")
         return InMemoryCheckpointer(
             self.vault,
             slot=self.link.slot,
-            rank=rank,
-            world=membership.world,
+            rank=inner[0],
+            world=inner[1],
             epoch=membership.generation,
             secret=self._secret,
             buddy=where,
@@ -330,13 +379,17 @@ def train(
     joined_s: float = 0.0,
     notes: Sequence[str] = (),
     allow_code: bool = False,
+    built: Callable[[], None] | None = None,
+    enter_round: Callable[[int], None] = lambda number: None,
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
 
     `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
     Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
-    agent: what the run folder says of it counts for nothing.
+    agent: what the run folder says of it counts for nothing. `built` is called by a replica that joins others late,
+    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost.
     """
+    across = control.rounds.across if control.rounds is not None else None
     began_s, memory = time.monotonic(), MemoryMeter(device)
     job = plan.job
     plugins = load_plugins(job, allow_code=allow_code)
@@ -348,6 +401,7 @@ def train(
         job.optim,
         device=device,
         state_dtype=job.precision.optimizer_state,
+        across=across,
     )
     if device.type == "cpu":
         refuse_strangers(listening)
@@ -361,16 +415,24 @@ def train(
         device=device,
         notes=notes,
     )
-    control.hooks.restoring(control.epoch, dist.get_rank())
-    if dist.get_rank() == 0:
+    control.hooks.restoring(control.epoch, across.rank if across is not None else dist.get_rank())
+    if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
         remove_drafts(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
             delete_commits_after(folder.checkpoints, at_most)
-    restored, source = _restore(engine, folder, copies, at_most)
-    if job.train.weights and not restored.step:
-        load_hf_weights(engine, Path(job.train.weights))
+    if built is not None:
+        engine.initialise_unsaved()
+        restored, source = RestoredRun(), "replica"
+    else:
+        restored, source = _restore(engine, folder, copies, at_most)
+        if job.train.weights and not restored.step:
+            load_hf_weights(engine, Path(job.train.weights))
     loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
     try:
+        if control.rounds is not None:
+            restored = _meet_replicas(control, engine, restored, built, enter_round)
+            if built is not None:  # what the process before left in memory is in that of the other replicas too
+                loop.checkpoints.safe_step = restored.step
         if restored.data and restored.data != loop.data_digest:
             raise _other_data(job, before=restored.data, now=loop.data_digest)
         loop.restore_extras(engine.restored_extras)
@@ -390,6 +452,24 @@ def train(
         return loop.run(restored.step), loop.step
     finally:
         loop.close()
+
+
+def _meet_replicas(
+    control: RankControl,
+    engine: Engine,
+    restored: RestoredRun,
+    built: Callable[[], None] | None,
+    enter_round: Callable[[int], None],
+) -> RestoredRun:
+    """Connect to the other replicas for the first time; whoever is behind them takes their state."""
+    assert control.rounds is not None
+    if built is not None:
+        built()
+    else:
+        enter_round(0)
+    step = control.rounds.regroup(engine, restored.step)
+    control.check()
+    return restored if step == restored.step else replace(restored, step=step, data="")
 
 
 def _restore(engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None) -> tuple[RestoredRun, str]:

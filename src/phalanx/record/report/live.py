@@ -111,6 +111,9 @@ def remark_of_supervisor(event: Event) -> list[str]:
         return [f"step {integer(event, 'step') or 0:,}: failed: {incident_text(event)}"]
     if kind == "evidence" and event.get("finding"):
         return [text(event, "finding")]
+    if kind == "replica":
+        happened = {"left out": "left out; the others train on", "rejoined": "built again: it rejoins the others"}
+        return [f"model replica {integer(event, 'replica')} is {happened.get(text(event, 'state'), '?')}"]
     if kind == "replacement":
         return [f"failed with it and is replaced: {incident_text(event)}"]
     if kind == "epoch" and event.get("reason") != "start":

@@ -13,8 +13,8 @@ from phalanx.hardware.failures import SiteSpread, known, middle, repair_spread, 
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import REPAIR_S, site_rates, site_recoveries
 from phalanx.sim.months.causes import Cause, job_causes
-from phalanx.sim.months.policy import MonthsPolicy, expected_failures, failures_per_day, units
-from phalanx.sim.months.simulate_run import PHASES, RunOutcome, simulate_run, simulate_runs
+from phalanx.sim.months.policy import MonthsPolicy, expected_failures, failures_per_day, leaving_out, units
+from phalanx.sim.months.simulate_run import PHASES, SAVING, RunOutcome, simulate_run, simulate_runs
 from phalanx.units import DAY_S, HOUR_S, plural
 
 
@@ -71,6 +71,7 @@ class Forecast:
     failures: int  # of all runs
     events: int
     levers: tuple[Lever, ...] = ()
+    losses: tuple[LossWay, ...] = ()  # both ways on after a lost rank; none with one model replica
 
 
 def forecast_months(
@@ -81,6 +82,7 @@ def forecast_months(
     seed: int,
     sites: SiteRange | None = None,
     levers: tuple[Lever, ...] = (),
+    losses: tuple[LossWay, ...] = (),
 ) -> Forecast:
     """What at least one run says."""
     lost = _lost_by_cause(outcomes)
@@ -116,6 +118,7 @@ def forecast_months(
         failures=sum(one.failures for one in outcomes),
         events=sum(one.events for one in outcomes),
         levers=levers,
+        losses=losses,
     )
 
 
@@ -270,6 +273,49 @@ def try_levers(
         gains = [new.effective - old.effective for new, old in zip(again, outcomes, strict=True)]
         found.append(Lever(name=name, gain=spread(gains, least=-1.0)))
     return tuple(sorted(found, key=lambda one: -one.gain.mean))
+
+
+# A lost rank two ways: the same failures where all ranks rebuild, and where its model replica is left out.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossWay:
+    """One value of `fault.on_loss`, and what it makes of the same failures."""
+
+    on_loss: str
+    is_chosen: bool
+    effective: Spread
+    lost_s: float  # per unexpected interruption, of the job's time
+    lost_tokens: float  # the same in tokens
+
+
+def compare_losses(
+    plan: Plan, policy: MonthsPolicy, outcomes: Sequence[RunOutcome], *, days: float, seed: int
+) -> tuple[LossWay, ...]:
+    """Both ways against the same failures; none where there is only one."""
+    leaving = leaving_out(plan)
+    if leaving is None or not math.isfinite(policy.mtbf_s):
+        return ()
+    ways = []
+    for name, changed in (("rebuild", replace(policy, leaving=None)), ("leave-out", replace(policy, leaving=leaving))):
+        is_chosen = changed == policy
+        again = outcomes if is_chosen else list(simulate_runs(changed, days=days, count=len(outcomes), seed=seed))
+        ways.append(_loss_way(plan, name, again, is_chosen=is_chosen))
+    return tuple(ways)
+
+
+def _loss_way(plan: Plan, name: str, outcomes: Sequence[RunOutcome], *, is_chosen: bool) -> LossWay:
+    stops = sum(one.unexpected for one in outcomes)
+    saving_s = sum(one.lost_s.get(key, 0.0) for one in outcomes for key in ((SAVING, "checkpoint"), (SAVING, "copies")))
+    lost_s = sum(one.wall_s - one.done_s for one in outcomes) - saving_s
+    each_s = lost_s / stops if stops else 0.0
+    return LossWay(
+        on_loss=name,
+        is_chosen=is_chosen,
+        effective=spread([one.effective for one in outcomes], most=1.0),
+        lost_s=each_s,
+        lost_tokens=each_s * plan.prediction.tokens_per_s,
+    )
 
 
 # The same plan at other sites: how far published failure rates, recovery and repair times lie apart, simulated.

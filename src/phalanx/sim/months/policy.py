@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from phalanx.plan.auto_settings import digest_every
 from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
+from phalanx.plan.model_replicas import REGROUP_S
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import HOST_COPY_BYTES_PER_S, REPAIR_S
 from phalanx.plan.shrink_layout import shrink_layout
@@ -21,6 +22,16 @@ from phalanx.units import DAY_S
 UNNOTICED_S = 4289.0
 # Planned interruptions of Llama 3 405B: 47 in 54 days on 2,048 hosts (arXiv 2407.21783 section 3.3.4).
 PLANNED_PER_DAY, PLANNED_HOSTS = 47 / 54, 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeavingOut:
+    """What leaving a lost model replica out takes. `pace` is of steps in which replicas sum gradients by themselves."""
+
+    replicas: int
+    stall_s: float  # after it is noticed: the step in flight, and connecting the others anew
+    rejoin_s: float  # every rank waits for it when the replica is back
+    pace: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +52,7 @@ class MonthsPolicy:
     restarts: int = 3  # failures in a row before the supervisor gives up
     network: NetworkCauses = field(default_factory=NetworkCauses)  # that made the mix
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))
+    leaving: LeavingOut | None = None  # of a lost model replica, instead of a restart of all; None where all restart
 
     def pace(self, missing: int) -> float:
         """Of the planned speed, with so many hosts missing; 0 when the job must wait."""
@@ -76,6 +88,21 @@ def months_policy(
         restarts=fault.restarts,
         network=network,
         paces=_pace_by_missing(plan),
+        leaving=leaving_out(plan) if fault.on_loss == "leave-out" else None,
+    )
+
+
+def leaving_out(plan: Plan) -> LeavingOut | None:
+    """As the plan prices it; None where there is one model replica, or the plan is older than that."""
+    loss, step_s = plan.reliability.replica_loss, plan.prediction.step_s
+    if loss is None:
+        return None
+    stall_s = step_s / 2 + REGROUP_S
+    return LeavingOut(
+        replicas=loss.replicas,
+        stall_s=stall_s,
+        rejoin_s=max(0.0, loss.leave_out.stall_s - plan.job.fault.detect_s - stall_s),
+        pace=step_s / (step_s + loss.exchange_s),
     )
 
 

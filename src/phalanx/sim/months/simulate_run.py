@@ -54,6 +54,7 @@ class Clock:
 
 PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "stalled", "degraded", "stopped")
 SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are no failures
+EXCHANGE, ABSENT = "separate replicas", "replica left out"  # likewise, where lost model replicas are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +154,7 @@ class _Run:
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
         self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
+        self._absent = 0  # model replicas that are left out, and will be back
         self._outage_until_s = 0.0
         self._narrow: list[Cause] = []  # borne, and not back yet
         self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
@@ -186,7 +188,8 @@ class _Run:
             self._bear(cause, cause.stall_s)
         else:
             self._outage_until_s = max(self._outage_until_s, self.clock.now_s + cause.outage_s)
-            self._fall(cause, noticed_s=self._policy.detect_s)
+            if not self._leave_out(cause):
+                self._fall(cause, noticed_s=self._policy.detect_s)
 
     def _corrupt(self, cause: Cause) -> None:
         """Weights go wrong and training goes on; idle devices harm nothing."""
@@ -255,6 +258,34 @@ class _Run:
         else:
             self._down(cause.name, "detect", noticed_s, then=self._noticed)
 
+    def _leave_out(self, cause: Cause) -> bool:
+        """Whether the other model replicas go on without the one that was struck, until it is built again."""
+        leaving = self._policy.leaving
+        if leaving is None or not self._up or cause.outage_s or self._absent + 1 >= leaving.replicas:
+            return False
+        if cause.takes_host and not self._idle:
+            return False  # nobody can take its place: the job shrinks, or waits
+        self._ledger.interruptions[cause.name] += 1
+        if cause.takes_host:
+            self._take_host()
+        self._absent += 1
+        self._down(cause.name, "detect", self._policy.detect_s, then=partial(self._go_without, cause.name))
+        return True
+
+    def _go_without(self, cause: str) -> None:
+        leaving = self._policy.leaving
+        assert leaving is not None
+        self.clock.after(self._policy.restart_s, partial(self._rejoin, cause))
+        self._down(cause, "restart", leaving.stall_s, then=self._rise)
+
+    def _rejoin(self, cause: str) -> None:
+        """A replica is built again; in a restart of all it comes with the others."""
+        self._settle()
+        if self._absent:
+            self._absent -= 1
+            if self._up and self._policy.leaving is not None:
+                self._down(cause, "restart", self._policy.leaving.rejoin_s, then=self._rise)
+
     def _down(self, cause: str, phase: str, seconds: float, *, then: Callable[[], None]) -> None:
         """Spend seconds of a phase; whatever was under way is given up."""
         if self._up:
@@ -279,6 +310,7 @@ class _Run:
             self._restart()
 
     def _restart(self) -> None:
+        self._absent = 0
         self._down(self._cause, "restart", self._policy.restart_s, then=self._rise)
 
     def _rise(self) -> None:
@@ -329,10 +361,18 @@ class _Run:
         lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
         slowest = min(self._narrow, key=lambda cause: cause.pace, default=None)
         pace = shrunk * slowest.pace if slowest else shrunk
+        leaving = self._policy.leaving
+        whole, exchanging, absent = pace, 0.0, 0.0
+        if leaving is not None:
+            exchanging = whole * (1.0 - leaving.pace)
+            absent = whole * leaving.pace * self._absent / leaving.replicas
+            pace = whole - exchanging - absent
         speed = pace / (1.0 + self._policy.saving.copy_share)
         worked_s = self._progress.advance(start_s, seconds, speed=speed)
         lose(SAVING, "checkpoint", seconds - worked_s)
         lose(SAVING, "copies", worked_s * (pace - speed))
         lose(SHORT, "degraded", worked_s * (1.0 - shrunk))
         if slowest:
-            lose(slowest.name, "degraded", worked_s * (shrunk - pace))
+            lose(slowest.name, "degraded", worked_s * (shrunk - whole))
+        lose(EXCHANGE, "degraded", worked_s * exchanging)
+        lose(ABSENT, "degraded", worked_s * absent)

@@ -12,7 +12,7 @@ from phalanx.sim.months.causes import ALL_NETWORK
 from phalanx.sim.months.forecast import Forecast, PhaseShare, Spread
 from phalanx.sim.months.policy import MonthsPolicy
 from phalanx.sim.months.simulate_run import PHASES
-from phalanx.units import DAY_S, format_money, format_seconds, plural
+from phalanx.units import DAY_S, format_count, format_money, format_seconds, plural
 
 WIDTH = 100
 SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
@@ -37,6 +37,7 @@ def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
         ("WHERE THE TIME GOES", _ledger_lines(made)),
         ("COMPARED WITH THE PLANNER'S FORMULA", _formula_lines(policy, made)),
         ("FAILURES", _failure_lines(made)),
+        ("A LOST RANK, TWO WAYS", _loss_lines(plan, made)),
         ("SPARES AND GAPS", _spare_lines(plan, policy, made)),
         ("MONEY", _money_lines(plan, made)),
         ("WHAT WOULD HELP, ONE CHANGE AT A TIME", _lever_lines(made)),
@@ -189,6 +190,31 @@ def _source_lines(made: Forecast) -> list[str]:
     lines = [f"{counts} {usual[0].source.partition(' ')[2]}"] if usual else []
     others = dict.fromkeys(one.source for one in made.rates if one not in usual)
     return lines + [f"{', '.join(one.cause for one in made.rates if one.source == text)}: {text}" for text in others]
+
+
+def _loss_lines(plan: Plan, made: Forecast) -> list[str]:
+    """What all rebuilding and leaving a model replica out make of the same failures."""
+    if not made.losses:
+        return []
+    rows = [("fault.on_loss", "effective", "lost per interruption", "tokens lost", "")]
+    for one in made.losses:
+        chosen = "the job's" if one.is_chosen else ""
+        rows.append(
+            (
+                one.on_loss,
+                f"{one.effective.mean:.2%}",
+                format_seconds(one.lost_s),
+                format_count(one.lost_tokens),
+                chosen,
+            )
+        )
+    loss = plan.reliability.replica_loss
+    assert loss is not None
+    return [
+        *text_table(rows, right=(1, 2, 3)),
+        f"{loss.replicas:,} model replicas of {plural(loss.ranks, 'rank')}; the same failures, without checkpoints; "
+        f"leaving out slows every step by at most {format_seconds(loss.exchange_s)}, which is counted",
+    ]
 
 
 def _spare_lines(plan: Plan, policy: MonthsPolicy, made: Forecast) -> list[str]:

@@ -12,7 +12,7 @@ items that were read, which are skipped when a run goes on. So both resume on an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ def open_batches(
     `data` is of the user's own, and comes instead of the folders' training text. `folder` is the run's.
     """
     dealing = BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible)
-    data_rank, sequence, seed = engine.meshes.index("data"), job.data.sequence, job.data.seed
+    dealing = replace(dealing, data_ranks=engine.data_ranks)
+    data_rank, sequence, seed = engine.data_rank, job.data.sequence, job.data.seed
     folders = [folder / path for path in job.data.paths]
     dataset = TokenDataset.open(folders, "train", vocab=job.model.vocab) if folders else None
     if data is not None:

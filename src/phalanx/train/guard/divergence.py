@@ -73,6 +73,11 @@ class ReplicaGuard:
         self._most_sets = -1  # of any rank; not yet agreed on
         self.last: dict[str, str] = {}  # what the most holders of each set said at the last check, for `settle`
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compared at all."""
+        return self._every > 0
+
     def is_due(self, step: int) -> bool:
         """Whether `check` compares after so many steps; the same on every rank."""
         return self._every > 0 and step % self._every == 0
@@ -102,6 +107,10 @@ class ReplicaGuard:
     def remembers(self) -> bool:
         """Whether `before` has something to compare with."""
         return bool(self._sums or self._rest)
+
+    def forget(self) -> None:
+        """The state is no longer what the last update left here: it was taken over from elsewhere."""
+        self._sums, self._rest = [], {}
 
     def _compare_sums(self, step: int) -> Divergence | None:
         sums, self._sums = self._sums, []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.plan.auto_settings import digest_every
@@ -23,6 +24,7 @@ from phalanx.train.guard.compiled import (
 )
 from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
 from phalanx.train.guard.verdict import Divergence, settle_divergence
+from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.rank_control import UntrustedState
 from phalanx.train.telemetry.clock import compiled_s
 from phalanx.units import plural
@@ -67,7 +69,7 @@ class ReplicaComparison(Callback):
         every = digest_every(plan.job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
         # On a GPU reading the sums would hold up the launch of the update: there, the steps of the digests alone.
         self.guard = ReplicaGuard(engine.state, every=every, each_step=each_step and engine.device.type == "cpu")
-        self._case = training.control.case
+        self._case, self._across = training.control.case, engine.across
         self._sound_step = 0  # newest step whose state nothing speaks against
         self._unchanged_step = 0  # newest step whose state was still the same before the next update
         self._spent_s = 0.0
@@ -91,6 +93,9 @@ class ReplicaComparison(Callback):
         asked = report.result.requests  # the same on every rank
         is_saved = asked[StepRequest.SAVE] or asked[StepRequest.STOP] or step == training.batch_plan.steps
         found = self.guard.check(step, is_saved=is_saved)
+        is_compared = self.guard.is_due(step) or (is_saved and self.guard.is_on)
+        if found is None and is_compared and training.engine.across is not None:
+            self._compare_replicas(training, training.engine.across)
         self._spent_s = time.perf_counter() - began_s
         if found is not None:
             raise self._diverged(found)
@@ -111,15 +116,53 @@ class ReplicaComparison(Callback):
         digest = digest_shards(training.engine.weights())
         return digest, self._spent_s + time.perf_counter() - began_s
 
+    def _compare_replicas(self, training: TrainingLoop, across: AcrossReplicas) -> None:
+        """The state of every replica: each rank compares its own with that of the same place in the others."""
+        digest = bytes.fromhex(digest_shards(training.engine.state()))
+        told = across.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        # Where a replica was lost just now, the next step says so.
+        said = {replica: bytes(one.tolist()) for replica, one in told.items()} if told is not None else {}
+        wrong = odd_replicas(said)
+        differs = torch.zeros(across.replicas.count + 1, device=training.engine.device)
+        differs[0] = len(set(said.values())) > 1
+        differs[[replica + 1 for replica in wrong]] = 1.0
+        if dist.get_world_size() > 1:  # all ranks of a replica leave, or none
+            dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+        if not differs[0]:
+            return
+        suspects = [replica for replica in range(across.replicas.count) if differs[replica + 1]]
+        names = ", ".join(map(str, suspects)) or "which cannot be told"
+        raise UntrustedState(
+            "diverged",
+            step=training.step,
+            sound=self._sound_step,
+            what=f"the states of model replicas differ after step {training.step:,} (wrong: {names})",
+        )
+
     def _diverged(self, found: Divergence) -> UntrustedState:
+        suspects = found.suspects if found.certain else ()
+        if self._across is not None:  # the guard numbers the ranks of its own replica
+            suspects = tuple(self._across.replicas.rank(self._across.replica, one) for one in suspects)
         return UntrustedState(
             "diverged",
             step=found.step,
             sound=max(self._sound_step, self._unchanged_step) if found.kind == "rest" else self._sound_step,
             what=found.problem().render().splitlines()[0],
-            suspects=found.suspects if found.certain else (),
-            evidence=found.to_json(),
+            suspects=suspects,
+            # Which rank was wrong is settled by numbers of one world only.
+            evidence=found.to_json() if self._across is None or found.kind == "rest" else None,
         )
+
+
+def odd_replicas(digests: Mapping[int, bytes]) -> list[int]:
+    """Replicas whose digest is not that of most; none where no digest is that of most.
+
+    >>> odd_replicas({0: b"a", 1: b"b", 2: b"a"}), odd_replicas({0: b"a", 1: b"b"}), odd_replicas({})
+    ([1], [], [])
+    """
+    counts = Counter(digests.values())
+    digest, count = counts.most_common(1)[0] if counts else (b"", 0)
+    return [one for one, own in digests.items() if own != digest] if 2 * count > len(digests) else []
 
 
 STILL_STEPS = 32  # with the same loss: batches differ, and so do their losses, from the second or third digit on

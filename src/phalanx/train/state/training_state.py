@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,7 @@ def checkpoint_meta(engine: Engine, *, step: int, tokens: int, data: str, run_id
         "run": run_id,
         "tokens": tokens,
         "data": data,
-        "optimizer_steps": engine.optimizer.steps,
-        "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
-        "spikes": engine.spikes.state(),
-        "noise": engine.noise.state(),
+        **state_numbers(engine),
         "carried_unit": engine.unit,
         "layout": asdict(engine.settings.layout),
         "own": _own_names(engine),
@@ -155,8 +152,18 @@ def load_hf_weights(engine: Engine, folder: Path) -> None:
     engine.publish()
 
 
-def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source: StateSource) -> None:
-    meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
+def state_numbers(engine: Engine) -> dict[str, Any]:
+    """What the state of an engine has beside tensors, the same on every rank."""
+    return {
+        "optimizer_steps": engine.optimizer.steps,
+        "loss_scale": engine.loss_scale.state() if engine.loss_scale is not None else None,
+        "spikes": engine.spikes.state(),
+        "noise": engine.noise.state(),
+    }
+
+
+def take_state_numbers(engine: Engine, optimizer: list[TensorShard], meta: Mapping[str, Any]) -> None:
+    """Go on from what `state_numbers` gave; the weights, and the `optimizer`'s state, are filled already."""
     engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):
         engine.loss_scale = LossScale.load(meta["loss_scale"])
@@ -164,6 +171,11 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source
         engine.spikes.load(meta["spikes"])
     if meta.get("noise"):
         engine.noise.load(meta["noise"])
+
+
+def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source: StateSource) -> None:
+    meta, rank, world = source.meta, dist.get_rank(), dist.get_world_size()
+    take_state_numbers(engine, optimizer, meta)
     if world == source.world and meta.get("layout") == asdict(engine.settings.layout):
         engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
     restore_random_state(source, rank=rank, world=world, device=engine.device)

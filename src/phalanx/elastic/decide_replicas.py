@@ -1,0 +1,215 @@
+"""A lost model replica is left out, built anew beside the others, and taken in again; nobody else is interrupted.
+
+Only where the job allows it (`fault.on_loss`), and only within a membership: each change of who is present is a
+numbered round of the same generation. Whatever this cannot deal with is for a new membership to rebuild.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from phalanx.elastic.coordinator_state import CoordinatorState, FrozenMap, Message, RejoiningReplica
+from phalanx.elastic.decision import Decision
+from phalanx.plan.model_replicas import ModelReplicas
+
+CLEAR_S = 2.0  # between orders to end what is left of a replica
+MARGIN_S = 10.0  # beyond comm.init_timeout_s, for a replica to be built
+# Failures that do not say that a process or its host is gone: who is to be left out is not known.
+UNCLEAR = frozenset({"Left", "Deadlock", "Astray"})
+
+
+def model_replicas(state: CoordinatorState) -> ModelReplicas | None:
+    """The replicas of the present membership, where lost ones are left out; None where everything is rebuilt."""
+    if state.job.fault.on_loss != "leave-out" or state.saved.membership is None:
+        return None
+    found = ModelReplicas.of(state.saved.membership.layout)
+    return found if found.count > 1 else None
+
+
+def is_absent(state: CoordinatorState, rank: int) -> bool:
+    """Whether a rank belongs to a replica that is left out at present."""
+    if not state.saved.absent:
+        return False
+    found = model_replicas(state)
+    return found is not None and found.place(rank)[0] in state.saved.absent
+
+
+def num_present(state: CoordinatorState) -> int:
+    """Ranks that train: all but those of replicas that are left out."""
+    world = state.membership.world
+    found = model_replicas(state) if state.saved.absent else None
+    return world - found.size * len(state.saved.absent) if found is not None else world
+
+
+def replicas_to_leave_out(state: CoordinatorState) -> set[int] | None:
+    """The replicas of all ranks that failed; None where leaving them out is no way on."""
+    found, saved = model_replicas(state), state.saved
+    if found is None or saved.forming or saved.go is None or state.stop_requests:
+        return None
+    if any(one.is_user or one.kind in UNCLEAR for one in state.failures.values()):
+        return None
+    lost = {found.place(rank)[0] for rank in state.failures}
+    gone = lost | set(saved.absent)
+    # One at a time: with a second one lost, everything is rebuilt.
+    if len(gone) > 1 or len(gone) == found.count:
+        return None
+    came_out = {found.place(rank)[0] for rank, one in state.left.items() if not one.get("state")}
+    return lost if came_out <= gone else None  # else somebody else gave up, and kept nothing
+
+
+def leave_out(decision: Decision, lost: Iterable[int]) -> None:
+    """The others go on without these replicas, and repeat the step that they were in."""
+    state, saved, found = decision.state, decision.state.saved, model_replicas(decision.state)
+    assert found is not None
+    lost = set(lost)
+    left = {rank: one for rank, one in state.left.items() if found.place(rank)[0] not in lost}
+    decision.forget_failures()
+    state.left = FrozenMap[int, Message]().update(left)
+    state.left_s = decision.now_s if left else None
+    for replica in lost:
+        state.rejoining = state.rejoining.drop(replica)
+    new = sorted(lost - set(saved.absent))
+    if not new:
+        return  # one that was being built: nobody waits for it
+    decision.save(absent=tuple(sorted({*saved.absent, *new})), round=saved.round + 1)
+    for replica in new:
+        decision.record("replica", replica=replica, state="left out", round=state.saved.round, step=saved.step)
+    _tell_round(decision, is_urgent=True)
+
+
+def rejoin_replicas(decision: Decision) -> None:
+    """Take every replica that is left out a step further on its way back: ended, started, connected, built, present."""
+    found = model_replicas(decision.state)
+    for replica in decision.state.saved.absent if found is not None else ():
+        assert found is not None
+        state = decision.state
+        coming = state.rejoining.get(replica)
+        if coming is None:
+            _start_again(decision, found, replica)
+        elif decision.now_s - coming.asked_s > state.job.comm.init_timeout_s + MARGIN_S:
+            state.rejoining = state.rejoining.drop(replica)
+            _end_processes(decision, found, replica)
+        elif not coming.went and _are_ready(state, found, replica):
+            _tell_go(decision, found, replica)
+        elif coming.went and coming.built.issuperset(found.ranks(replica)):
+            _take_in(decision, replica)
+
+
+def on_built(decision: Decision, rank: int) -> None:
+    """A rank of a replica that was left out has built its part."""
+    state, found = decision.state, model_replicas(decision.state)
+    coming = state.rejoining.get(found.place(rank)[0]) if found is not None else None
+    if found is not None and coming is not None and coming.went:
+        made = RejoiningReplica(asked_s=coming.asked_s, went=True, built=coming.built | {rank})
+        state.rejoining = state.rejoining.set(found.place(rank)[0], made)
+
+
+def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None:
+    """New processes take the replica's ranks, as soon as there is one in each of its slots."""
+    state = decision.state
+    places = {rank: state.membership.slots[rank] for rank in found.ranks(replica)}
+    if any(state.pid_at(place) == state.saved.pids[rank] for rank, place in places.items()):
+        _end_processes(decision, found, replica)  # they wait for the lost one, and hold nothing that is needed
+        return
+    if not all(state.is_living(place) for place in places.values()):
+        return
+    pids = list(state.saved.pids)
+    for rank, place in places.items():
+        pids[rank] = state.pid_at(place) or 0
+    state.rejoining = state.rejoining.set(replica, RejoiningReplica(asked_s=decision.now_s))
+    decision.save(pids=tuple(pids))
+    for name, slots in _slots_by_host(state, found.ranks(replica)).items():
+        decision.set_host(state.hosts[name].changed(ready=None, is_ready=False))
+        decision.send(name, {"kind": "rejoin", "epoch": state.saved.generation, "slots": slots})
+
+
+def _end_processes(decision: Decision, found: ModelReplicas, replica: int) -> None:
+    state = decision.state
+    if decision.now_s - state.cleared.get(replica, -CLEAR_S) < CLEAR_S:
+        return
+    state.cleared = state.cleared.set(replica, decision.now_s)
+    for name, slots in _slots_by_host(state, found.ranks(replica)).items():
+        old = [slot for slot in slots if _is_old(state, name, slot)]
+        decision.send(name, {"kind": "clear", "epoch": state.saved.generation, "slots": old})
+
+
+def _is_old(state: CoordinatorState, host: str, slot: int) -> bool:
+    rank = state.membership.ranks_on(host)[slot]
+    return state.pid_at(state.membership.slots[rank]) == state.saved.pids[rank]
+
+
+def _slots_by_host(state: CoordinatorState, ranks: Sequence[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        place = state.membership.slots[rank]
+        if place.host in state.hosts:
+            found.setdefault(place.host, []).append(place.slot)
+    return found
+
+
+def _are_ready(state: CoordinatorState, found: ModelReplicas, replica: int) -> bool:
+    hosts = _slots_by_host(state, found.ranks(replica))
+    return all(
+        (told := state.hosts[name].ready) is not None and all(str(slot) in told["ports"] for slot in slots)
+        for name, slots in hosts.items()
+    )
+
+
+def replica_store(state: CoordinatorState, found: ModelReplicas, replica: int) -> list[object]:
+    """Where the ranks of a replica meet: its first rank listens there."""
+    place = state.membership.slots[found.rank(replica, 0)]
+    host = state.hosts[place.host]
+    assert host.ready is not None
+    return [host.address, int(host.ready["ports"][str(place.slot)][0])]
+
+
+def _tell_go(decision: Decision, found: ModelReplicas, replica: int) -> None:
+    state = decision.state
+    coming = state.rejoining[replica]
+    made = RejoiningReplica(asked_s=coming.asked_s, went=True)
+    state.rejoining = state.rejoining.set(replica, made)
+    where = replica_store(state, found, replica)
+    go = {
+        "kind": "go",
+        "epoch": state.saved.generation,
+        "late": True,
+        "store": where,
+        "stores": [where if one == replica else None for one in range(found.count)],
+        "went_s": state.saved.went_s,
+    }
+    for name, slots in _slots_by_host(state, found.ranks(replica)).items():
+        decision.send(name, {**go, "slots": slots})
+    # Its store is where rounds may meet from now on.
+    stores = [*(state.saved.go or {}).get("stores", ())]
+    stores[replica] = where
+    decision.save(go={**(state.saved.go or {}), "stores": stores})
+
+
+def _take_in(decision: Decision, replica: int) -> None:
+    """The replica is built: from the end of the step that the others are in it is one of them."""
+    state, saved = decision.state, decision.state.saved
+    state.rejoining = state.rejoining.drop(replica)
+    absent = tuple(one for one in saved.absent if one != replica)
+    decision.save(absent=absent, round=saved.round + 1)
+    decision.record("replica", replica=replica, state="rejoined", round=state.saved.round, step=saved.step)
+    _tell_round(decision, is_urgent=False, newcomer=replica)
+
+
+def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int = -1) -> None:
+    """Tell every host who is present; they meet where the first of those is that was there before."""
+    state, saved, found = decision.state, decision.state.saved, model_replicas(decision.state)
+    assert found is not None
+    present = [replica for replica in range(found.count) if replica not in saved.absent]
+    first = next(replica for replica in present if replica != newcomer)
+    stores = (saved.go or {})["stores"]
+    decision.send_all(
+        [name for name in state.membership.hosts if name in state.hosts],
+        {
+            "kind": "regroup",
+            "epoch": saved.generation,
+            "round": saved.round,
+            "present": present,
+            "store": stores[first],
+            "urgent": is_urgent,
+        },
+    )

@@ -1,0 +1,196 @@
+"""A lost model replica as the coordinator sees it: left out, cleared, built by new processes, and taken in again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.elastic.coordinator_state import (
+    Action,
+    AgentMessage,
+    CheckpointList,
+    ClockTick,
+    CoordinatorSettings,
+    ListCheckpoints,
+    RecordEvent,
+    SavedState,
+    Send,
+)
+from phalanx.elastic.decide import decide, initial_state
+from phalanx.elastic.failure import by_signal
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+
+LAYOUT = Layout(
+    data=6, shard=2, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=2, sequence_parallel=False,
+    micro_batch=1, accumulation=1, recompute="none", precision="fp32", schedule="1f1b", offload="none",
+    compression="none",
+)  # fmt: skip
+PLAN = Path(__file__).parents[1] / "synthetic_plan.json"
+
+
+class Play:
+    """One host of six slots, three replicas of two ranks, and a clock that is moved by hand."""
+
+    def __init__(self, **fault: Any) -> None:
+        job = Plan.from_json(PLAN.read_text()).job
+        job = replace(job, fault=replace(job.fault, on_loss="leave-out", recovery="auto", **fault))
+        settings = CoordinatorSettings(run_path="run", job=job, planned=LAYOUT, num_slots=6)
+        self.now_s, self.sent, self.events = 100.0, list[dict[str, Any]](), list[dict[str, Any]]()
+        self.pids = {slot: 1000 + slot for slot in range(6)}
+        self.state, _ = initial_state(settings, SavedState(), hosts=("a",), now_s=self.now_s, unix_s=self.now_s)
+        self.hear("joined", hello={"host": "a", "address": "127.0.0.1", "time": self.now_s})
+        self.hear("status", slots=self.pids, epoch=0, digest="", went=0, wishes=0)
+        self.tick()
+        self.ready()
+        self.step(3)
+
+    def give(self, message: Any) -> None:
+        self.state, actions = decide(self.state, message)
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self.sent.append(json.loads(json.dumps(action.message)))
+        elif isinstance(action, RecordEvent):
+            self.events.append({"event": action.event, **action.fields})
+        elif isinstance(action, ListCheckpoints):
+            self.give(CheckpointList(now_s=self.now_s, unix_s=self.now_s, steps=()))
+
+    def hear(self, kind: str, **fields: Any) -> None:
+        body = json.loads(json.dumps({"kind": kind, **fields}))
+        self.give(AgentMessage(now_s=self.now_s, unix_s=self.now_s, host="a", body=body))
+
+    def tick(self, seconds: float = 0.1) -> None:
+        self.now_s += seconds
+        self.give(ClockTick(now_s=self.now_s, unix_s=self.now_s))
+
+    def ready(self, door: int = 7000) -> None:
+        ports = {slot: [door + slot, 8000 + slot] for slot in range(6)}
+        self.hear("ready", epoch=self.state.saved.generation, ports=ports, held=[])
+        self.tick()
+
+    def step(self, step: int) -> None:
+        self.hear("beat", epoch=self.state.saved.generation, progress=[step, 2, 0.0])
+
+    def lose(self, slot: int) -> None:
+        """A process ends, and its agent starts another."""
+        pid, self.pids[slot] = self.pids[slot], self.pids[slot] + 100
+        failure = by_signal(slot, 3, 9)
+        told = {name: getattr(failure, name) for name in failure.__dataclass_fields__}
+        self.hear("lost", slot=slot, pid=pid, epoch=1, failure=told)
+        self.hear("up", slots={slot: self.pids[slot]})
+        self.tick()
+        self.tick()
+
+    def last(self, kind: str) -> dict[str, Any]:
+        return [one for one in self.sent if one["kind"] == kind][-1]
+
+    def come_back(self) -> None:
+        """What the agent does about the orders to end, to start and to build the replica."""
+        for slot in self.last("clear")["slots"]:
+            self.lose(slot)
+        self.tick()
+        slots = self.last("rejoin")["slots"]
+        self.ready(door=7100)
+        assert self.last("go")["slots"] == slots
+        for slot in slots:
+            self.hear("built", epoch=1, slot=slot)
+        self.tick()
+
+
+def test_the_others_go_on_in_the_same_generation() -> None:
+    play = Play()
+    play.lose(3)
+    told = play.last("regroup")
+    assert (told["epoch"], told["round"], told["present"], told["urgent"]) == (1, 1, [0, 2], True)
+    assert told["store"] == ["127.0.0.1", 7000]
+    assert play.state.saved.absent == (1,)
+    assert [one["kind"] for one in play.sent].count("form") == 1
+    assert [one["rank"] for one in play.events if one["event"] == "incident"] == [3]
+    assert play.last("clear")["slots"] == [2], "what is left of the replica waits for the lost rank"
+
+
+def test_a_replica_that_is_built_again_is_taken_in_at_the_end_of_a_step() -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    told = play.last("regroup")
+    assert (told["round"], told["present"], told["urgent"]) == (2, [0, 1, 2], False)
+    go = play.last("go")
+    assert go["late"]
+    assert go["stores"] == [None, ["127.0.0.1", 7102], None]
+    assert play.state.saved.absent == ()
+    states = [(one["replica"], one["state"]) for one in play.events if one["event"] == "replica"]
+    assert states == [(1, "left out"), (1, "rejoined")]
+    assert play.state.saved.pids == tuple(play.pids.values())
+
+
+def test_replicas_meet_at_one_that_was_there_before() -> None:
+    play = Play()
+    play.lose(0)
+    assert play.last("regroup")["store"] == ["127.0.0.1", 7002]
+    play.come_back()
+    assert play.last("regroup")["store"] == ["127.0.0.1", 7002], "the newcomer's store is not known to the others yet"
+
+
+def test_with_a_second_replica_lost_everything_is_rebuilt() -> None:
+    play = Play()
+    for slot in (3, 5):
+        play.lose(slot)
+    play.tick(1.0)
+    assert play.state.saved.generation == 2
+    assert (play.state.saved.absent, play.state.saved.round) == ((), 0)
+
+
+def test_a_rank_lost_while_its_replica_is_built_disturbs_nobody() -> None:
+    play = Play()
+    play.lose(3)
+    for slot in play.last("clear")["slots"]:
+        play.lose(slot)
+    play.tick()
+    rounds = play.state.saved.round
+    play.lose(2)
+    assert (play.state.saved.round, play.state.saved.absent) == (rounds, (1,))
+    assert [one["rank"] for one in play.events if one["event"] == "incident"] == [3]
+
+
+def test_a_rank_that_gave_up_in_another_replica_means_that_everything_is_rebuilt() -> None:
+    play = Play()
+    play.hear("left", slot=0, epoch=1, step=3, why="connection lost")
+    play.lose(3)
+    play.tick()
+    assert play.state.saved.generation == 2
+
+
+def test_the_run_is_done_when_all_who_are_present_are() -> None:
+    play = Play()
+    play.lose(3)
+    for slot in (0, 1, 4, 5):
+        play.hear("left", slot=slot, epoch=1, step=9, state="done", why="")
+    play.tick()
+    assert play.state.is_over
+
+
+def test_another_coordinator_knows_who_is_left_out() -> None:
+    play = Play()
+    play.lose(3)
+    saved = SavedState.from_json(json.loads(json.dumps(play.state.saved.to_json())))
+    assert (saved.absent, saved.round) == ((1,), 1)
+
+
+@pytest.mark.parametrize("kind", ["Deadlock", "Astray"])
+def test_failures_that_name_no_lost_process_rebuild_everything(kind: str) -> None:
+    play = Play()
+    failure = replace(by_signal(3, 3, 9), kind=kind)
+    told = {name: getattr(failure, name) for name in failure.__dataclass_fields__}
+    play.hear("lost", slot=3, pid=1003, epoch=1, failure=told)
+    play.pids[3] += 100
+    play.hear("up", slots={3: play.pids[3]})
+    play.tick()
+    assert play.state.saved.generation == 2
