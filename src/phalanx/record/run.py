@@ -26,9 +26,10 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
+PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
+BEYOND = 10**9  # more ranks than any run has
 COMMIT = re.compile(r"step-(\d{8,18})")
 SETTINGS = ("job.toml", "job.json", "plan.json")  # what a run is trained with
 RUN_ID = "run_id"
@@ -236,17 +239,39 @@ class Run:
         return [self.events(rank) for rank in self.event_parts()]
 
     def event_parts(self) -> dict[int, list[int]]:
-        """Every rank of which there are events, in order, with the numbers of the closed parts of its file."""
+        """Every rank of which there are events, in order, with the numbers of the closed parts of its file.
+
+        Files of ranks that no plan and no launch of this run ever had are left out (`stray_files`).
+        """
+        return self._listed_parts()[0]
+
+    def stray_files(self) -> int:
+        """How many event files there are of ranks that the run never had."""
+        return self._listed_parts()[1]
+
+    def _listed_parts(self) -> tuple[dict[int, list[int]], int]:
         try:
             names = os.listdir(self.path)
         except OSError:
-            return {}
+            return {}, 0
+        most, strays = self._most_ranks(names), 0
         found: dict[int, list[int]] = {}
         for match in filter(None, map(EVENTS.fullmatch, names)):
-            closed = found.setdefault(int(match.group(1)), [])
+            rank = int(match.group(1))
+            if rank >= most:
+                strays += 1
+                continue
+            closed = found.setdefault(rank, [])
             if match.group(2):
                 closed.append(int(match.group(2)))
-        return {rank: sorted(found[rank]) for rank in sorted(found)}
+        return {rank: sorted(found[rank]) for rank in sorted(found)}, strays
+
+    def _most_ranks(self, names: Sequence[str]) -> int:
+        """The largest world of any plan or launch; beyond all ranks where one of them cannot be read."""
+        worlds = [_world_in(self.path / name) for name in names if PLAN.fullmatch(name)]
+        if "launch.json" in names:
+            worlds.append(_world_in(self.path / "launch.json"))
+        return max(worlds) if worlds and "plan.json" in names else BEYOND
 
     def recorded(self) -> Iterator[int]:
         """Ranks whose events are more than a name, in order."""
@@ -364,8 +389,7 @@ class Run:
             layout = at(self.plan(), "layout")
         except UserError:
             return None
-        axes = ("data", "tensor", "context", "pipeline")
-        return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None
+        return _layout_world(layout)
 
     def status(self) -> dict[str, Any]:
         """status.json; empty before the run was launched or when it is damaged."""
@@ -432,6 +456,31 @@ class RunPlot:
             for name, svg in zip(self.names, self.svgs, strict=True)
         )
         return document_as_html(f'<style>{REPORT_CSS}</style><div class="plots">{figures}</div>', height=320)
+
+
+def _world_in(path: Path) -> int:
+    """The ranks that a plan or launch tells of; BEYOND where it tells none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return BEYOND
+    return _read_world(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=256)  # of a file as it is: whoever follows a run asks twice a second
+def _read_world(path: str, inode: int, changed_ns: int, size: int) -> int:
+    try:
+        values = read_json(Path(path))
+    except UserError:
+        return BEYOND
+    if Path(path).name == "launch.json":
+        return max(0, integer(values, "world") or 0)
+    return _layout_world(at(values, "layout")) or BEYOND
+
+
+def _layout_world(layout: Any) -> int | None:
+    axes = ("data", "tensor", "context", "pipeline")
+    return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None
 
 
 def _lock(file: TextIO, *, patience_s: float) -> bool:
