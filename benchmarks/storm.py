@@ -30,11 +30,13 @@ LEAST_GAP_S = 25.0  # between two that take a host away: one is back before the 
 def draw_faults(draw: random.Random, *, minutes: float, rate: float) -> list[str]:
     """The faults of a round, as `phalanx drill --fault` takes them."""
     found, counts = [], Counter[str]()
-    last_host_s = -LEAST_GAP_S
+    last_host_s = last_hang_s = -LEAST_GAP_S
     for at_s in poisson_times(draw, rate_per_min=rate, until_s=60 * minutes - 20):
-        kinds = ["kill", "kill", "kill", "hang", "disk-full", "disk-full", "coordinator", "save"]
+        kinds = ["kill", "kill", "kill", "hang", "disk-full", "disk-full", "save"]
         kinds += ["flip"] * (counts["flip"] < FLIPS) * 2
-        kinds += ["freeze"] * (counts["freeze"] < FREEZES and at_s - last_host_s > LEAST_GAP_S) * 3
+        if at_s - last_hang_s > LEAST_GAP_S:  # else nobody is there who would tell of the rank that hangs
+            kinds += ["coordinator"]
+            kinds += ["freeze"] * (counts["freeze"] < FREEZES and at_s - last_host_s > LEAST_GAP_S) * 3
         kind, rank = draw.choice(kinds), draw.randrange(4)
         counts[kind] += 1
         match kind:
@@ -43,7 +45,7 @@ def draw_faults(draw: random.Random, *, minutes: float, rate: float) -> list[str
             case "save":
                 text = f"kill:rank=0,point=save-{draw.choice(('begin', 'data', 'manifest', 'commit', 'prune'))}"
             case "hang":
-                text = f"hang:rank={rank}"
+                text, last_hang_s = f"hang:rank={rank}", at_s
             case "disk-full":
                 text = f"disk-full:rank={rank},for_s={draw.randrange(2, 8)},how={draw.choice(('raise', 'limit'))}"
             case "flip":

@@ -45,7 +45,7 @@ from phalanx.io.checksums import (
 )
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
 from phalanx.io.values import at, finite, integer, number
-from phalanx.record.events import EventReader
+from phalanx.record.events import SETTLED_NS, EventReader
 
 if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
@@ -251,20 +251,15 @@ class Run:
 
     def _listed_parts(self) -> tuple[dict[int, list[int]], int]:
         try:
-            names = os.listdir(self.path)
+            names = _listed_names(self.path)
         except OSError:
             return {}, 0
-        most, strays = self._most_ranks(names), 0
-        found: dict[int, list[int]] = {}
-        for match in filter(None, map(EVENTS.fullmatch, names)):
-            rank = int(match.group(1))
-            if rank >= most:
-                strays += 1
-                continue
-            closed = found.setdefault(rank, [])
-            if match.group(2):
-                closed.append(int(match.group(2)))
-        return {rank: sorted(found[rank]) for rank in sorted(found)}, strays
+        most, strays = self._most_ranks(names.settings), 0
+        if not names.parts or next(reversed(names.parts)) < most:
+            return names.parts, 0
+        found = {rank: closed for rank, closed in names.parts.items() if rank < most}
+        strays = sum(names.counts[rank] for rank in names.parts if rank >= most)
+        return found, strays
 
     def _most_ranks(self, names: Sequence[str]) -> int:
         """The largest world of any plan or launch; beyond all ranks where one of them cannot be read."""
@@ -275,9 +270,10 @@ class Run:
 
     def recorded(self) -> Iterator[int]:
         """Ranks whose events are more than a name, in order."""
+        folder = os.fspath(self.path)
         for rank, closed in self.event_parts().items():
             try:
-                found = self.events(rank).stat()
+                found = os.stat(f"{folder}/events-{rank:05d}.jsonl")  # texts: of 16,384 ranks paths take half a second
             except OSError:
                 found = None
             if closed or (found is not None and found.st_size and stat.S_ISREG(found.st_mode)):
@@ -416,7 +412,10 @@ class Run:
 
     def plan_count(self) -> int:
         """Plans this run has had; the newest is plan.json, kept under this number once another takes its place."""
-        return 1 + len(list(self.path.glob("plan-*.json")))
+        try:
+            return 1 + sum(name.startswith("plan-") for name in _listed_names(self.path).settings)
+        except OSError:
+            return 1
 
     def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
         """Write the settings. Their digests first: a process that dies between leaves nothing that looks damaged."""
@@ -456,6 +455,40 @@ class RunPlot:
             for name, svg in zip(self.names, self.svgs, strict=True)
         )
         return document_as_html(f'<style>{REPORT_CSS}</style><div class="plots">{figures}</div>', height=320)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedNames:
+    """What the folder of a run holds, as far as its names tell. Nobody changes it."""
+
+    parts: dict[int, list[int]]  # of every rank with events, in order, the numbers of closed parts
+    counts: dict[int, int]  # event files of each
+    settings: tuple[str, ...]  # plans and launch.json
+
+
+def _listed_names(folder: Path) -> ListedNames:
+    """A folder that has not changed for a while is listed once, however often it is asked for."""
+    found = os.stat(folder)
+    is_settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
+    listed = _list_names if is_settled else _list_names.__wrapped__
+    return listed(os.fspath(folder), found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _list_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
+    names = os.listdir(folder)
+    found: dict[int, list[int]] = {}
+    counts: dict[int, int] = {}
+    for name in names:
+        if not name.startswith("events-") or (match := EVENTS.fullmatch(name)) is None:
+            continue
+        rank = int(match.group(1))
+        closed = found.setdefault(rank, [])
+        counts[rank] = counts.get(rank, 0) + 1
+        if match.group(2):
+            closed.append(int(match.group(2)))
+    settings = tuple(name for name in names if name == "launch.json" or PLAN.fullmatch(name))
+    return ListedNames(parts={rank: sorted(found[rank]) for rank in sorted(found)}, counts=counts, settings=settings)
 
 
 def _world_in(path: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,8 +32,9 @@ from phalanx.train.drill.history import DrillHistory, read_history
 from phalanx.train.drill.perform import DrillResult, DrillSettings, perform_drill
 
 STEPS = 30  # of the job: also of drills, so that they compare with one run
-STOPPED_STEPS = 12  # of the run that ended, and that others are copied from
-RESUMED_STEPS = 18
+# Of the run that others are copied from: it is stopped after about so many of its steps, and copies go on to the last,
+# with the same schedule.
+STOPPED_STEPS, RESUMED_STEPS = 12, 40
 COMMAND_S = 600.0  # for a command that trains a few steps, on a machine that is busy with other things
 TWO_RANKS = ("--cluster", "local-cpu:2", "--set", "parallel.shard=2")
 
@@ -178,11 +180,17 @@ class OutsideStage:
     def ended_run(self) -> Run:
         """A run of two ranks that ended after a few steps, with several checkpoints; trained once."""
         if self._ended is None:
-            self.tell(f"  a run of {STOPPED_STEPS} steps, to be copied")
+            self.tell(f"  a run that is stopped after {STOPPED_STEPS} steps, to be copied")
             words = ("train", str(self.job), *TWO_RANKS, "--set", "checkpoint.interval_s=0.05", "--no-probe")
-            done = self.command(*words, "--steps", str(STOPPED_STEPS), "--name", "ended", "--runs", "runs")
+            more = ("--steps", str(RESUMED_STEPS), "--name", "ended", "--runs", "runs")
+
+            def is_far() -> bool:
+                runs = sorted((self.folder / "runs").glob("ended-*/events-00000.jsonl"))
+                return bool(runs) and len(self.losses(Run(path=runs[-1].parent))) >= STOPPED_STEPS
+
+            done = self.command(*words, *more, until=is_far, signals=[signal.SIGINT])
             found = sorted((self.folder / "runs").glob("ended-*"))
-            if done.code or not found:
+            if done.code not in (0, 130) or not found or not Run(path=found[-1]).saved_steps():
                 raise _no_start(f"the run to be copied ended with exit code {done.code}: {done.last}")
             self._ended = Run(path=found[-1])
         return self._ended
@@ -194,9 +202,9 @@ class OutsideStage:
         shutil.copytree(self.ended_run().path, target)
         return Run(path=target)
 
-    def resume(self, run: Run, *words: str) -> CommandResult:
-        """Continue a run for a few steps, as a person does."""
-        return self.command("train", "--resume", str(run.path), "--steps", str(RESUMED_STEPS), "--no-probe", *words)
+    def resume(self, run: Run) -> CommandResult:
+        """Continue a run to its last step, as a person does."""
+        return self.command("train", "--resume", str(run.path), "--no-probe")
 
     def losses(self, run: Run) -> dict[int, float]:
         """The loss of every step, the last time it was done."""
