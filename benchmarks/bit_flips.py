@@ -3,30 +3,40 @@
 python benchmarks/bit_flips.py [--flips 1000] [--seed 22]
 
 Each flip is caught (refused with a message), harmless (whatever was read is the same, value for value), or silent.
-Files are those that Phalanx writes: a dataset, a run folder, a checkpoint of two ranks, exported weights. State is a
-rank's weights and moments, compared as they are before an update.
+Files are those that Phalanx writes: a dataset, a run folder, a checkpoint of two ranks, exported weights. Live state is
+weights and moments of four ranks under ZeRO-3 in real runs (`flip_callback.py`), once with digests in every step and
+once with the sums that stand between digests; the runs must end with the losses of a run without a flip.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
+import math
 import random
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from flip_callback import FLIPS
+
+import phalanx
 from phalanx.errors import PhalanxError
 from phalanx.io.checksums import CHECKSUMS, file_sha256, verify_checksums, write_checksums
+from phalanx.record.events import read_events
 from phalanx.record.run import SETTINGS, create_run
 from phalanx.train.data.build import Origin, Recipe, build_dataset
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import Progress
-from phalanx.train.guard.divergence import ReplicaGuard
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.restore import load_shards
 from phalanx.train.state.save import save_checkpoint
@@ -132,19 +142,70 @@ def weights(folder: Path) -> tuple[list[Path], Use]:
     return sorted(folder.iterdir()), compare
 
 
-def flip_state(what: str, *, flips: int, draw: random.Random) -> Tally:
-    """Flip bits of a tensor between an update and the next, in steps of which the guard remembers the state."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(100_003, generator=generator)
-    guard = ReplicaGuard(lambda: [shard("w", values, 0)], every=1)
-    bits, caught = values.view(torch.int32), 0
-    for step in range(1, flips + 1):
-        assert guard.check(step) is None
-        place, mask = draw.randrange(len(bits)), 1 << draw.randrange(31)
-        bits[place] ^= mask
-        caught += guard.before(step) is not None
-        bits[place] ^= mask
-    return Tally(what=what, caught=caught, harmless=0, silent=flips - caught)
+JOB = """
+name = "flips"
+[model]
+layers = 2
+hidden = 32
+heads = 4
+kv_heads = 2
+ffn = 64
+vocab = 320
+[data]
+path = "data"
+sequence = 32
+[batch]
+global_tokens = 512
+micro = 2
+[precision]
+compute = "fp32"
+[parallel]
+tensor = 1
+context = 1
+pipeline = 1
+shard = 4
+zero = 3
+[train]
+samples = 0
+[cluster]
+spec = "local-cpu:4"
+"""
+
+
+def flip_live_state(root: Path, *, flips: int) -> list[Tally]:
+    """Real runs whose live weights and moments are flipped bit by bit at the beginning of every step."""
+    (root / "job.toml").write_text(JOB)
+    steps = max(4, math.ceil(flips / (4 * FLIPS)) + 2)  # of four ranks; the first step has nothing to compare with
+    code = f"{Path(__file__).with_name('flip_callback.py')}:FlipBits"
+    found, whole = [], losses(train(root, steps, every=1))
+    for way, every in (("digests", 1), ("sums", 10**6)):
+        run = train(root, steps, every=every, callbacks=[code])
+        counts: Counter[str] = Counter()
+        for path in run.path.glob("flips-*.json"):
+            counts.update(json.loads(path.read_text()))
+        assert losses(run) == whole, "flips that were put back changed the run"
+        for what in ("weights", "moments"):
+            caught, silent = (counts[f"{what}: {way}: {word}"] for word in ("caught", "silent"))
+            found.append(Tally(what=f"live {what}, {way}, 4 ranks", caught=caught, harmless=0, silent=silent))
+    return found
+
+
+def train(root: Path, steps: int, *, every: int, callbacks: Sequence[object] = ()) -> phalanx.Run:
+    """A run of four ranks on this machine."""
+    return phalanx.train(
+        phalanx.load(root / "job.toml", overrides=[f"fault.digest_every={every}"]),
+        steps=steps,
+        runs=root / "runs",
+        callbacks=callbacks,
+        allow_code=True,
+        check=False,
+        progress=False,
+    )
+
+
+def losses(run: phalanx.Run) -> list[float]:
+    """Of every step."""
+    return [event["loss"] for event in read_events(run.events(0))[0] if event["event"] == "step"]
 
 
 def main() -> None:
@@ -174,7 +235,7 @@ def main() -> None:
             ("exported weights: all files", *weights(root / "out")),
         ]
         found = [flip_files(what, files, use, flips=args.flips, draw=draw) for what, files, use in kinds]
-    found += [flip_state(f"live state at rest: {what}", flips=args.flips, draw=draw) for what in ("weights", "moments")]
+        found += flip_live_state(root, flips=args.flips)
     print("| one flipped bit in | caught | harmless | silent |\n|---|---|---|---|")
     for one in found:
         print(f"| {one.what} | {one.caught:,} | {one.harmless:,} | {one.silent:,} |")

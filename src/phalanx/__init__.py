@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from phalanx.api.clusters import accelerators, cluster, describe_cluster, probe
     from phalanx.api.drills import drill, drill_suite, read_drill_record
     from phalanx.api.jobs import import_job, init, load, show
+    from phalanx.api.outside_drills import drill_outside, list_outside_drills
     from phalanx.api.planning import backtest, calibrate, compare_plans
     from phalanx.api.planning import plan as plan
     from phalanx.api.proofs import trace, verify
@@ -56,6 +57,7 @@ _HOMES = {
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
     "phalanx.api.drills": ("drill", "drill_suite", "read_drill_record"),
     "phalanx.api.jobs": ("import_job", "init", "load", "show"),
+    "phalanx.api.outside_drills": ("drill_outside", "list_outside_drills"),
     "phalanx.api.planning": ("backtest", "calibrate", "compare_plans", "plan"),
     "phalanx.api.proofs": ("trace", "verify"),
     "phalanx.api.runs": ("diff", "export", "grafana", "metrics", "report", "run", "runs", "watch", "web"),
@@ -97,6 +99,7 @@ __all__ = [
     "describe_cluster",
     "diff",
     "drill",
+    "drill_outside",
     "drill_suite",
     "dry_run",
     "explain",
@@ -107,6 +110,7 @@ __all__ = [
     "import_job",
     "init",
     "join_run",
+    "list_outside_drills",
     "load",
     "metrics",
     "plan",

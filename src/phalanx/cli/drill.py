@@ -11,6 +11,7 @@ from phalanx.errors import mistake
 
 USUAL_FAULT = "kill:rank=1,step=5,point=collective"
 WHERE = "phalanx drill"
+SUITES = ("standard", "outside")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +27,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"inject this fault, e.g. {USUAL_FAULT}; may be repeated; docs/drills.md lists the kinds",
     )
     parser.add_argument(
-        "--suite", action="store_true", help="run the standard drills, whose records phalanx check uses as evidence"
+        "--suite",
+        metavar="NAME",
+        nargs="?",
+        const="standard",
+        help="standard (the default): drills of JOB whose records phalanx check uses as evidence; outside: every fault "
+        "of docs/drills.md#the-suite-outside, on a job of its own",
     )
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="with --suite outside: only this drill; repeatable"
+    )
+    parser.add_argument("--list", action="store_true", help="with --suite outside: list its drills; runs nothing")
     parser.add_argument("--chaos", action="store_true", help="inject random faults at random times instead")
     parser.add_argument("--rate", metavar="R", type=float, help="with --chaos: faults per minute (default: 6)")
     parser.add_argument(
@@ -58,6 +68,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every verdict holds, 1 when one does not or could not be judged."""
+    if args.suite is not None and args.suite not in SUITES and not args.job:  # --suite JOB, as before 0.7
+        args.suite, args.job = "standard", args.suite
+    if args.suite == "outside" or args.only or args.list:
+        _check_outside(args)
+        if args.list:
+            return show(phalanx.list_outside_drills(), as_json=args.json)
+        return show(phalanx.drill_outside(args.only, runs=args.runs, tell=note), as_json=args.json)
     _check_call(args)
     if args.read_record:
         return show(phalanx.read_drill_record(args.read_record), as_json=args.json)
@@ -103,6 +120,8 @@ def _check_call(args: argparse.Namespace) -> None:
         of_chaos = {"--rate": args.rate is not None, "--seed": args.seed is not None, "--no-shrink": args.no_shrink}
         given = {**of_chaos, **of_run, "--suite": args.suite, "--set": args.overrides}
         _refuse(given, "--read-record", why="--read-record runs nothing", fix="leave it out")
+    if args.suite is not None and args.suite not in SUITES:
+        raise mistake(WHERE, f"--suite {args.suite[:60]} is unknown", fix=f"use one of {', '.join(SUITES)}")
     if args.suite:  # the same for everybody, or its records could not be compared
         _refuse(
             {**of_run, "--hosts": args.hosts != 1, "--spares": args.spares, "--no-replay": args.no_replay},
@@ -110,6 +129,31 @@ def _check_call(args: argparse.Namespace) -> None:
             why="the suite says itself what happens, and when",
             fix="leave it out; --cluster, --set and --runs go with it",
         )
+
+
+def _check_outside(args: argparse.Namespace) -> None:
+    """The suite brings its own job and says itself what happens."""
+    if args.suite != "outside":
+        idle = "--only" if args.only else "--list"
+        raise mistake(WHERE, f"{idle} without --suite outside", fix="phalanx drill --suite outside --list")
+    given = {
+        "JOB": args.job,
+        "--fault": args.faults,
+        "--chaos": args.chaos,
+        "--rate": args.rate is not None,
+        "--seed": args.seed is not None,
+        "--minutes": args.minutes,
+        "--steps": args.steps,
+        "--hosts": args.hosts != 1,
+        "--spares": args.spares,
+        "--cluster": args.cluster,
+        "--set": args.overrides,
+        "--out": args.out,
+        "--read-record": args.read_record,
+        "--ranks-per-gpu": args.ranks_per_gpu is not None,
+    }
+    why = "it damages files, and so has a job and data of its own"
+    _refuse(given, "--suite outside", why=why, fix="leave it out; --only, --list, --runs and --json go with it")
 
 
 def _refuse(given: dict[str, object], beside: str, *, why: str, fix: str) -> None:

@@ -42,7 +42,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "web": ("phalanx.cli.web", "web", "serve a live dashboard over a folder of runs"),
     "drill": (
         "phalanx.cli.drill",
-        "drill drill_suite read_drill_record",
+        "drill drill_suite drill_outside list_outside_drills read_drill_record",
         "inject faults into a real run, and prove that it survives them",
     ),
     "verify": ("phalanx.cli.verify", "verify", "prove that a layout computes what a single process computes"),

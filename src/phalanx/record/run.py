@@ -26,9 +26,10 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -44,13 +45,15 @@ from phalanx.io.checksums import (
 )
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
 from phalanx.io.values import at, finite, integer, number
-from phalanx.record.events import EventReader
+from phalanx.record.events import SETTLED_NS, EventReader
 
 if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
+PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
+BEYOND = 10**9  # more ranks than any run has
 COMMIT = re.compile(r"step-(\d{8,18})")
 SETTINGS = ("job.toml", "job.json", "plan.json")  # what a run is trained with
 RUN_ID = "run_id"
@@ -236,23 +239,41 @@ class Run:
         return [self.events(rank) for rank in self.event_parts()]
 
     def event_parts(self) -> dict[int, list[int]]:
-        """Every rank of which there are events, in order, with the numbers of the closed parts of its file."""
+        """Every rank of which there are events, in order, with the numbers of the closed parts of its file.
+
+        Files of ranks that no plan and no launch of this run ever had are left out (`stray_files`).
+        """
+        return self._listed_parts()[0]
+
+    def stray_files(self) -> int:
+        """How many event files there are of ranks that the run never had."""
+        return self._listed_parts()[1]
+
+    def _listed_parts(self) -> tuple[dict[int, list[int]], int]:
         try:
-            names = os.listdir(self.path)
+            names = _listed_names(self.path)
         except OSError:
-            return {}
-        found: dict[int, list[int]] = {}
-        for match in filter(None, map(EVENTS.fullmatch, names)):
-            closed = found.setdefault(int(match.group(1)), [])
-            if match.group(2):
-                closed.append(int(match.group(2)))
-        return {rank: sorted(found[rank]) for rank in sorted(found)}
+            return {}, 0
+        most, strays = self._most_ranks(names.settings), 0
+        if not names.parts or next(reversed(names.parts)) < most:
+            return names.parts, 0
+        found = {rank: closed for rank, closed in names.parts.items() if rank < most}
+        strays = sum(names.counts[rank] for rank in names.parts if rank >= most)
+        return found, strays
+
+    def _most_ranks(self, names: Sequence[str]) -> int:
+        """The largest world of any plan or launch; beyond all ranks where one of them cannot be read."""
+        worlds = [_world_in(self.path / name) for name in names if PLAN.fullmatch(name)]
+        if "launch.json" in names:
+            worlds.append(_world_in(self.path / "launch.json"))
+        return max(worlds) if worlds and "plan.json" in names else BEYOND
 
     def recorded(self) -> Iterator[int]:
         """Ranks whose events are more than a name, in order."""
+        folder = os.fspath(self.path)
         for rank, closed in self.event_parts().items():
             try:
-                found = self.events(rank).stat()
+                found = os.stat(f"{folder}/events-{rank:05d}.jsonl")  # texts: of 16,384 ranks paths take half a second
             except OSError:
                 found = None
             if closed or (found is not None and found.st_size and stat.S_ISREG(found.st_mode)):
@@ -364,8 +385,7 @@ class Run:
             layout = at(self.plan(), "layout")
         except UserError:
             return None
-        axes = ("data", "tensor", "context", "pipeline")
-        return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None
+        return _layout_world(layout)
 
     def status(self) -> dict[str, Any]:
         """status.json; empty before the run was launched or when it is damaged."""
@@ -392,7 +412,10 @@ class Run:
 
     def plan_count(self) -> int:
         """Plans this run has had; the newest is plan.json, kept under this number once another takes its place."""
-        return 1 + len(list(self.path.glob("plan-*.json")))
+        try:
+            return 1 + sum(name.startswith("plan-") for name in _listed_names(self.path).settings)
+        except OSError:
+            return 1
 
     def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
         """Write the settings. Their digests first: a process that dies between leaves nothing that looks damaged."""
@@ -432,6 +455,65 @@ class RunPlot:
             for name, svg in zip(self.names, self.svgs, strict=True)
         )
         return document_as_html(f'<style>{REPORT_CSS}</style><div class="plots">{figures}</div>', height=320)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedNames:
+    """What the folder of a run holds, as far as its names tell. Nobody changes it."""
+
+    parts: dict[int, list[int]]  # of every rank with events, in order, the numbers of closed parts
+    counts: dict[int, int]  # event files of each
+    settings: tuple[str, ...]  # plans and launch.json
+
+
+def _listed_names(folder: Path) -> ListedNames:
+    """A folder that has not changed for a while is listed once, however often it is asked for."""
+    found = os.stat(folder)
+    is_settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
+    listed = _list_names if is_settled else _list_names.__wrapped__
+    return listed(os.fspath(folder), found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _list_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
+    names = os.listdir(folder)
+    found: dict[int, list[int]] = {}
+    counts: dict[int, int] = {}
+    for name in names:
+        if not name.startswith("events-") or (match := EVENTS.fullmatch(name)) is None:
+            continue
+        rank = int(match.group(1))
+        closed = found.setdefault(rank, [])
+        counts[rank] = counts.get(rank, 0) + 1
+        if match.group(2):
+            closed.append(int(match.group(2)))
+    settings = tuple(name for name in names if name == "launch.json" or PLAN.fullmatch(name))
+    return ListedNames(parts={rank: sorted(found[rank]) for rank in sorted(found)}, counts=counts, settings=settings)
+
+
+def _world_in(path: Path) -> int:
+    """The ranks that a plan or launch tells of; BEYOND where it tells none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return BEYOND
+    return _read_world(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=256)  # of a file as it is: whoever follows a run asks twice a second
+def _read_world(path: str, inode: int, changed_ns: int, size: int) -> int:
+    try:
+        values = read_json(Path(path))
+    except UserError:
+        return BEYOND
+    if Path(path).name == "launch.json":
+        return max(0, integer(values, "world") or 0)
+    return _layout_world(at(values, "layout")) or BEYOND
+
+
+def _layout_world(layout: Any) -> int | None:
+    axes = ("data", "tensor", "context", "pipeline")
+    return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None
 
 
 def _lock(file: TextIO, *, patience_s: float) -> bool:

@@ -185,6 +185,7 @@ class Checkpointing(Callback):
                 path=saved.path.name,
                 seconds=saved.seconds,
                 bytes=saved.bytes,
+                total_bytes=saved.total_bytes,
             )
             if saved.deleted_for_room:
                 steps = ", ".join(f"{step:,}" for step in saved.deleted_for_room)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 NEVER_UNDONE = 2**63
+MOST_WITNESSES = 2048  # ranks that are looked at for one that did not fall: more than a rack of them
 LATEST_S = 1e11  # a later time is none: the year 5138
 JUMP_S = 30 * 86400.0  # between two events of one membership: a clock that was set, not a run that waited
 UNEVEN_S = 1e-3  # two threads of a rank may write out of order by this much
@@ -72,7 +75,7 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
 
 def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
     found: dict[int, Membership] = {}
-    recorded = tuple(run.recorded())
+    recorded = tuple(itertools.islice(run.recorded(), MOST_WITNESSES))
     for _, event in MarkReader().read(event_files_of(run.supervisor)):
         kind, epoch = event["event"], integer(event, "epoch")
         if kind == "epoch" and epoch is not None:
@@ -449,7 +452,7 @@ def _is_of(plan: Table, layout: Table) -> bool:
 
 def _names(run: Run) -> list[str]:
     try:
-        return [path.name for path in run.path.iterdir()]
+        return os.listdir(run.path)
     except OSError:
         return []
 

@@ -11,6 +11,7 @@ of 3,079 jobs at ByteDance slow machines explained 1.7 % of those that straggled
 from __future__ import annotations
 
 import bisect
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,8 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
     piece = next((one for one in layout_spans(history.run, history) if one.first <= end <= one.last), None)
     began = piece.first if piece is not None else history.first_step or 0
     first, where = max(began, end - WINDOW + 1), _rank_places(history, piece)
+    if history.is_sampled:
+        return _scores_of_many(history, where, first=first, last=end, is_newest=end == history.last_step)
     known = work(history, columns=WINDOW, first=first, last=end, world=piece.world if piece is not None else None)
     if known is None:
         return nobody
@@ -88,6 +91,30 @@ def scores(history: RunHistory, *, last: int | None = None) -> Scores:
     sure = judge(closer, where)
     found = Scores(score=found.score | sure.score, named=sure.named, steps=sure.steps)
     return _with_reasons(found, history, where, first=first, last=end)
+
+
+def _scores_of_many(history: RunHistory, where: Places, *, first: int, last: int, is_newest: bool) -> Scores:
+    """Of so many ranks that not all are read: every rank by the newest block of its index, the slowest step by step.
+
+    Of a window in the past, the ranks of the sample alone.
+    """
+    ranks = history.ranks
+    if is_newest:
+        newest = history.newest("duration_s", "wait_s", "compute_s")
+        own = newest["duration_s"] - newest["wait_s"]
+        own = np.where(np.isfinite(own), own, newest["compute_s"])
+        table = np.where((own > 0.0) & (own < MOST_S), own, np.nan)[:, None]
+        nothing = np.zeros(table.shape)
+        glance = judge(Work(ranks=ranks, step=(first,), own_s=table, wait_s=nothing, held_s=nothing), where)
+    else:
+        known = work(history, columns=WINDOW, first=first, last=last)
+        glance = judge(known, where) if known is not None else Scores(score={}, named=(), steps=0)
+    closer = work_of(history, _slowest_ranks(glance, where), first=first, last=last) if glance.score else None
+    if closer is None:
+        return replace(glance, named=())
+    sure = judge(closer, where)
+    found = Scores(score=glance.score | sure.score, named=sure.named, steps=sure.steps)
+    return _with_reasons(found, history, where, first=first, last=last)
 
 
 # ---- why a rank is slow ----------------------------------------------------------------------------------------------
@@ -268,16 +295,18 @@ class Places:
 
     def stage(self, rank: int) -> int:
         """The pipeline stage: ranks of one stage do the same work."""
-        size = 1
-        for axis in AXES[:3]:
-            size *= max(1, integer(self.layout, axis) or 1)
-        return rank // size
+        return rank // self._stage_size
+
+    @property
+    def _stage_size(self) -> int:
+        return math.prod(max(1, integer(self.layout, axis) or 1) for axis in AXES[:3])
 
     def alike(self, ranks: Iterable[int]) -> list[list[int]]:
         """Ranks in groups that do the same work."""
         groups: dict[int, list[int]] = {}
+        size = self._stage_size
         for rank in ranks:
-            groups.setdefault(self.stage(rank), []).append(rank)
+            groups.setdefault(rank // size, []).append(rank)
         return list(groups.values())
 
 

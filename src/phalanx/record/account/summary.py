@@ -134,7 +134,7 @@ class Summary:
     expert_imbalance: float | None  # tokens of the busiest expert over the mean, mean over the steps
     checkpoints: tuple[int, ...]  # steps
     checkpoint_s: float | None  # mean
-    checkpoint_bytes: float | None  # of the newest
+    checkpoint_bytes: float | None  # of the newest: rank 0's part
     unreadable_lines: int
     incidents: tuple[Incident, ...] = ()
     recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included
@@ -147,6 +147,7 @@ class Summary:
     damage: tuple[Damage, ...] = ()
     layouts: tuple[LayoutResult, ...] = ()  # oldest first
     communication: Communication | None = None
+    checkpoint_total_bytes: float | None = None  # of the newest, of all ranks; not known of runs before 0.7
     zero_gradient_steps: int | None = None  # None: not counted
 
 
@@ -233,6 +234,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         checkpoints=tuple(_saved_steps(run)),
         checkpoint_s=_mean_or_none(number(event, "seconds") for event in saved),
         checkpoint_bytes=next((size for event in reversed(saved) if (size := number(event, "bytes"))), None),
+        checkpoint_total_bytes=number(saved[-1], "total_bytes") if saved else None,
         unreadable_lines=sum(one.count for one in damage if "line" in one.what),
         incidents=tuple(found),
         recovery_s=_recovery_pair(plan, found),

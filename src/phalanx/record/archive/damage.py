@@ -42,6 +42,9 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
         missing = _missing_ranks(run, ranks)
         if missing:
             found.append(Damage(where="events", what=f"no file of {_rank_names(missing)}", count=len(missing)))
+    if strays := run.stray_files():
+        what = "files of ranks that no plan of the run has, left unread"
+        found.append(Damage(where="events", what=what, count=strays))
     return found
 
 

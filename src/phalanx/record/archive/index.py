@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -406,6 +407,44 @@ def read_index(events: Path) -> Index:
     columns = {name: number for number, name in enumerate(names)}
     refused = int(len(records) - good.sum()) + twice
     return Index(blocks=blocks, places=_places(lists, blocks), columns=columns, refused=refused)
+
+
+TAIL = 4  # records at the end of an index of which one is a block: the others are places of rare events
+
+
+def newest_blocks(files: Sequence[str]) -> NDArray[np.void]:
+    """The newest block with steps in each of these indexes; zeros (no steps) where none is believed.
+
+    Of many: one small read each, less than a tenth of a millisecond. The columns are those of this version.
+    """
+    tails = b"".join(map(_read_tail, files))
+    records = np.frombuffer(tails, BLOCK).reshape(len(files), TAIL)
+    good = (checks(records.reshape(-1)) == records.reshape(-1)["check"]).reshape(records.shape)
+    good &= (records["type"] == BLOCK_TYPE) & (records["steps"] > 0) & (records["start"] < records["end"])
+    found = np.zeros(len(files), BLOCK)
+    rows = np.flatnonzero(good.any(axis=1))
+    newest = TAIL - 1 - np.argmax(good[rows, ::-1], axis=1)
+    found[rows] = records[rows, newest]
+    return found
+
+
+def _read_tail(path: str) -> bytes:
+    """The last records of an index, zeros before them where it has fewer."""
+    data = b""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)  # as `open_regular`, quicker
+    except OSError:
+        return bytes(TAIL * SIZE)
+    try:
+        found = os.fstat(file)
+        count = (found.st_size - HEAD_BYTES) // SIZE if stat.S_ISREG(found.st_mode) else 0
+        if count > 0:
+            data = os.pread(file, min(count, TAIL) * SIZE, HEAD_BYTES + max(0, count - TAIL) * SIZE)
+    except OSError:
+        pass
+    finally:
+        os.close(file)
+    return data[: len(data) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0")
 
 
 def _in_order(blocks: NDArray[np.void]) -> tuple[NDArray[np.void], int]:

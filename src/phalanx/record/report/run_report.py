@@ -33,6 +33,7 @@ class SavedCheckpoint:
     seconds: float | None
     size_bytes: float | None
     error: str
+    is_whole: bool = False  # whether the size is of all ranks; of runs before 0.7 it is rank 0's part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,10 @@ def saved_checkpoints(history: RunHistory) -> tuple[SavedCheckpoint, ...]:
             t=number(event, "t") or 0.0,
             blocked_s=_newer_value(number(event, "blocked_s"), before.blocked_s if before else None),
             seconds=_newer_value(number(event, "seconds"), before.seconds if before else None),
-            size_bytes=_newer_value(number(event, "bytes"), before.size_bytes if before else None),
+            size_bytes=_newer_value(
+                number(event, "total_bytes") or number(event, "bytes"), before.size_bytes if before else None
+            ),
+            is_whole=number(event, "total_bytes") is not None or (before is not None and before.is_whole),
             error=printable(event["error"]) if event.get("error") else "",
         )
     return tuple(found.values())

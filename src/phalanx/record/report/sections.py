@@ -368,11 +368,14 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
              f"not saved: {one.error}" if one.error else "")
             for one in saved[-12:]
         )  # fmt: skip
-        head = ("step", "training waited", "written in", "size of rank 0’s part", "")
+        sized = [one.is_whole for one in saved[-12:] if one.size_bytes is not None]
+        size_head = "size" if all(sized) else "size of rank 0’s part"
+        head = ("step", "training waited", "written in", size_head, "")
         blocks.append(Table(head=head, rows=rows, right=(0, 1, 2, 3)))
     lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
     if s.checkpoints:
         size = f", {format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
+        size = f", {format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size  # not before 0.7
         took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
         lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{size}{took}")

@@ -236,6 +236,8 @@ def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: L
     expected, who = log.world or len(log.ranks), "ranks"
     if limits.flag("aggregated") and evidence.plan is not None:
         expected, who = min(expected, evidence.plan.reliability.hosts), "hosts"
+    if log.ranks_read is not None and log.ranks_read < len(log.ranks):
+        expected, who = min(expected, log.ranks_read), "ranks that were read"
     share = found / expected if expected else 1.0
     least = limits.number("ranks_share")
     if share >= least:

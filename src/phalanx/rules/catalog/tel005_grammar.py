@@ -28,7 +28,9 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if any(one.verdict == "fail" for one in found):
         return tuple(one for one in found if one.verdict == "fail")
     when = "complete" if log.is_over else "complete so far"
-    return (passed(f"the log of {plural(len(log.ranks), 'rank')} is {when}, in order and readable"),)
+    read = log.ranks_read if log.ranks_read is not None else len(log.ranks)
+    some = f" ({read:,} of them read, evenly spread)" if read < len(log.ranks) else ""
+    return (passed(f"the log of {plural(len(log.ranks), 'rank')} is {when}, in order and readable{some}"),)
 
 
 def _empty(log: LogFacts) -> Outcome:

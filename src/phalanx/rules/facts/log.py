@@ -172,8 +172,9 @@ class LogFacts:
     state: str
     is_over: bool
     world: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that have a record
     wall_s: float | None
+    ranks_read: int | None = None  # whose events were read, where those are not all: of very many, some
     bytes_left: int = 0  # not read: the run grows, or there was a budget
     steps: StepFacts | None = None
     digests: DigestFacts | None = None

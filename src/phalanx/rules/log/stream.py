@@ -19,7 +19,7 @@ from phalanx.io.files import Spot
 from phalanx.io.values import at, printable
 from phalanx.record.account.ledger import LedgerStream
 from phalanx.record.account.stragglers import places
-from phalanx.record.archive.history import RunHistory
+from phalanx.record.archive.history import MANY_RANKS, RunHistory, spread
 from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
@@ -30,6 +30,8 @@ from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
 TURN_BYTES = 32 * 2**20  # of a rank before the next one has its turn, where there is a budget
 MOST_MISSING = 4096
+# Of more than MANY_RANKS ranks not all events are read: 16,384 hosts x 10,000 steps are 75 GB.
+MANY_BYTES, LEAST_READ = 8 * 2**20, 2
 MOST_WORLD = 10_000_000  # files of events have names for as many
 # The ledger is walked anew when the run has grown by this share: a look at a run of hours every second costs little.
 AGAIN_SHARE, SMALL_BYTES = 0.05, 4 * 2**20
@@ -54,6 +56,7 @@ class LogStream:
         self._tally = ByteTally()
         self._supervisor = EventFeed(self.run.supervisor, self._shown, tally=self._tally)
         self._ranks: dict[int, RankLog] = {}
+        self._recorded: list[int] = []
         self._account, self._account_bytes = accounts.Account(), -1
         self._passing: LedgerStream | None = None
 
@@ -77,7 +80,8 @@ class LogStream:
     def refresh(self, budget_bytes: int | None = None, *, progress: Progress | None = None) -> bool:
         """Read what is new, no more than about `budget_bytes`; whether there was anything."""
         before = self.bytes_read
-        found = list(self.run.recorded())
+        self._recorded = list(self.run.recorded())
+        found = self._read_ranks(self._recorded)
         if self._ranks and found and found[0] < min(self._ranks):
             self._begin()  # a lower rank has come: it is the witness, of all its steps
         # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
@@ -93,6 +97,15 @@ class LogStream:
             self._reported.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
         self._read(before, budget_bytes, progress)
         return self.bytes_read != before
+
+    def _read_ranks(self, recorded: list[int]) -> list[int]:
+        """The ranks whose events are read: all, or of very many as many as MANY_BYTES hold, evenly spread."""
+        if len(recorded) <= MANY_RANKS:
+            return recorded
+        if len(self._ranks) > 1:  # chosen before, when the run was shorter
+            return list(self._ranks)
+        one = max(1, EventFeed(self.run.events(recorded[0]), "").left_bytes)
+        return list(spread(recorded, min(max(LEAST_READ, MANY_BYTES // one), len(recorded))))
 
     def _pass(self, passing: LedgerStream | None) -> None:
         """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
@@ -146,7 +159,8 @@ class LogStream:
             is_over=ended,
             message=_first_line(self.run.status().get("message", "")),
             world=min(self._world(), MOST_WORLD),
-            ranks=tuple(self._ranks),
+            ranks=tuple(self._recorded),
+            ranks_read=len(self._ranks),
             wall_s=walked.ledger.wall_s if walked is not None else None,
             bytes_left=self.bytes_left,
             steps=steps,
@@ -173,7 +187,7 @@ class LogStream:
     def _world(self) -> int:
         """Ranks of the newest launch; of a run whose supervisor told nothing, all there are."""
         reported = self._reported.world if self._supervisor.read_bytes else 0
-        return max(self.run.world() or 0, reported or len(self._ranks))
+        return max(self.run.world() or 0, reported or len(self._recorded))
 
     def _measured(self, made: LogFacts) -> LogFacts:
         """What devices, neighbours and checkpoints say."""
@@ -189,7 +203,7 @@ class LogStream:
                 [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
                 peak=max((one.peak_bytes for one in ranks if one.rank < self._world()), default=0.0),
                 retries=sum(retries) if retries else None,
-                energy_j=sum(one.meter.energy_j for one in ranks),
+                energy_j=sum(one.meter.energy_j for one in ranks) * len(self._recorded) / max(1, len(ranks)),
             ),
             peers=self._all.peers.facts([one.peer_gaps for one in ranks if "peers" in one.kinds]),
             checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
@@ -306,7 +320,8 @@ class LogStream:
         """Ranks without a record while others have steps; before those, they may still come."""
         if made.steps is None and not made.is_over:
             return ()
-        return tuple(islice((rank for rank in range(made.world) if rank not in self._ranks), MOST_MISSING))
+        there = set(self._recorded)
+        return tuple(islice((rank for rank in range(made.world) if rank not in there), MOST_MISSING))
 
     def _unclosed(self, made: LogFacts) -> int:
         """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""

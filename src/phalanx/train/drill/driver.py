@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +16,14 @@ from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run
 from phalanx.train.drill import firings
 from phalanx.train.drill.faults import Fault
+from phalanx.train.drill.machine_faults import (
+    BusyCore,
+    fill_disk,
+    free_disk,
+    listening_ports,
+    send_strangers,
+    set_writable,
+)
 from phalanx.train.drill.network import DrillNetwork
 from phalanx.units import MINUTE_S, plural
 
@@ -52,6 +61,7 @@ class FaultDriver:
         self._supervisor = EventReader(run.path / "supervisor.jsonl")
         self._ranks = EventReader(run.events(0))
         self._agents: dict[str, int] = {}  # host -> process
+        self._pids: dict[int, int] = {}  # rank -> process
         self._later: list[tuple[float, Callable[[], object]]] = []
         self.epoch, self.step = 0, -1
         self._first_s: float | None = None
@@ -90,6 +100,7 @@ class FaultDriver:
         if event["event"] != "epoch":
             return
         self.epoch = int(event["epoch"])
+        self._pids = {int(one["rank"]): int(one.get("pid") or 0) for one in event.get("members") or ()}
         for member in event.get("members") or ():
             agent = parent_of(int(member.get("pid") or 0))
             if agent is not None and agent > 1:
@@ -152,6 +163,14 @@ class FaultDriver:
                 return self._damage(fault)
             case "port":
                 return self._take_ports(fault)
+            case "fill-disk":
+                return self._fill_disk(fault)
+            case "read-only":
+                return self._forbid_writing(fault)
+            case "strangers":
+                return self._send_strangers(fault)
+            case "busy-core":
+                return self._take_core(fault)
         return self._hit_link(fault, host)
 
     def _claim(self, fault: Fault, *, host: str = "", note: str = "") -> bool:
@@ -163,6 +182,10 @@ class FaultDriver:
         return True
 
     def _hit_host(self, fault: Fault, host: str) -> bool:
+        if fault.how == "coordinator":
+            pid = coordinator_of(self._run)
+            holder = parent_of(pid) if pid is not None else None
+            host = next((name for name, agent in self._agents.items() if agent == holder), "")
         agent = self._agents.get(host)
         if agent is None or parent_of(agent) is None:
             return False  # it is down already: wait until it is back
@@ -187,6 +210,39 @@ class FaultDriver:
                 taken += [socket.create_server(("127.0.0.1", 0)) for _ in range(TAKEN_PORTS)]
             self._later.append((time.monotonic() + 5.0, lambda: _close(taken)))
         return True
+
+    def _fill_disk(self, fault: Fault) -> bool:
+        root = self._run.checkpoints
+        if isinstance(root, str) or not os.path.ismount(root):
+            return False  # somebody's disk: not ours to fill
+        if self._claim(fault, note=str(root)):
+            fill_disk(root)
+            self._afterwards(fault, lambda: free_disk(root))
+        return True
+
+    def _forbid_writing(self, fault: Fault) -> bool:
+        root = self._run.checkpoints
+        if isinstance(root, str) or not set_writable(root, False):
+            return False
+        self._claim(fault, note=str(root))
+        self._afterwards(fault, lambda: set_writable(root, True))
+        return True
+
+    def _send_strangers(self, fault: Fault) -> bool:
+        agents = [agent for agent in self._agents.values() if parent_of(agent) is not None]
+        ports = listening_ports([*agents, *(child for agent in agents for child in children_of(agent))])
+        if ports and self._claim(fault, note=f"to {plural(len(ports), 'port')}"):
+            threading.Thread(target=send_strangers, args=(ports,), daemon=True).start()
+        return bool(ports)
+
+    def _take_core(self, fault: Fault) -> bool:
+        pids = {rank % len(self._pids): self._pids[rank % len(self._pids)] for rank in fault.rank if self._pids}
+        if any(parent_of(pid) is None for pid in pids.values()):
+            return False  # it was replaced: the next membership has its successor
+        for rank, pid in pids.items():
+            if firings.claim_firing(self._run, fault, whom=rank, rank=rank, epoch=self.epoch, step=self.step, pid=pid):
+                self._afterwards(fault, BusyCore(pid, fault.share).close)
+        return bool(pids)
 
     def _hit_link(self, fault: Fault, host: str) -> bool:
         assert self._net is not None

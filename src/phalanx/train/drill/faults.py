@@ -56,22 +56,24 @@ FAULT_KINDS: dict[str, FaultKind] = {
         hows=("raise", "limit"),
     ),
     "nan": FaultKind(meaning="NaN in a rank's gradient", keys=_RANK_AT_STEP, ends=False),
+    "zero": FaultKind(meaning="a rank's gradients are all 0", keys=_RANK_AT_STEP, ends=False),
     "flip": FaultKind(
         meaning="one bit of a weight, gradient or moment of a rank is flipped",
         keys=(*_RANK_AT_STEP, "how", "seed"),
         hows=("weight", "moment", "gradient", "update"),
     ),
     "crash-loop": FaultKind(
-        meaning="a rank is killed at its start in every epoch; with point=restore from the second on",
-        keys=("rank", "point", "epoch", "times"),
+        meaning="a rank, or a slot's, is killed at its start in every epoch; with point=restore from the second on",
+        keys=("rank", "slot", "point", "epoch", "times"),
     ),
     "host": FaultKind(
         meaning="SIGKILL of an agent and all its ranks", keys=("host", *_OUTSIDE), inside=False, host=True
     ),
     "freeze": FaultKind(
         meaning="SIGSTOP of an agent and all its ranks; after for_s SIGCONT as zombies",
-        keys=("host", "for_s", *_OUTSIDE),
+        keys=("host", "for_s", "how", *_OUTSIDE),
         inside=False,
+        hows=("host", "coordinator"),
         host=True,
     ),
     "coordinator": FaultKind(meaning="SIGKILL of the coordinator", keys=_OUTSIDE, inside=False, ends=False),
@@ -87,6 +89,30 @@ FAULT_KINDS: dict[str, FaultKind] = {
         keys=("how", "seed", *_OUTSIDE),
         inside=False,
         hows=("flip", "truncate", "swap", "missing", "manifest"),
+        ends=False,
+    ),
+    "fill-disk": FaultKind(
+        meaning="the file system of the checkpoints is full for for_s; only on one that the drill mounted itself",
+        keys=("for_s", *_OUTSIDE),
+        inside=False,
+        ends=False,
+    ),
+    "read-only": FaultKind(
+        meaning="nothing can be written to the checkpoint folder for for_s",
+        keys=("for_s", *_OUTSIDE),
+        inside=False,
+        ends=False,
+    ),
+    "strangers": FaultKind(
+        meaning="20,000 connections to every port on which processes of the run listen",
+        keys=_OUTSIDE,
+        inside=False,
+        ends=False,
+    ),
+    "busy-core": FaultKind(
+        meaning="a rank is stopped for a share of the time, as if others used its core, for for_s",
+        keys=("rank", "share", "for_s", *_OUTSIDE),
+        inside=False,
         ends=False,
     ),
     "port": FaultKind(
@@ -122,6 +148,7 @@ class Fault:
     kind: str
     id: int = 0
     rank: tuple[int, ...] = ()  # counted modulo the ranks there are then
+    slot: int | None = None  # whoever has this slot, whatever its rank
     host: int = 0
     step: int | None = None
     at_s: float | None = None
@@ -221,12 +248,12 @@ def _usual(kind: str) -> dict[str, Any]:
         usual["host"] = 1
     if of.hows:
         usual["how"] = of.hows[0]
-    if "for_s" in of.keys and kind in ("slow", "disk-full", "partition", "slow-link", "lossy-link", "freeze"):
+    if "for_s" in of.keys and kind not in ("hang", "mute"):  # those two last until somebody ends the rank
         usual["for_s"] = 5.0
     if "sleep_s" in of.keys:
         usual["sleep_s"] = 0.1
     if "share" in of.keys:
-        usual["share"] = 0.05
+        usual["share"] = 0.75 if kind == "busy-core" else 0.05
     if kind == "crash-loop":
         usual |= {"times": EVERY_TIME, "point": "init"}
     return usual
@@ -302,7 +329,7 @@ def _write(value: Any) -> str:
 
 
 _READ: dict[str, Callable[[str, str], Any]] = {
-    **dict.fromkeys(("host", "step", "epoch", "seed", "times"), _whole),
+    **dict.fromkeys(("host", "slot", "step", "epoch", "seed", "times"), _whole),
     **dict.fromkeys(("at_s", "for_s", "sleep_s"), _seconds),
     **dict.fromkeys(("point", "how"), _word),
     "rank": _ranks,

@@ -88,6 +88,9 @@ class Injector(DrillHooks):
             if filled and self._claim(fault):
                 if fault.kind == "nan":
                     filled[0].view(-1)[0] = torch.nan
+                elif fault.kind == "zero":
+                    for grad in filled:
+                        grad.zero_()
                 else:
                     _flip_bit(filled, seed=fault.seed)
 
@@ -133,6 +136,8 @@ class Injector(DrillHooks):
 
     def _target(self, fault: Fault) -> int | None:
         """Which of the fault's ranks we are; numbers beyond the world count round, so that a shrunken job is hit."""
+        if fault.slot is not None:
+            return fault.slot if fault.slot == self._slot else None
         world = dist.get_world_size() if dist.is_initialized() else 0
         return next((rank for rank in fault.rank if (rank % world if world else rank) == self._rank), None)
 
@@ -204,7 +209,7 @@ class Injector(DrillHooks):
 def _place(fault: Fault) -> str:
     """The hook that a fault belongs to."""
     match fault.kind:
-        case "nan":
+        case "nan" | "zero":
             return "gradient"
         case "flip":
             return "rest" if fault.how in ("weight", "moment") else fault.how

@@ -55,7 +55,8 @@ class SaveAbandoned(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote.
+    """A finished save of one rank: where the commit is (on other ranks than 0: will be), bytes this rank wrote, and on
+    rank 0 those of all ranks.
 
     `seconds` lie between the call and the commit, or the safety of this rank's files; old checkpoints go after that.
     """
@@ -64,6 +65,7 @@ class SavedCheckpoint:
     step: int
     bytes: int
     seconds: float
+    total_bytes: int | None = None
     deleted_for_room: tuple[int, ...] = ()  # steps whose checkpoints a full disk cost, though `keep` wanted them
 
 
@@ -98,7 +100,7 @@ def save_checkpoint(
     _check_meta(meta)
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()
-    draft, deleted = storage.draft(step, attempt), list[int]()
+    draft, deleted, total_bytes = storage.draft(step, attempt), list[int](), None
     try:
         point("begin")
         if rank == 0:
@@ -108,6 +110,7 @@ def save_checkpoint(
         size_bytes = _write_rank(draft, rank, pieces, rank_meta or {}, abandoned, point)
         if rank == 0:
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
+            total_bytes = sum(one.data_bytes + one.index_bytes for one in ranks)
             point("all")
             manifest = Manifest(
                 step=step, world=world, attempt=attempt, epoch=epoch, code=_code_version(), meta=meta, ranks=ranks
@@ -128,7 +131,14 @@ def save_checkpoint(
             prune_commits(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=paths.attempt_family(attempt))
             deleted += make_room(storage)  # for the next, while nobody writes
         point("prune")
-    return SavedCheckpoint(path=path, step=step, bytes=size_bytes, seconds=seconds, deleted_for_room=tuple(deleted))
+    return SavedCheckpoint(
+        path=path,
+        step=step,
+        bytes=size_bytes,
+        seconds=seconds,
+        total_bytes=total_bytes,
+        deleted_for_room=tuple(deleted),
+    )
 
 
 def _check_meta(meta: Mapping[str, JSON]) -> None:

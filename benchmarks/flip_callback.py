@@ -1,0 +1,67 @@
+"""Flips bits of a rank's live state in a real run, one at a time, and asks the trainer's own guard; for bit_flips.py.
+
+The moment is the beginning of a step: weights and moments lie where the last update left them, and the guard remembers
+what they were. A bit is flipped, the guard compares as it does before an update, and the bit and the guard's memory are
+put back. So many flips fit into one run, and the run itself must come out as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import TrainingLoop
+
+FLIPS = 10  # of weights, and as many of moments, in every step of every rank
+
+
+class FlipBits(Callback):
+    """Counts what the guard said; `flips-RANK.json` in the run folder has it at the end."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def on_start(self, training: TrainingLoop) -> None:
+        """Between digests memory is compared by sums, as in runs without callbacks of their own."""
+        training.comparison.guard._each_step = True
+
+    def on_step_begin(self, training: TrainingLoop) -> None:
+        """Between the last update and the next."""
+        guard, draw = training.comparison.guard, random.Random(training.step * 1000 + training.rank)
+        if not guard.remembers:
+            return
+        way = "sums" if guard._sums else "digests"
+        shards = [one for one in training.engine.state() if one.tensor.numel() and not one.moves]
+        for what in ("weights", "moments"):
+            mine = [one.tensor for one in shards if ("#" in one.name) == (what == "moments")]
+            for _ in range(FLIPS if mine else 0):
+                tensor = mine[draw.randrange(len(mine))]
+                place = tuple(draw.randrange(size) for size in tensor.shape)
+                bit = draw.randrange(8 * tensor.element_size())
+                kept: tuple[Any, Any] = list(guard._sums), dict(guard._rest)
+                flip(tensor, place, bit)
+                found = guard.before(training.step)
+                flip(tensor, place, bit)
+                guard._sums, guard._rest = kept
+                named = found is not None and found.suspects == (training.rank,)
+                self.counts[f"{what}: {way}: {'caught' if named else 'silent'}"] += 1
+
+    def on_end(self, training: TrainingLoop, state: str) -> None:
+        """Write the counts down."""
+        path = training.folder.path / f"flips-{training.rank}.json"
+        path.write_text(json.dumps(self.counts))
+
+
+@torch.no_grad()
+def flip(tensor: torch.Tensor, place: tuple[int, ...], bit: int) -> None:
+    """One bit of one element, where it lies."""
+    value = tensor[place].detach().reshape(1).clone()
+    value.view(torch.uint8)[bit // 8] ^= 1 << (bit % 8)
+    tensor[place] = value[0]

@@ -1,0 +1,101 @@
+"""How long page, report, check and watch take to open the record of a very large run, and how much memory.
+
+python benchmarks/large_record.py FOLDER [--hosts 16384] [--steps 10000] [--stray 0] [--keep]
+
+One rank's events are written by the trainer's own EventWriter, with its index; the other hosts' files are hard links to
+the same bytes, since 16,384 hosts x 10,000 steps are 75 GB. Each command runs in a process of its own, as a person
+types it; the page cache is as it is. `--stray N` adds N event files of ranks that the run never had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from open_run import _write_rank  # the writer of benchmarks/open_run.py
+from synthetic import make_plan  # tests/synthetic.py
+
+from phalanx.io.toml import to_toml
+from phalanx.job.load import job_to_dict
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run
+
+WATCH = (
+    "import sys; from pathlib import Path; from phalanx.record.report.live import Watcher; "
+    "from phalanx.record.run import Run; Watcher(Run(path=Path(sys.argv[1]))).look()"
+)
+
+
+def main() -> None:
+    """Make the record, measure, remove it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hosts", type=int, default=16_384)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--stray", type=int, default=0)
+    parser.add_argument("--keep", action="store_true")
+    args = parser.parse_args()
+    run = Run(path=args.folder / f"large-record-{args.hosts}")
+    if not run.path.is_dir():
+        make_record(run, hosts=args.hosts, steps=args.steps)
+    for rank in range(args.hosts, args.hosts + args.stray):
+        if not run.events(rank).exists():
+            os.link(run.events(0), run.events(rank))
+    commands = {
+        "page": ["-m", "phalanx", "train", "--report", str(run.path)],
+        "report": ["-m", "phalanx", "report", str(run.path)],
+        "check": ["-m", "phalanx", "check", str(run.path)],
+        "watch, first look": ["-c", WATCH, str(run.path)],
+    }
+    print("| what | wall | processor | memory | exit code |\n|---|---|---|---|---|")
+    try:
+        for name, words in commands.items():
+            print(f"| {name} | {measure(words)} |", flush=True)
+    finally:
+        if not args.keep:
+            shutil.rmtree(run.path)
+
+
+def make_record(run: Run, *, hosts: int, steps: int) -> None:
+    """A run that is done, with a rank for every host."""
+    (run.path / "logs").mkdir(parents=True)
+    plan = make_plan(ranks=hosts, steps=steps, hosts=hosts)
+    job = job_to_dict(Plan.from_dict(plan).job)
+    (run.path / "job.json").write_text(json.dumps(job))
+    run.job_toml.write_text(to_toml(job))
+    run.plan_json.write_text(json.dumps(plan))
+    run.set_launch(v=1, world=hosts, layout="", started=1e9, launched=1e9)
+    supervisor = EventWriter(run.supervisor, rank=-1, clock=lambda: 1e9)
+    supervisor.write("epoch", epoch=1, reason="start", world=hosts, layout=plan["layout"])
+    supervisor.write("restore", epoch=1, step=0, source="start")
+    supervisor.close()
+    _write_rank(run, steps)
+    for rank in range(1, hosts):
+        os.link(run.events(0), run.events(rank))
+        os.link(run.events(0).with_suffix(".index"), run.events(rank).with_suffix(".index"))
+    run.set_status("done", exit_code=0, message="")
+
+
+def measure(words: list[str]) -> str:
+    """Seconds and memory of a process."""
+    began_s = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    cpu_s = used.ru_utime + used.ru_stime
+    wall_s = time.perf_counter() - began_s
+    return f"{wall_s:.1f} s | {cpu_s:.1f} s | {used.ru_maxrss / 1e3:.0f} MB | {process.returncode}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Drills of the suite `outside` in which something happens to a run that trains."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import ceil
+from pathlib import Path
+
+from phalanx.record.account.stragglers import scores
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.events import read_events
+from phalanx.record.run import Run
+from phalanx.train.drill.history import DrillHistory
+from phalanx.train.drill.machine_faults import SmallDisk
+from phalanx.train.drill.outside import OutsideDrill, OutsideFinding
+from phalanx.train.drill.outside_stage import STEPS, OutsideStage
+from phalanx.train.drill.perform import DrillResult
+
+# Far longer than the lease (5 s), dead_after_s (5 s) and the start of a coordinator on a busy machine together.
+FROZEN_S = 45.0
+LONG_S = 3600  # longer than any of these runs
+LEAST_DISK_BYTES = 1 << 20
+ENDING = "the run ended well"  # the judge's verdict, which expects a run that is done
+Expect = Callable[[DrillResult, DrillHistory], str]  # what is wrong beyond the judge's verdicts; empty when nothing is
+
+
+def _judge(found: tuple[DrillResult, DrillHistory], *expects: Expect, state: str = "done") -> OutsideFinding:
+    """All verdicts of the judge hold, the run is in this state, and nothing that is expected is missing."""
+    result, history = found
+    verdicts = [one for one in result.verdicts if one.name != ENDING or state == "done"]
+    wrong = [f"{one.name}: {one.evidence}" for one in verdicts if not one.ok]
+    if result.state != state:
+        said = f": {result.message.splitlines()[0]}" if result.message else ""
+        wrong.insert(0, f"the run is {result.state}, not {state}{said}")
+    wrong += [text for expect in expects if (text := expect(result, history))]
+    lost = sum(one.steps_lost or 0 for one in result.outcomes)
+    if lost:
+        wrong.append(f"{lost} steps that memory held were lost")
+    good = f"{state} after {len(history.chain)} steps"
+    if any(one.name == "equal to a fault-free replay" for one in result.verdicts):
+        good += ", every bit as without a fault"
+    recovered = [one.recovered_s for one in result.outcomes if one.recovered_s is not None]
+    if recovered:
+        good += f", at work again after {max(recovered):.1f} s"
+    return OutsideFinding(ok=not wrong, reason="; ".join(wrong) if wrong else good, steps_lost=lost)
+
+
+# ---- control plane ---------------------------------------------------------------------------------------------------
+
+
+def _frozen_coordinator(stage: OutsideStage) -> OutsideFinding:
+    def went_on(result: DrillResult, history: DrillHistory) -> str:
+        back_s = max((one.recovered_s or 0.0 for one in result.outcomes), default=0.0)
+        return "" if 0.0 < back_s < FROZEN_S else "the others waited until the frozen host woke up"
+
+    faults = [f"freeze:how=coordinator,for_s={FROZEN_S:g},step=6"]
+    return _judge(stage.drill(faults, hosts=2, steps=60), went_on)
+
+
+def _lost_coordinator(stage: OutsideStage) -> OutsideFinding:
+    def undisturbed(result: DrillResult, history: DrillHistory) -> str:
+        return "" if len(history.epochs) == 1 else f"{len(history.epochs)} memberships where one was enough"
+
+    return _judge(stage.drill(["coordinator:step=8"], hosts=2), undisturbed)
+
+
+def _lost_first_host(stage: OutsideStage) -> OutsideFinding:
+    return _judge(stage.drill(["host:host=0,step=8"], hosts=2))
+
+
+# ---- state that memory holds -----------------------------------------------------------------------------------------
+
+
+def _small_disk(stage: OutsideStage, stack: ExitStack, name: str, *, checkpoints: float) -> Path:
+    """A disk with room for so many checkpoints of the job, mounted; raises SystemFailure where that is not allowed."""
+    run = stage.ended_run()
+    newest = run.path / "checkpoints" / f"step-{max(run.saved_steps()):08d}"
+    one = sum(path.stat().st_size for path in newest.iterdir())
+    folder = stage.folder / f"disk-{name}"
+    stack.enter_context(SmallDisk(folder, max(LEAST_DISK_BYTES, ceil(one * checkpoints))))
+    return folder
+
+
+def _full_disk_and_kill(stage: OutsideStage) -> OutsideFinding:
+    def told(result: DrillResult, history: DrillHistory) -> str:
+        warned = any("space" in str(event).lower() for event in history.ranks if event["event"] == "checkpoint")
+        return "" if warned or _mentions(result.run, "space") else "nobody said that the disk is full"
+
+    with ExitStack() as stack:
+        folder = _small_disk(stage, stack, "full", checkpoints=20)
+        faults = [f"fill-disk:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
+        return _judge(stage.drill(faults, overrides=[f'checkpoint.path="{folder}"']), told)
+
+
+def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
+    """The run goes on from memory to its last step, which is then written elsewhere: nothing can be written here."""
+
+    def written_elsewhere(result: DrillResult, history: DrillHistory) -> str:
+        if len(history.chain) < STEPS:
+            return f"{len(history.chain)} of {STEPS} steps were done"
+        return (
+            "" if f"step {STEPS}, which is now saved" in result.message else "where the last step is saved is not said"
+        )
+
+    with ExitStack() as stack:
+        folder = _small_disk(stage, stack, "read-only", checkpoints=20)
+        faults = [f"read-only:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
+        found = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
+        return _judge(found, written_elsewhere, state="failed")
+
+
+def _little_room(stage: OutsideStage) -> OutsideFinding:
+    """Room for three checkpoints and a half, where `keep` = 3 takes four at the moment of a save."""
+
+    def refused(result: DrillResult, history: DrillHistory) -> str:
+        told = "\n".join([result.message, *map(str, history.incidents), _supervisor_text(result.run)])
+        return "" if "checkpoint.keep" in told else f"the refusal does not name checkpoint.keep: {told[:200]}"
+
+    with ExitStack() as stack:
+        folder = _small_disk(stage, stack, "room", checkpoints=3.5)
+        wanted = [f'checkpoint.path="{folder}"', "checkpoint.keep=3"]
+        result, history = stage.drill([], overrides=wanted, compared=False)
+        if result.state == "done":  # it fits after all: then every save must have
+            newest = max(result.run.saved_steps(), default=0)
+            wrong = "" if newest == len(history.chain) else f"the newest checkpoint is step {newest}"
+        else:
+            wrong = refused(result, history)
+        said = f"{result.state} before the first step: the preflight asks for room for checkpoint.keep + 1"
+        return OutsideFinding(ok=not wrong, reason=wrong or said, steps_lost=0)
+
+
+def _newest_is_written(result: DrillResult, history: DrillHistory) -> str:
+    """What memory held when the run gave up is on the disk."""
+    held = max((one.held for one in history.executions), default=0)
+    newest = max(result.run.saved_steps(), default=0)
+    return "" if newest >= held else f"memory held step {held}, and the newest checkpoint is step {newest}"
+
+
+def _four_kills(stage: OutsideStage) -> OutsideFinding:
+    """Of four different ranks, so that no slot is to blame, and without a step between them."""
+    faults = ["kill:rank=1,step=12"]
+    faults += [f"kill:rank={rank},point=restore,epoch={epoch}" for epoch, rank in ((2, 2), (3, 3), (4, 0))]
+    wanted = [f"checkpoint.interval_s={LONG_S}", "fault.restarts=3"]
+    return _judge(stage.drill(faults, overrides=wanted), _newest_is_written, state="failed")
+
+
+def _crash_loop(stage: OutsideStage) -> OutsideFinding:
+    def shrunk(result: DrillResult, history: DrillHistory) -> str:
+        worlds = [epoch.world for epoch in history.trained]
+        return "" if worlds and worlds[-1] < worlds[0] else f"the memberships that trained had {worlds} ranks"
+
+    faults = ["kill:rank=1,step=8", "crash-loop:slot=1,point=restore"]
+    return _judge(stage.drill(faults, overrides=["fault.restarts=3"]), shrunk)
+
+
+def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
+    """Ctrl-C of `phalanx train` while nothing can be saved."""
+    with ExitStack() as stack:
+        folder = _small_disk(stage, stack, "stop", checkpoints=20)
+        runs = stage.folder / "runs-stop"
+        words = ["train", str(stage.job), "--steps", "100000", "--runs", str(runs), "--no-probe", "--no-check"]
+        words += ["--cluster", "local-cpu:2", "--set", "parallel.shard=2", "--set", "checkpoint.keep=3"]
+        words += ["--set", f'checkpoint.path="{folder}"', "--set", "checkpoint.interval_s=0.1"]
+        from phalanx.train.drill.machine_faults import fill_disk
+
+        def filled() -> bool:
+            run = next((Run(path=path) for path in runs.glob("outside-*")), None)
+            if run is None or len(stage.losses(run) if run.events(0).exists() else ()) < 4:
+                return False
+            fill_disk(folder)
+            return True
+
+        done = stage.command(*words, until=filled, signals=[signal.SIGINT])
+    if "NOT saved" not in done.err:
+        # Old checkpoints were deleted to make room: 130 is what Ctrl-C gives where all is saved.
+        is_saved = done.code == 130 and "saved step" in done.err
+        return OutsideFinding(ok=is_saved, reason=f"exit code {done.code}: {done.last}", steps_lost=0)
+    wrong = "" if done.code == 3 else f"exit code {done.code}, though steps were not saved"
+    return OutsideFinding(ok=not wrong, reason=wrong or f"exit code 3: {done.last}", steps_lost=0)
+
+
+# ---- damage to live state --------------------------------------------------------------------------------------------
+
+
+def _flip(how: str, seeds: Sequence[int]) -> Callable[[OutsideStage], OutsideFinding]:
+    """A flipped bit of live state, with digests as a plain run has them, not in every step."""
+
+    def play(stage: OutsideStage) -> OutsideFinding:
+        faults = [
+            f"flip:how={how},rank={number % 4},step={8 + 8 * number},seed={seed}" for number, seed in enumerate(seeds)
+        ]
+        return _judge(stage.drill(faults, overrides=["fault.digest_every=auto"], spares=len(seeds)))
+
+    return play
+
+
+def _zero_gradient(stage: OutsideStage) -> OutsideFinding:
+    def warned(result: DrillResult, history: DrillHistory) -> str:
+        said = [str(event.get("text")) for event in history.ranks if event["event"] == "remark"]
+        return "" if any("gradient norm is exactly 0" in text for text in said) else "nobody said that the norm is 0"
+
+    found = stage.drill(["zero:rank=0+1+2+3,step=8,times=3"], compared=False)
+    return _judge(found, warned)
+
+
+# ---- doors and stragglers --------------------------------------------------------------------------------------------
+
+
+def _strangers(stage: OutsideStage) -> OutsideFinding:
+    def same_processes(result: DrillResult, history: DrillHistory) -> str:
+        return "" if len(history.epochs) == 1 else f"{len(history.epochs) - 1} recoveries"
+
+    return _judge(stage.drill(["strangers:step=6"], hosts=2), same_processes)
+
+
+def _busy_core(stage: OutsideStage) -> OutsideFinding:
+    def named(result: DrillResult, history: DrillHistory) -> str:
+        found = scores(RunHistory.open(result.run)).named
+        if not found or found[0].rank != 2:
+            return f"rank 2 was held up; named: {', '.join(f'rank {one.rank}' for one in found) or 'nobody'}"
+        return "" if found[0].reason else "rank 2 is named, but not why"
+
+    # So many steps that the rank stands out of the noise of a machine on which ranks share cores anyway.
+    found = stage.drill([f"busy-core:rank=2,share=0.75,for_s={LONG_S},step=3"], steps=120, compared=False)
+    return _judge(found, named)
+
+
+def _mentions(run: Run, word: str) -> bool:
+    """Whether the supervisor or a log of the run has a word."""
+    texts = [_supervisor_text(run), *(path.read_text(errors="replace") for path in (run.path / "logs").iterdir())]
+    return any(word in text.lower() for text in texts)
+
+
+def _supervisor_text(run: Run) -> str:
+    return str(read_events(run.path / "supervisor.jsonl")[0])
+
+
+RUN_DRILLS = (
+    OutsideDrill(
+        name="frozen-coordinator",
+        subject="control plane",
+        tries="SIGSTOP of the host that has the coordinator, for 45 s",
+        must="the other host takes over and trains on; the frozen one is fenced when it wakes up",
+        play=_frozen_coordinator,
+    ),
+    OutsideDrill(
+        name="lost-coordinator",
+        subject="control plane",
+        tries="SIGKILL of the coordinator",
+        must="another takes over, and no rank is disturbed",
+        play=_lost_coordinator,
+    ),
+    OutsideDrill(
+        name="lost-first-host",
+        subject="control plane",
+        tries="SIGKILL of the first host with its ranks and the coordinator",
+        must="the run goes on, and no step that was held is lost",
+        play=_lost_first_host,
+    ),
+    OutsideDrill(
+        name="full-disk-and-kill",
+        subject="state",
+        tries="the disk of the checkpoints is full, then a rank is killed",
+        must="a warning; the run goes on from memory and loses nothing",
+        play=_full_disk_and_kill,
+    ),
+    OutsideDrill(
+        name="read-only-and-kill",
+        subject="state",
+        tries="the checkpoint folder is read-only to the end, and a rank is killed",
+        must="the run goes on from memory; the last step is written elsewhere, and where is said",
+        play=_read_only_and_kill,
+    ),
+    OutsideDrill(
+        name="little-room",
+        subject="state",
+        tries="a disk with room for 3.5 checkpoints and checkpoint.keep = 3",
+        must="refused before the first step, naming checkpoint.keep: a save takes room for four",
+        play=_little_room,
+    ),
+    OutsideDrill(
+        name="four-kills",
+        subject="state",
+        tries="four kills in a row, with no checkpoint on the disk",
+        must="the run gives up, and first writes the newest step that memory holds",
+        play=_four_kills,
+    ),
+    OutsideDrill(
+        name="crash-loop",
+        subject="state",
+        tries="a slot whose rank is killed at every start",
+        must="the run goes on without the slot, on fewer ranks",
+        play=_crash_loop,
+    ),
+    OutsideDrill(
+        name="stop-on-full-disk",
+        subject="state",
+        tries="Ctrl-C of phalanx train while the disk is full",
+        must="room is made and the step saved, or exit code 3 and the last line counts the steps that are not saved",
+        play=_stop_on_full_disk,
+    ),
+    OutsideDrill(
+        name="weight-bits",
+        subject="damage",
+        tries="bits of sharded weights flip at rest, between digests",
+        must="each is found before it is used, and its rank named",
+        play=_flip("weight", (1, 2)),
+    ),
+    OutsideDrill(
+        name="moment-bits",
+        subject="damage",
+        tries="bits of the optimizer's moments flip at rest, between digests",
+        must="each is found before it is used, and its rank named",
+        play=_flip("moment", (3, 4)),
+    ),
+    OutsideDrill(
+        name="zero-gradient",
+        subject="damage",
+        tries="all gradients are 0 for three steps",
+        must="a warning that the gradient norm is exactly 0",
+        play=_zero_gradient,
+    ),
+    OutsideDrill(
+        name="strangers",
+        subject="doors",
+        tries="20,000 connections to the ports of ranks, agents and coordinator",
+        must="no process is lost, and no bit differs",
+        play=_strangers,
+    ),
+    OutsideDrill(
+        name="busy-core",
+        subject="stragglers",
+        tries="a rank is stopped for 75 % of the time",
+        must="the report names the rank, and why it is slow",
+        play=_busy_core,
+    ),
+)
