@@ -80,9 +80,9 @@ def test_the_page():
   2 not: gpu is empty
 
 step time, |predicted/measured - 1|
-source     rows  median    p90    bias
-megatron  1,100    5.1%  15.2%   -2.1%
-mine          3   30.0%  40.0%  +30.0%   (too few for the mean)
+source                rows  median    p90    bias
+megatron             1,100    5.1%  15.2%   -2.1%
+mine                     3   30.0%  40.0%  +30.0%  (too few for the mean)
 mean over 1 sources           5.1%  15.2%
 
 80 % interval holds       80.1% of measured steps

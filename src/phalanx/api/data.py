@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, plain, silent
+from phalanx.api.results import PublicResult, Tell, silent
 from phalanx.errors import mistake
+from phalanx.io.codec import json_values
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
 if TYPE_CHECKING:
@@ -56,14 +57,8 @@ class Dataset(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Path, digest, sizes by split, and the manifest."""
-        sizes = plain(self.sizes())
-        assert isinstance(sizes, dict)
-        return {
-            "path": str(self.path),
-            "digest": self.manifest.digest,
-            **sizes,
-            "manifest": plain(self.manifest),
-        }
+        found = {"path": self.path, "digest": self.manifest.digest, **self.sizes(), "manifest": self.manifest}
+        return dict(json_values(found))
 
 
 def _source_lines(source: Source) -> list[str]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.fabric_traffic import named_fabric
+from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import json_values
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.units import HOUR_S, plural
@@ -171,11 +172,11 @@ class StepSimulation(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """Everything but the spans, which `write_trace` writes; seconds of every stage by part."""
         report = self.report
-        made = {item.name: plain(getattr(report, item.name)) for item in fields(report) if item.name != "timeline"}
-        made["stages_s"] = plain(report.timeline.device_s)
+        made = {item.name: getattr(report, item.name) for item in fields(report) if item.name != "timeline"}
+        made["stages_s"] = report.timeline.device_s
         if self.broken is not None:
-            made |= {"break": self.broken, "aftermath": plain(self.aftermath)}
-        return made
+            made |= {"break": self.broken, "aftermath": self.aftermath}
+        return dict(json_values(made))
 
     @property
     def exit_code(self) -> int:
@@ -281,9 +282,7 @@ class MonthsForecast(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The forecast."""
-        found = plain(self.forecast)
-        assert isinstance(found, dict)
-        return found
+        return dict(json_values(self.forecast))
 
     @property
     def exit_code(self) -> int:
@@ -313,7 +312,7 @@ class MonthsComparison(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """Every row."""
         call = {"days": self.days, "runs": self.runs, "seed": self.seed, "devices": self.plan.layout.devices}
-        return {**call, "rows": plain(self.rows)}
+        return {**call, "rows": json_values(self.rows)}
 
     @property
     def exit_code(self) -> int:

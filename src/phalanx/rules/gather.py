@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
+from phalanx.io.files import read_head
 from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -130,11 +131,7 @@ def is_plan(path: Path) -> bool:
     """Whether a file is a plan as `phalanx plan --out` writes it."""
     if path.suffix != ".json" or not path.is_file():
         return False
-    try:
-        with path.open("rb") as file:
-            return b'"phalanx.plan/' in file.read(FIRST_BYTES)
-    except OSError:
-        return False  # the reader of job files says why
+    return b'"phalanx.plan/' in read_head(path, FIRST_BYTES)  # of one that cannot be read, the reader of jobs says why
 
 
 def _plan_in(path: Path) -> Plan:
@@ -145,7 +142,10 @@ def _plan_in(path: Path) -> Plan:
 def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
     """The plan in a file; raises UserError when it is of another job."""
     plan = _plan_in(path)
-    changed = _differing(plan.job, resolved.job)
+    # Sections whose values differ; waivers, profile and rules are the specification's own and change no plan.
+    before, after = job_to_dict(plan.job), job_to_dict(resolved.job)
+    ours = ("waiver", "profile", "rules")
+    changed = [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
     if changed:
         raise mistake(
             str(path),
@@ -153,13 +153,6 @@ def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
             fix=f"write it again: phalanx plan {resolved.path} --out {path}",
         )
     return plan
-
-
-def _differing(old: Job, new: Job) -> list[str]:
-    """Sections whose values differ; waivers, profile and rules are the specification's own and change no plan."""
-    before, after = job_to_dict(old), job_to_dict(new)
-    ours = ("waiver", "profile", "rules")
-    return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
 
 
 def of_job(

@@ -136,14 +136,10 @@ def profile_of(cluster: Cluster) -> Profile:
     if accelerator.family == "cpu":  # a user's own entry may be called anything
         found = "cpu-gloo"
     if found == "tpu":
-        return _tpu(accelerator.family)
+        # TPUs of a generation: v7 multiplies in fp8.
+        known = PROFILES["tpu"]
+        return replace(known, formats=(*known.formats, "fp8")) if accelerator.family == "tpu-v7" else known
     return PROFILES[found]
-
-
-def _tpu(family: str) -> Profile:
-    """TPUs of a generation: v7 multiplies in fp8."""
-    known = PROFILES["tpu"]
-    return replace(known, formats=(*known.formats, "fp8")) if family == "tpu-v7" else known
 
 
 def find_profile(name: str) -> Profile:

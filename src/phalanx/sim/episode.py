@@ -98,7 +98,10 @@ def run_episode(
     touched, stopped = np.zeros(len(flows), dtype=bool), ""
     try:
         for stage in _episode_stages(links, faults, without, manner, wire):
-            case = _case(links, flows, manner, stage, wire)
+            routes = route_flows(links, flows, manner.routing, stage.avoided)
+            case = case_of(links, routes, links.capacity() * stage.share, manner.routing)
+            pulls = wire.pulls(len(case.owner), manner.routing.seed)
+            case = replace(case, table=replace(case.table, pull=pulls))
             if account is None or parts is None:
                 parts = parts_of(case, wire_bits, manner.routing)
                 nothing = np.full(len(case.owner), np.nan)
@@ -221,13 +224,6 @@ def _idle_paths(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_
     return np.asarray(cut & (np.cumsum(cut, axis=1) > np.maximum(0, keeps - good))).reshape(-1)
 
 
-def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> FluidCase:
-    routes = route_flows(links, flows, manner.routing, stage.avoided)
-    case = case_of(links, routes, links.capacity() * stage.share, manner.routing)
-    pulls = wire.pulls(len(case.owner), manner.routing.seed)
-    return replace(case, table=replace(case.table, pull=pulls))
-
-
 def _row_fates(
     links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: Wire
 ) -> tuple[Floats, Floats, Floats]:
@@ -281,7 +277,9 @@ def _advance(
         if manner.routing.recovery != "edge":
             rows, end_s = _patient_rows(account, case, parts, replace(stage, begin_s=begin_s), manner, useful, rows)
         while len(rows) and account.now < end_s:
-            rates = _rates(case, rows, manner)
+            table = case.table.some(rows)
+            rates = fair_rates_of(table, case.capacity)
+            rates = paused(table, rates, case.capacity) if manner.pauses else rates
             rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
             leaves = _step(account, parts, end_s, rows, rates, useful[rows], lost[rows])
             if leaves is None:
@@ -311,12 +309,6 @@ def _patient_rows(
     early: NDArray[np.bool_] = ~dead & (due_s > stage.begin_s * (1 + TINY))  # NaN: nothing is due
     account.lost_at[rows[~(dead | early)]] = np.nan
     return np.asarray(rows[~(dead | early)]), float(due_s[early].min(initial=stage.end_s))
-
-
-def _rates(case: FluidCase, rows: Ints, manner: Manner) -> Floats:
-    table = case.table.some(rows)
-    rates = fair_rates_of(table, case.capacity)
-    return paused(table, rates, case.capacity) if manner.pauses else rates
 
 
 def _step(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.files import write_text
+from phalanx.io.tables import text_table
 from phalanx.plan.calibrate import Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.prediction import step_interval
@@ -336,19 +337,14 @@ def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
 
 
 def _error_lines(card: Scorecard) -> list[str]:
-    width = max(len(one.source) for one in card.sources)
-    lines = [
-        "",
-        f"{'step time, |predicted/measured - 1|':<{width}}",
-        f"{'source':<{width}}   rows  median    p90    bias",
-    ]
+    rows = [("source", "rows", "median", "p90", "bias", "")]
     for one in card.sources:
-        few = "" if one.rows >= LEAST_ROWS else "   (too few for the mean)"
-        lines.append(f"{one.source:<{width}}  {one.rows:5,}  {one.median:6.1%} {one.p90:6.1%} {one.bias:+7.1%}{few}")
+        few = "" if one.rows >= LEAST_ROWS else "(too few for the mean)"
+        rows.append((one.source, f"{one.rows:,}", f"{one.median:.1%}", f"{one.p90:.1%}", f"{one.bias:+.1%}", few))
     if card.mean_median is not None and card.mean_p90 is not None:
         counted = sum(one.rows >= LEAST_ROWS for one in card.sources)
-        lines.append(f"{f'mean over {counted} sources':<{width}}         {card.mean_median:6.1%} {card.mean_p90:6.1%}")
-    return lines
+        rows.append((f"mean over {counted} sources", "", f"{card.mean_median:.1%}", f"{card.mean_p90:.1%}", "", ""))
+    return ["", "step time, |predicted/measured - 1|", *text_table(rows, right=(1, 2, 3, 4))]
 
 
 def _rest_lines(card: Scorecard) -> list[str]:

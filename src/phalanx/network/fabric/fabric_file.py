@@ -186,7 +186,10 @@ def parse_fabric(text: str) -> Fabric:
         return _from_file(Path(text))
     if text.lower().startswith("clos"):
         return _parse_short_form(text)
-    raise _unknown_fabric(text)
+    near = nearest(text, named_fabrics())
+    names = ", ".join(named_fabrics())
+    fix = f"did you mean {near}?" if near else f"use {EXAMPLE}, a .toml file, or one of {names}"
+    raise mistake("fabric", f'"{text[:80]}" is not a fabric', fix=fix)
 
 
 def _parse_short_form(text: str, *, name: str = "") -> Fabric:
@@ -283,10 +286,3 @@ def _own_switch(asked: FabricFile, ports: Switch) -> Switch:
     """The switch of a file that says what its box is called, draws and costs."""
     name, box = (f"{asked.box} {ports.name}", asked.box) if asked.box else (ports.name, ports.box)
     return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd, kind=asked.kind)
-
-
-def _unknown_fabric(text: str) -> UserError:
-    near = nearest(text, named_fabrics())
-    names = ", ".join(named_fabrics())
-    fix = f"did you mean {near}?" if near else f"use {EXAMPLE}, a .toml file, or one of {names}"
-    return mistake("fabric", f'"{text[:80]}" is not a fabric', fix=fix)

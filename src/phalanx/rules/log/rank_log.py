@@ -127,7 +127,10 @@ class RankLog:
         elif kind == "monitor":
             self.monitor_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.monitors.take(columns, self.meter)
-            self._retries(columns)
+            # Counted since the process began: the newest is the most, but for a process that took its place.
+            known = [one for one in columns.get("allocation_retries") if one is not None]
+            if known:
+                self.retries = max(self.retries or 0, *known)
         elif kind == "peers":
             self.peer_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.peers.take(columns)
@@ -160,12 +163,6 @@ class RankLog:
         self.telemetry_s, self.steps = None, 0
         if self._is_witness:
             self._all.steps.begin_layout()
-
-    def _retries(self, columns: EventColumns) -> None:
-        """Counted since the process began: the newest is the most, but for a process that took its place."""
-        known = [one for one in columns.get("allocation_retries") if one is not None]
-        if known:
-            self.retries = max(self.retries or 0, *known)
 
     # ---- order
 

@@ -60,7 +60,10 @@ class Steps:
         self._batches(columns, file, lines)
         skipped = columns.get("skipped")
         if any(skipped) or self._row:
-            self._skips(skipped)
+            for one in skipped:
+                self._row = self._row + 1 if one is True else 0
+                self._skipped += one is True
+                self._most_in_row = max(self._most_in_row, self._row)
         self._finite(columns, skipped, file, lines)
         self._moves(columns, skipped, file, lines)
         for jump in self._jumps:
@@ -110,12 +113,6 @@ class Steps:
                 self._sizes[size] = 0
                 self._size_lines[size] = Spot(file=file, line=lines[column.index(size)])
             self._sizes[size] += column.count(size)
-
-    def _skips(self, skipped: Sequence[Any]) -> None:
-        for one in skipped:
-            self._row = self._row + 1 if one is True else 0
-            self._skipped += one is True
-            self._most_in_row = max(self._most_in_row, self._row)
 
     def _finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """A number that is not finite is written as null, and was not skipped."""

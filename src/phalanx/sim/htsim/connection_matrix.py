@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.io.files import FileTooLargeError, read_bounded
 from phalanx.sim.packets.schedule import NONE, Schedule
 from phalanx.sim.traffic_matrix import Flows
 
@@ -66,13 +67,12 @@ def read_lines(path: Path, *, most_bytes: int) -> list[Line]:
 
 def _read_matrix(path: Path, most_bytes: int) -> str:
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(most_bytes + 1)
+        raw = read_bounded(path, most_bytes)
+    except FileTooLargeError as error:
+        raise mistake(str(path), str(error), fix="check the path") from None
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or str(error)
         raise mistake(str(path), f"cannot be read: {what[:120]}", fix="check the path and its permissions") from None
-    if len(raw) > most_bytes:
-        raise mistake(str(path), f"is larger than {most_bytes / 2**20:g} MiB", fix="check the path")
     try:
         return raw.decode("ascii")
     except UnicodeDecodeError as error:
@@ -207,7 +207,9 @@ def read_cm(path: Path) -> Matrix:
         if "->" in first:
             _take_connection(reading, line)
         elif first in COUNTS:
-            _count(reading, line)
+            if line.words[0] in reading.counts:
+                raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
+            reading.counts[line.words[0]] = line.whole(1, least=2 if line.words[0] == "Nodes" else 0, most=10**9)
         elif first in _READERS:
             _READERS[first](reading, line)
         else:
@@ -219,12 +221,6 @@ def read_cm(path: Path) -> Matrix:
         triggers=tuple(reading.triggers.values()),
         failures=tuple(reading.failures),
     )
-
-
-def _count(reading: _Reading, line: Line) -> None:
-    if line.words[0] in reading.counts:
-        raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
-    reading.counts[line.words[0]] = line.whole(1, least=2 if line.words[0] == "Nodes" else 0, most=10**9)
 
 
 def _take_connection(reading: _Reading, line: Line) -> None:

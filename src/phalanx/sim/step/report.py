@@ -110,7 +110,10 @@ def _report_lines(
     q: StepQuestion, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
     stage = timeline.busiest
-    planned = _planned(q.plan)
+    # The plan's seconds of each line; all compute is one.
+    parts = q.plan.prediction.breakdown_s
+    compute = sum(parts[name] for name in (*COMPUTE_PARTS, "head_s"))
+    planned = {part: compute if part == COMPUTE else parts[part] for part in LINES}
     lines = []
     for part in LINES:
         exposed, wire = timeline.device_s[stage].get(part, 0.0), timeline.wire_s[stage].get(part, 0.0)
@@ -130,13 +133,6 @@ def _report_lines(
         )
         lines.append(line)
     return tuple(lines)
-
-
-def _planned(plan: Plan) -> dict[str, float]:
-    """The plan's seconds of each line; all compute is one."""
-    parts = plan.prediction.breakdown_s
-    compute = sum(parts[name] for name in (*COMPUTE_PARTS, "head_s"))
-    return {part: compute if part == COMPUTE else parts[part] for part in LINES}
 
 
 def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:

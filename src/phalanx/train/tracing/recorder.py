@@ -158,7 +158,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._called(kind, op, args, out)
             return out
         self._in_batch = False
-        self._made(out)
+        for tensor in tensors_of(out):
+            wide = tensor.ndim > 1 and tensor.shape[-1] in self._widths
+            self.meter.see(tensor, "logits" if wide else "")
         if self._on:
             what = flop_kind(op)
             if what:
@@ -184,11 +186,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forward_begins(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1 and not self._updating:
             self.meter.phase = "forward"
-
-    def _made(self, out: Any) -> None:
-        for tensor in tensors_of(out):
-            wide = tensor.ndim > 1 and tensor.shape[-1] in self._widths
-            self.meter.see(tensor, "logits" if wide else "")
 
     def _called(self, kind: str, op: Any, args: tuple[Any, ...], out: Any) -> None:
         group = self._group(group_of(op, args), kind)

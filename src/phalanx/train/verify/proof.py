@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.io.tables import text_table
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.train.models.support import refuse_untrainable
@@ -166,13 +167,11 @@ def _verdict(proof: LayoutProof) -> str:
 
 
 def _axes(proof: LayoutProof) -> list[str]:
-    rows = [f"  {'axis':<18}{'real':>8}{'proven':>8}"]
-    for name in AXES:
-        real, small = getattr(proof.layout, name), getattr(proof.small, name)
-        if real > 1 or name == "data":
-            rows.append(f"  {name:<18}{real:>8,}{small:>8,}")
-    rows.append(f"  {'ranks':<18}{proof.layout.devices:>8,}{proof.small.devices:>8,}")
-    return rows
+    shown = [name for name in AXES if getattr(proof.layout, name) > 1 or name == "data"]
+    rows = [(name, getattr(proof.layout, name), getattr(proof.small, name)) for name in shown]
+    rows.append(("ranks", proof.layout.devices, proof.small.devices))
+    cells = [(name, f"{real:,}", f"{small:,}") for name, real, small in rows]
+    return text_table([("axis", "real", "proven"), *cells], right=(1, 2), indent=2)
 
 
 def _differences(proof: LayoutProof) -> list[str]:
@@ -190,9 +189,8 @@ def _differences(proof: LayoutProof) -> list[str]:
             rows.append(("parameters", "parameter", _number(bounds.parameter, bounds)))
     head = "relative difference" if bounds.rounding else "largest difference"
     runs = [one for one in (proof.comparison, proof.again) if one is not None]
-    return [f"  {head:<{len(head)}}{'found':>8}  allowed"] + [
-        f"  {name:<{len(head)}}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
-    ]
+    cells = [(name, f"{max(getattr(one, key) for one in runs):.0e}", allowed) for name, key, allowed in rows]
+    return text_table([(head, "found", "allowed"), *cells], right=(1,), indent=2)
 
 
 def _allowed(size: float, bounds: Bounds) -> str:
