@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Collection, Iterator, Sequence
@@ -160,7 +161,8 @@ def sparkline(values: Sequence[float | None], room: int, *, from_zero: bool = Fa
         return ""
     low = 0.0 if from_zero else min(known)
     span = max(known) - low
-    return "".join(" " if one is None else TICKS[int(7 * (one - low) / span) if span else 0] for one in means)
+    heights = [None if one is None else math.ceil(8 * (one - low) / span) if span else 0 for one in means]
+    return "".join(" " if one is None else TICKS[max(0, one - 1)] for one in heights)
 
 
 def _mean_of(values: Sequence[float | None]) -> float | None:
