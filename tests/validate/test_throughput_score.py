@@ -8,7 +8,7 @@ import pytest
 import phalanx
 from phalanx.cli.main import main
 from phalanx.validate.throughput_score import (
-    Prediction,
+    RowPrediction,
     draw_known,
     fit_sources,
     predict_table,
@@ -148,7 +148,7 @@ def run(name, step_s, **cells):
 
 
 def guess(name, step_s, *, low=0.0, high=1e9, **more):
-    return Prediction(
+    return RowPrediction(
         id=name,
         step_s=step_s,
         step_s_lo=low,
@@ -206,7 +206,9 @@ def test_rows_that_do_not_count(cells):
 
 
 def test_rows_without_a_prediction_do_not_count_but_say_why():
-    card = scored([(run("a", 10.0), Prediction(id="a", reason="no such device")), (run("b", 10.0), guess("b", 10.0))])
+    card = scored(
+        [(run("a", 10.0), RowPrediction(id="a", reason="no such device")), (run("b", 10.0), guess("b", 10.0))]
+    )
     assert (card.rows, card.priced, card.unpriced) == (2, 1, {"no such device": 1})
     assert card.sources[0].rows == 1
 

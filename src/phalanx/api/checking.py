@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx.rules.fixes import JobFix
     from phalanx.rules.judge import CheckReport
     from phalanx.rules.own_rules import RuleSource
-    from phalanx.rules.profiles import Profile
+    from phalanx.rules.profiles import HardwareProfile
     from phalanx.rules.rule import Rule
 
 PROGRESS_S = 2.0  # a log that is read faster needs no progress
@@ -294,7 +294,7 @@ class RuleList(PublicResult):
     """Rules of the training specification; with a hardware profile, its limits."""
 
     rules: tuple[Rule, ...]
-    profile: Profile | None
+    profile: HardwareProfile | None
 
     def __str__(self) -> str:
         from phalanx.rules.edition import EDITION

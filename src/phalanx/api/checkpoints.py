@@ -22,7 +22,7 @@ HEAD = ("step", "age", "size", "ranks", "tokens", "layout", "state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class SavedCheckpoint:
+class ListedCheckpoint:
     """One checkpoint of a run."""
 
     entry: CheckpointEntry
@@ -48,17 +48,17 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class CheckpointList(PublicResult):
+class CheckpointTable(PublicResult):
     """The checkpoints of a run, newest first."""
 
     run: Run
     root: str
-    checkpoints: tuple[SavedCheckpoint, ...]
+    checkpoints: tuple[ListedCheckpoint, ...]
     lost_step: int | None  # the newest step that was saved, where it is gone
     verified: bool  # whether every byte was read
 
     @property
-    def damaged(self) -> tuple[SavedCheckpoint, ...]:
+    def damaged(self) -> tuple[ListedCheckpoint, ...]:
         """Those with something wrong."""
         return tuple(one for one in self.checkpoints if one.entry.damage)
 
@@ -95,7 +95,7 @@ class CheckpointList(PublicResult):
         }
 
 
-def _cells(one: SavedCheckpoint, verified: bool) -> tuple[str, ...]:
+def _cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
     entry = one.entry
     state = "damaged" if entry.damage else "every byte is sound" if verified else "whole"
     return (
@@ -136,7 +136,7 @@ class WeightFolder(PublicResult):
         return {"path": str(self.path), "files": self.files, "verified": self.verified, "damage": damage}
 
 
-def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> CheckpointList | WeightFolder:
+def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> CheckpointTable | WeightFolder:
     """The checkpoints of a run: steps, sizes of the whole, layouts, age and damage.
 
     With `verify` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
@@ -163,10 +163,10 @@ def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> C
         saved_s = found.saved_at(one.step)
         age_s = max(0.0, now_s - saved_s) if saved_s else None
         is_foreign = bool(run_id and one.run_id and one.run_id != run_id)
-        rows.append(SavedCheckpoint(entry=one, age_s=age_s, is_foreign=is_foreign))
+        rows.append(ListedCheckpoint(entry=one, age_s=age_s, is_foreign=is_foreign))
     newest = found.committed_step()
     lost = newest if newest is not None and newest not in {one.step for one in entries} else None
-    return CheckpointList(
+    return CheckpointTable(
         run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=verify
     )
 

@@ -17,7 +17,7 @@ from phalanx.units import format_bytes, format_count, format_seconds, parse_coun
 
 if TYPE_CHECKING:
     from phalanx.job.dataset import Manifest, Source
-    from phalanx.train.data.build import Origin
+    from phalanx.train.data.build import TextOrigin
 
 Count = int | str  # 8192 or "8k"
 
@@ -125,23 +125,23 @@ def build(
     return Dataset(path=Path(out), manifest=manifest)
 
 
-def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[Origin, ...]:
-    from phalanx.train.data.build import Origin
+def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[TextOrigin, ...]:
+    from phalanx.train.data.build import TextOrigin
 
     if isinstance(sources, Mapping):
-        return tuple(Origin(path=Path(path), weight=weight) for path, weight in sources.items())
+        return tuple(TextOrigin(path=Path(path), weight=weight) for path, weight in sources.items())
     return tuple(_data_origin(str(text)) for text in sources)
 
 
-def _data_origin(text: str) -> Origin:
+def _data_origin(text: str) -> TextOrigin:
     """SOURCE or SOURCE=WEIGHT; a file whose own name ends like that is taken as it is."""
-    from phalanx.train.data.build import Origin
+    from phalanx.train.data.build import TextOrigin
 
     head, equals, tail = text.rpartition("=")
     if not equals or Path(text).exists():
-        return Origin(path=Path(text))
+        return TextOrigin(path=Path(text))
     try:
-        return Origin(path=Path(head), weight=float(tail))
+        return TextOrigin(path=Path(head), weight=float(tail))
     except ValueError:
         raise mistake(text, f'"{tail}" is not a weight', fix="write SOURCE=2, or SOURCE alone for 1") from None
 

@@ -56,7 +56,7 @@ class DrillCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class DrillResult(PublicResult):
+class DrillPage(PublicResult):
     """What the faults did to a run, the verdicts, and the signed record."""
 
     outcome: DrillOutcome
@@ -102,7 +102,7 @@ def drill(
     allow_code: bool = False,
     out: str | Path | None = None,
     tell: Tell = silent,
-) -> DrillResult:
+) -> DrillPage:
     """Train a job, inject faults such as "kill:rank=1,step=5" (docs/drills.md lists them), and judge what came of it.
 
     `chaos` draws faults at random moments for so many `minutes`, `rate` of them a minute. This machine plays `hosts`
@@ -167,7 +167,7 @@ def drill(
     from phalanx.train.drill.perform import perform_drill
 
     outcome = perform_drill(scene, parsed)
-    found = DrillResult(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
+    found = DrillPage(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
     if outcome.broken and call.chaos and call.shrink:
         _shrink(call, scene, parsed, outcome)
     return found

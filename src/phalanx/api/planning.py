@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.plan.text import PlanDifference
     from phalanx.validate.calibration_report import CalibrationReport as CalibrationReport
     from phalanx.validate.network_score import NetworkCard
-    from phalanx.validate.throughput_score import Prediction as RowPrediction
+    from phalanx.validate.throughput_score import RowPrediction as RowPrediction
     from phalanx.validate.throughput_score import Scorecard
 
 MOST_COMPARED = 8

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx.sim.months.recovery_table import RecoveryTableRow
     from phalanx.sim.months.simulate_run import RunOutcome
     from phalanx.sim.step.breaks import Aftermath
-    from phalanx.sim.step.report import StepReport
+    from phalanx.sim.step.report import SimulatedStep
 
 WHERE = "phalanx sim"
 BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
@@ -156,7 +156,7 @@ class StepSimulation(PublicResult):
     """One step of a plan on a fabric, and what a failed part does to it."""
 
     plan: Plan
-    report: StepReport
+    report: SimulatedStep
     broken: str | None
     aftermath: tuple[Aftermath, ...]
     interrupted: bool
@@ -198,7 +198,7 @@ class StepSimulation(PublicResult):
 def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell) -> StepSimulation:
     """Both ways of recovering from a failure, or those that Ctrl-C left finished."""
     from phalanx.sim.step.breaks import aftermath, broken
-    from phalanx.sim.step.paths import Transport, derived_fabric
+    from phalanx.sim.step.paths import PathTransport, derived_fabric
     from phalanx.sim.step.report import step_report
 
     if call.broken is not None:  # before anything is simulated: a fabric may lack the part
@@ -206,7 +206,7 @@ def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell
     seconds = plan.layout.devices / DEVICES_PER_S * (3 if call.broken else 1)
     if seconds > PROGRESS_S and fabric is not None:
         tell(f"{plural(plan.layout.devices, 'device')} on {fabric.name}: about {seconds:.0f} s")
-    report = step_report(plan, fabric, Transport(edge=call.routing != "ecmp"))
+    report = step_report(plan, fabric, PathTransport(edge=call.routing != "ecmp"))
     found: list[Aftermath] = []
     interrupted = False
     if call.broken is not None:

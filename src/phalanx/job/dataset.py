@@ -368,7 +368,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class VocabularyComparison:
     """How the vocabulary of data differs from that of weights. All empty: every number means the same to both."""
 
     conflicts: tuple[tuple[int, str, str], ...] = ()  # number, its word in the data, its word to the weights or ""
@@ -384,10 +384,10 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     return None
 
 
-def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
+def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> VocabularyComparison:
     """What the numbers of the data would mean to the weights."""
     if data.sha256 == weights.sha256:
-        return Comparison()
+        return VocabularyComparison()
     words = {number: word for word, number in weights.numbers.items()}
     most = max(words, default=-1)
     conflicts, added = [], 0
@@ -399,7 +399,7 @@ def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
         else:
             conflicts.append((number, word, words.get(number, "")))
     otherwise = bool(data.cutting and weights.cutting) and data.cutting != weights.cutting
-    return Comparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
+    return VocabularyComparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
 
 
 def _read_vocabulary(path: Path) -> Vocabulary:

@@ -25,7 +25,7 @@ from phalanx.rules.facts.log import LogFacts
 from phalanx.rules.facts.parity import parity_of
 from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.plan_consistency import require_coherent
-from phalanx.rules.profiles import PROFILES, Profile, find_profile, profile_of, scaling_of
+from phalanx.rules.profiles import PROFILES, HardwareProfile, find_profile, profile_of, scaling_of
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
@@ -331,7 +331,7 @@ def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:
     return (*others, Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"))
 
 
-def _profile(request: Request, wanted: str, cluster: Cluster | None) -> Profile:
+def _profile(request: Request, wanted: str, cluster: Cluster | None) -> HardwareProfile:
     if request.profile:
         return find_profile(request.profile)
     if wanted != "auto":

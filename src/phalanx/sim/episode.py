@@ -56,7 +56,7 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage:
+class _EpisodeStage:
     """A stretch of time in which nothing breaks, returns or is found out."""
 
     begin_s: float
@@ -148,7 +148,7 @@ def _make_episode(
 
 def _episode_stages(
     links: Links, faults: Sequence[Fault], without: Ints, manner: Manner, wire: Wire
-) -> Iterator[_Stage]:
+) -> Iterator[_EpisodeStage]:
     found = [_Hit(fault, fault_links(links, fault), *_loss_detected(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
     for fault, _, dry_s, _ in found:
@@ -186,7 +186,7 @@ def _loss_detected(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tu
     return fault.at_s + most / retired_per_s, max(manner.least_paths, round(balance * links.fabric.planes))
 
 
-def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float) -> _Stage:
+def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float) -> _EpisodeStage:
     share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
     doomed, keeps = np.zeros(links.count, dtype=bool), 0
     for fault, hit, dry_s, kept in faults:
@@ -206,7 +206,7 @@ def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begi
         else:
             doomed[hit] = True
     share[without] = avoided[without] = 0.0
-    return _Stage(
+    return _EpisodeStage(
         begin_s=begin,
         end_s=end,
         share=share,
@@ -225,7 +225,7 @@ def _idle_paths(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_
 
 
 def _row_fates(
-    links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: Wire
+    links: Links, case: FluidCase, stage: _EpisodeStage, manner: Manner, wire: Wire
 ) -> tuple[Floats, Floats, Floats]:
     """Of what each row sends: the share that counts, what is lost, and what gets over parts that only lose."""
     rows, hops = len(case.owner), case.routes.links
@@ -263,7 +263,7 @@ def _advance(
     account: _Account,
     case: FluidCase,
     parts: FlowParts,
-    stage: _Stage,
+    stage: _EpisodeStage,
     manner: Manner,
     useful: Floats,
     lost: Floats,
@@ -293,7 +293,13 @@ def _advance(
 
 
 def _patient_rows(
-    account: _Account, case: FluidCase, parts: FlowParts, stage: _Stage, manner: Manner, useful: Floats, rows: Ints
+    account: _Account,
+    case: FluidCase,
+    parts: FlowParts,
+    stage: _EpisodeStage,
+    manner: Manner,
+    useful: Floats,
+    rows: Ints,
 ) -> tuple[Ints, float]:
     """Queue pairs on dead paths send what they have, lose it, and wait until a path works and their timer ends; the
     others go on, until the next timer does."""

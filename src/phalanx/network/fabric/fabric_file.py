@@ -45,7 +45,7 @@ class FabricFile:
 
 def read_fabric_file(path: Path) -> FabricFile:
     """The values of a file; raises UserError with all that is wrong in it."""
-    reading = _Reading(file=read_toml(path))
+    reading = _FabricReading(file=read_toml(path))
     reading.check_keys()
     found = FabricFile(
         name=reading.text("name", "my fabric") or one_line(path.stem)[:MOST_NAME],
@@ -70,7 +70,7 @@ def read_fabric_file(path: Path) -> FabricFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Reading:
+class _FabricReading:
     """Reads on after a mistake, with a value that nobody will see."""
 
     file: TomlFile

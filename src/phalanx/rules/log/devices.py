@@ -152,7 +152,7 @@ class Monitors:
         )
 
 
-class Peers:
+class PeerDelays:
     """Of all ranks together."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, Lin
 from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
 from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Key, LoggedMemberships
-from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
+from phalanx.rules.log.devices import Gaps, Meter, Monitors, PeerDelays
 from phalanx.rules.log.grammar import BACK_S, Grammar
 from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
 from phalanx.rules.log.secrets import Secrets
@@ -34,7 +34,7 @@ class Counted:
         self.memberships = memberships
         self.lines, self.grammar, self.secrets = EventParser(), Grammar(), Secrets()
         self.digests, self.clocks = Digests(), Clocks()
-        self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
+        self.monitors, self.peers, self.saves = Monitors(), PeerDelays(), Saves()
         self.steps = Steps()
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from phalanx.errors import mistake
 from phalanx.plan.layout import Layout
-from phalanx.sim.step.step_work import Inner, Work
+from phalanx.sim.step.step_work import Inner, StepWork
 
 GRADIENT, SHARD, SEND = "gradient_s", "shard_s", "pipeline_send_s"
 # Passes of a step, each about five spans: 500,000 took 9 s of CPU and 0.7 GB (2026-11-15), and --break runs ten steps.
@@ -47,7 +47,7 @@ def check_spans(layout: Layout, layers: int) -> None:
     )
 
 
-def simulate_timeline(work: Work) -> Timeline:
+def simulate_timeline(work: StepWork) -> Timeline:
     """Run one step."""
     stages = [Lanes(number) for number in range(work.stages)]
     for lanes in stages:
@@ -60,7 +60,7 @@ def simulate_timeline(work: Work) -> Timeline:
     return _finish(work, stages, tuple(pipeline.handovers))
 
 
-def _gather_parameters(work: Work, lanes: Lanes) -> None:
+def _gather_parameters(work: StepWork, lanes: Lanes) -> None:
     """Updated parameters arrive (ZeRO-1 and 2) while the first forward runs, as far as they may."""
     shared = work.sharing[lanes.stage]
     forward_s = work.layers[lanes.stage] * work.forward.compute_s
@@ -69,7 +69,7 @@ def _gather_parameters(work: Work, lanes: Lanes) -> None:
     lanes.busy(shared.gather_s - hidden, "wait for parameters", GRADIENT)
 
 
-def _finish(work: Work, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
+def _finish(work: StepWork, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
     """Gradients that could not hide, the norm that all stages wait for, the update."""
     for lanes in stages:
         shared = work.sharing[lanes.stage]
@@ -94,7 +94,7 @@ def _finish(work: Work, stages: list[Lanes], handovers: tuple[Handover, ...]) ->
 class _Pipeline:
     """Stages that hand activations forward and gradients back; a pipeline of one stage is the plain case."""
 
-    def __init__(self, work: Work, stages: list[Lanes]) -> None:
+    def __init__(self, work: StepWork, stages: list[Lanes]) -> None:
         self.work, self.stages = work, stages
         shape = {"stages": work.stages, "chunks": work.chunks, "micros": work.micros}
         self.left = [deque(order(work.schedule, lanes.stage, **shape)) for lanes in stages]
@@ -201,7 +201,7 @@ class _Pipeline:
 class _Sharded:
     """ZeRO-3 without a pipeline: layer by layer, the next layer's parameters under way while this one computes."""
 
-    def __init__(self, work: Work, lanes: Lanes) -> None:
+    def __init__(self, work: StepWork, lanes: Lanes) -> None:
         self.work, self.lanes = work, lanes
         self.gather_s = work.sharing[0].layer_gather_s
         self.scatter_s = work.sharing[0].layer_scatter_s

@@ -14,7 +14,7 @@ from phalanx.plan.auto_settings import digest_every
 from phalanx.train.callbacks import Callback
 from phalanx.train.engine import StepRequest
 from phalanx.train.guard.compiled import (
-    Comparison,
+    CompiledComparison,
     code_key,
     compare_compiled,
     compiled_refusal,
@@ -53,7 +53,7 @@ class CompiledCodeCheck(Callback):
             compile_s=compiled_s() - compiled,
             **event_fields(found),
         )
-        if isinstance(found, Comparison) and not found.passes:
+        if isinstance(found, CompiledComparison) and not found.passes:
             raise compiled_refusal(found, compute=engine.settings.compute, where="train.compile")
         control.compared.add(code_key(engine))
         control.progress(step, Phase.BUILDING)

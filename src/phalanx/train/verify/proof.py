@@ -12,8 +12,8 @@ from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.train.models.support import refuse_untrainable
 from phalanx.train.settings import Settings, refuse_layout
-from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
-from phalanx.train.verify.ranks import LIMIT_S, RankPlace
+from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
+from phalanx.train.verify.ranks import LIMIT_S, TrialPlace
 from phalanx.train.verify.small_trial import (
     SizeChange,
     eager_trial,
@@ -46,8 +46,8 @@ class LayoutProof:
     optimizer: str
     changes: list[SizeChange]
     left_out: list[str]
-    comparison: Comparison
-    again: Comparison | None  # of a second start, which finds the compiled code of the first in its cache
+    comparison: OutcomeComparison
+    again: OutcomeComparison | None  # of a second start, which finds the compiled code of the first in its cache
     cached: int  # graphs that the second start found there, of all ranks
     bounds: Bounds
     one_s: float
@@ -90,7 +90,7 @@ def prove_layout(
     refuse_ranks(terms, ranks=small.devices, gpus=gpus)
     bounds = Bounds() if terms.precision == EXACT else Bounds.rounded(terms.precision)
     with tempfile.TemporaryDirectory(prefix="phalanx-compiled-") as folder:
-        place = RankPlace(
+        place = TrialPlace(
             shared=terms.device == "cuda" and small.devices > gpus,
             environ={CACHE: folder} if trial.settings.compile else {},
         )
