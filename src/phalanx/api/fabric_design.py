@@ -18,8 +18,8 @@ from phalanx.units import parse_count
 if TYPE_CHECKING:
     from phalanx.network.fabric.decisions import Decisions
     from phalanx.network.fabric.design import Design, DesignRequest
+    from phalanx.network.fabric.design_verdict import DesignVerdict, Prices
     from phalanx.network.fabric.fabric_types import Fabric, Switch
-    from phalanx.network.fabric.verdict import DesignVerdict, Prices
     from phalanx.plan.plan import Plan
 
 WHERE = "phalanx fabric design"
@@ -47,8 +47,8 @@ class FabricDesigns(PublicResult):
 
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
+        from phalanx.network.fabric.design_verdict import show_verdict
         from phalanx.network.fabric.fabric_text import folded, show_designs
-        from phalanx.network.fabric.verdict import show_verdict
 
         parts = []
         if self.verdict is not None:
@@ -59,7 +59,7 @@ class FabricDesigns(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict, the steps of the job, and every design."""
-        from phalanx.network.fabric.verdict import show_verdict
+        from phalanx.network.fabric.design_verdict import show_verdict
 
         steps = self.job
         return {
@@ -119,7 +119,7 @@ def design(
     True
     """
     from phalanx.network.fabric.design import DesignRequest, design_fabrics
-    from phalanx.network.fabric.verdict import choose_design
+    from phalanx.network.fabric.design_verdict import choose_design
 
     if top < 1:
         raise mistake(WHERE, f"--top {top} shows nothing", fix="use 1 or more")
@@ -163,7 +163,7 @@ def design(
 
 
 def _unit_prices(weights: dict[str, float | None]) -> Prices:
-    from phalanx.network.fabric.verdict import Prices, check_prices
+    from phalanx.network.fabric.design_verdict import Prices, check_prices
 
     prices = Prices(**{name: value for name, value in weights.items() if value is not None})
     check_prices(prices, where=WHERE)
@@ -287,7 +287,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
 def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     """One of each kind, by what it costs over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
-    from phalanx.network.fabric.verdict import choose_design
+    from phalanx.network.fabric.design_verdict import choose_design
 
     kinds: dict[tuple[float, int, bool], list[Design]] = {}
     for one in found:
@@ -302,7 +302,7 @@ def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
 
 
 def _step(plan: Plan, fabric: Fabric) -> JobStep:
-    from phalanx.sim.step.report import step_report
+    from phalanx.sim.step.step_report import step_report
 
     report = step_report(plan, fabric)
     slowest = min(report.paths, key=lambda path: path.share, default=None)
@@ -406,7 +406,7 @@ class FabricPage(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Parts, bill, what a failure takes, and failures per day."""
-        from phalanx.network.fabric.bill import fabric_bill, failure_loss
+        from phalanx.network.fabric.fabric_bill import fabric_bill, failure_loss
         from phalanx.network.fabric.failure_budget import failure_budget
 
         one = self.fabric

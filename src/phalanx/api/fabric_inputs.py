@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api import fabric_text as text
+from phalanx.api import traffic_text as text
 from phalanx.api.results import PublicResult, Tell, silent
 from phalanx.errors import mistake
 from phalanx.io.visible import one_line

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api import fabric_text as text
+from phalanx.api import traffic_text as text
 from phalanx.api.fabric_inputs import FabricTraffic, load_fabric, load_matrix, load_traffic, says_bytes
 from phalanx.api.results import INTERRUPTED, PublicResult, Tell, silent
 from phalanx.errors import mistake

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx.sim.months.recovery_table import RecoveryTableRow
     from phalanx.sim.months.simulate_run import RunOutcome
     from phalanx.sim.step.breaks import Aftermath
-    from phalanx.sim.step.report import SimulatedStep
+    from phalanx.sim.step.step_report import SimulatedStep
 
 WHERE = "phalanx sim"
 BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
@@ -186,7 +186,7 @@ class StepSimulation(PublicResult):
     def write_trace(self, path: str | Path) -> str:
         """Write the timeline for ui.perfetto.dev; returns what was written, in words."""
         from phalanx.io.files import write_text
-        from phalanx.sim.step.trace import MOST_EVENTS, trace_json
+        from phalanx.sim.step.trace_file import MOST_EVENTS, trace_json
 
         link = self.plan.cluster.accelerator.link
         write_text(Path(path), trace_json(self.report, link=link), fix="name another --trace")
@@ -197,9 +197,9 @@ class StepSimulation(PublicResult):
 
 def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell) -> StepSimulation:
     """Both ways of recovering from a failure, or those that Ctrl-C left finished."""
+    from phalanx.sim.step.axis_paths import PathTransport, derived_fabric
     from phalanx.sim.step.breaks import aftermath, broken
-    from phalanx.sim.step.paths import PathTransport, derived_fabric
-    from phalanx.sim.step.report import step_report
+    from phalanx.sim.step.step_report import step_report
 
     if call.broken is not None:  # before anything is simulated: a fabric may lack the part
         broken(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
@@ -276,7 +276,7 @@ class MonthsForecast(PublicResult):
     interrupted: bool
 
     def __str__(self) -> str:
-        from phalanx.sim.months.text import forecast_text
+        from phalanx.sim.months.months_text import forecast_text
 
         return forecast_text(self.plan, self.policy, self.forecast)
 
@@ -329,7 +329,7 @@ def _network_causes(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: T
             warn([Problem(where=WHERE, what=what)], tell)
         return NetworkCauses(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
     from phalanx.network.fabric.failure_budget import sprays
-    from phalanx.sim.step.paths import check_size
+    from phalanx.sim.step.axis_paths import check_size
 
     check_size(fabric, plan.layout.devices)
     if call.planes not in (None, fabric.planes):

@@ -11,9 +11,9 @@ from phalanx.errors import Problem
 from phalanx.job.draft import Origin
 from phalanx.job.schema import Job, Waiver
 from phalanx.plan.plan import Plan
-from phalanx.rules.facts.drills import DrillFacts
+from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.facts.parity import ParityFacts
 from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Impact, Spot

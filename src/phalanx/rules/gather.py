@@ -19,9 +19,9 @@ from phalanx.plan.plan_cache import cached_plan
 from phalanx.record.drill import drill_subject
 from phalanx.record.run import EVENTS, Run, open_run, read_json
 from phalanx.rules.evidence import Evidence, Unmapped
-from phalanx.rules.facts.drills import DrillFacts, find_drills
+from phalanx.rules.facts.drill_facts import DrillFacts, find_drills
 from phalanx.rules.facts.host import HostFacts, this_host
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.facts.parity import parity_of
 from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.plan_consistency import require_coherent

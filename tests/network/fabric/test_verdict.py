@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
+from phalanx.network.fabric.design_verdict import Prices, check_prices, choose_design, show_verdict
 from phalanx.network.fabric.failure_budget import failure_budget
-from phalanx.network.fabric.verdict import Prices, check_prices, choose_design, show_verdict
 
 FULL = design_fabrics(DesignRequest(gpus=131072, nic_gbps=800))
 

@@ -8,9 +8,9 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.failure_budget import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
+from phalanx.sim.step.axis_paths import PathTransport, derived_fabric
 from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
-from phalanx.sim.step.paths import PathTransport, derived_fabric
-from phalanx.sim.step.report import step_report
+from phalanx.sim.step.step_report import step_report
 from phalanx.sim.step.step_text import break_text
 
 PLANES = "clos2:32x400G/4p/8"

@@ -7,7 +7,7 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts
 from phalanx.sim.plan_flows import neighbours, phase
-from phalanx.sim.step.paths import (
+from phalanx.sim.step.axis_paths import (
     PathTransport,
     _axis_path,
     axis_paths,

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from phalanx.errors import UserError
+from phalanx.sim.step.step_timeline import BACKGROUND, DEVICE, check_spans, simulate_timeline
 from phalanx.sim.step.step_work import Inner, LayerPass
-from phalanx.sim.step.timeline import BACKGROUND, DEVICE, check_spans, simulate_timeline
 
 from .conftest import by_hand, sharing
 

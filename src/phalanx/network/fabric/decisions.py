@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.bill import failure_loss, tier_links
+from phalanx.network.fabric.fabric_bill import failure_loss, tier_links
 from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.network.fabric.failure_budget import (
     EDGE_RECOVERY_S,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from phalanx.io.tables import folded_table
-from phalanx.network.fabric.bill import Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.decisions import Decisions, PlaneRow
 from phalanx.network.fabric.design import Design, nominal_ratio
+from phalanx.network.fabric.fabric_bill import Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, addresses, needs_routers
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,

@@ -19,8 +19,8 @@ from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
 from phalanx.rules.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
+from phalanx.rules.foreign.config_files import read_arguments, read_tree
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, Leaf, their_keys, value_text
-from phalanx.rules.foreign.files import read_arguments, read_tree
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
 from phalanx.units import format_seconds, plural
 

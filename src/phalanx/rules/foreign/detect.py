@@ -76,7 +76,7 @@ def trainer_of_file(path: Path) -> str:
     if path.suffix == ".toml":
         return _best(_toml_words(path), ".toml")
     if path.suffix in TREES:
-        from phalanx.rules.foreign.files import read_tree
+        from phalanx.rules.foreign.config_files import read_tree
 
         words = {key.partition(".")[0] for key in read_tree(path)}
         return "megatron" if "MODEL_ARGS" in words else _best(words, path.suffix) or _nobody(path)

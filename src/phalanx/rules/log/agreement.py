@@ -13,7 +13,7 @@ from phalanx.io.files import Spot
 from phalanx.io.values import integer
 from phalanx.record.account.stragglers import AXES
 from phalanx.record.event_schema import EventColumns
-from phalanx.rules.facts.log import DigestFacts
+from phalanx.rules.facts.log_facts import DigestFacts
 
 MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
 MOST_MEMBERSHIPS = 16_384

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.io.files import Spot
 from phalanx.record.event_schema import EventColumns, Floats
-from phalanx.rules.facts.log import NoiseFacts, StepFacts
+from phalanx.rules.facts.log_facts import NoiseFacts, StepFacts
 from phalanx.rules.log.sums import Histogram, SeriesSample
 
 WARM_UP = 5  # steps of a membership that no timing counts: NVRx leaves out as many

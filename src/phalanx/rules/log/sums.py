@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.rules.facts.log import Spread
+from phalanx.rules.facts.log_facts import Spread
 from phalanx.units import HOUR_S
 
 LOWEST, HIGHEST = 1e-9, 1e12

@@ -21,8 +21,8 @@ from phalanx.network.fabric.failure_budget import (
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.sim.fabric_links import BrokenParts
-from phalanx.sim.step.paths import PathTransport
-from phalanx.sim.step.report import SimulatedStep, step_report
+from phalanx.sim.step.axis_paths import PathTransport
+from phalanx.sim.step.step_report import SimulatedStep, step_report
 
 PARTS = {
     "link": "a T0-T1 link",

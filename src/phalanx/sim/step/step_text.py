@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from phalanx.io.tables import text_table
+from phalanx.sim.step.axis_paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
-from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
-from phalanx.sim.step.report import Line, SimulatedStep
-from phalanx.sim.step.timeline import BUBBLE, DEVICE, Span, Timeline
+from phalanx.sim.step.step_report import Line, SimulatedStep
+from phalanx.sim.step.step_timeline import BUBBLE, DEVICE, Span, Timeline
 from phalanx.units import format_seconds, plural
 
 COLUMNS = 72

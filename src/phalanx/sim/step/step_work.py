@@ -18,7 +18,7 @@ from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import FETCHED_BYTES, StepTimes, stage_layers
 from phalanx.plan.weights import RankWeights, rank_weights
-from phalanx.sim.step.paths import crosses_network
+from phalanx.sim.step.axis_paths import crosses_network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from phalanx.train.guard.verdict import DigestClaim, Divergence, judge_claims
+from phalanx.train.guard.divergence_verdict import DigestClaim, Divergence, judge_claims
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 SHORT = 8  # bytes of a digest on the wire: two of 2^20 sets would be alike by chance once in 2^24 jobs

@@ -22,7 +22,7 @@ from phalanx.train.guard.compiled import (
     is_comparison_due,
 )
 from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
-from phalanx.train.guard.verdict import Divergence, settle_divergence
+from phalanx.train.guard.divergence_verdict import Divergence, settle_divergence
 from phalanx.train.rank_control import UntrustedState
 from phalanx.train.telemetry.clock import compiled_s
 from phalanx.units import plural

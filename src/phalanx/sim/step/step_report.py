@@ -12,9 +12,17 @@ from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
-from phalanx.sim.step.paths import AxisPath, PathTransport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
+from phalanx.sim.step.axis_paths import (
+    AxisPath,
+    PathTransport,
+    axis_paths,
+    check_size,
+    derived_fabric,
+    on_fabric,
+    used_axes,
+)
+from phalanx.sim.step.step_timeline import BUBBLE, Timeline, check_spans, simulate_timeline
 from phalanx.sim.step.step_work import COMPUTE_PARTS, StepQuestion, StepWork, ask_plan, one, work
-from phalanx.sim.step.timeline import BUBBLE, Timeline, check_spans, simulate_timeline
 from phalanx.units import plural
 
 COMPUTE = "compute_s"

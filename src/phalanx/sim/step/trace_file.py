@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from phalanx.sim.step.report import SimulatedStep
-from phalanx.sim.step.timeline import BACKGROUND, BUBBLE, DEVICE, SENDS, Handover, Span
+from phalanx.sim.step.step_report import SimulatedStep
+from phalanx.sim.step.step_timeline import BACKGROUND, BUBBLE, DEVICE, SENDS, Handover, Span
 
 TRACKS = (DEVICE, "link", "nic", SENDS, BACKGROUND)
 FIRST = 1  # Perfetto takes process and thread 0 for the idle task
