@@ -171,7 +171,9 @@ def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
     if row.quantity.startswith("optics"):
         ours = fabric_bill(many).optics_800g / many.hosts / (fabric_bill(one).optics_800g / one.hosts)
         return reproduced(row, ours, "fabric/fabric_bill", tolerance=EXACT)
-    return reproduced(row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/fabric_bill", tolerance=EXACT)
+    return reproduced(
+        row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/fabric_bill", tolerance=EXACT
+    )
 
 
 def hops(row: Claim, _: ClaimContext) -> ClaimOutcome:
