@@ -33,10 +33,10 @@ from phalanx.errors import PhalanxError
 from phalanx.io.checksums import CHECKSUMS, file_sha256, verify_checksums, write_checksums
 from phalanx.record.events import read_events
 from phalanx.record.run import SETTINGS, create_run
-from phalanx.train.data.build import Origin, Recipe, build_dataset
+from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.progress import BuildProgress
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.restore import load_shards
 from phalanx.train.state.save import save_checkpoint
@@ -77,13 +77,13 @@ def dataset(folder: Path) -> Path:
     text = "\n\n".join(f"document {number} says that {number * 7} is not {number * 3}" for number in range(600))
     (folder / "text.txt").write_text(text)
     recipe = Recipe(
-        origins=(Origin(path=folder / "text.txt"),),
+        origins=(TextOrigin(path=folder / "text.txt"),),
         vocab=300,
         heldout=0.1,
         reading=Reading(split_on="blank"),
         shard_tokens=3000,
     )
-    build_dataset(recipe, folder / "data", lambda size: Progress(io.StringIO(), size))
+    build_dataset(recipe, folder / "data", lambda size: BuildProgress(io.StringIO(), size))
     return folder / "data"
 
 

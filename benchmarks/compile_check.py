@@ -135,9 +135,9 @@ def main() -> int:
 
 def write_inputs(folder: Path) -> None:
     """A job and a small text to learn."""
-    from phalanx.train.data.build import Origin, Recipe, build_dataset
+    from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
     from phalanx.train.data.documents import Reading
-    from phalanx.train.data.progress import Progress
+    from phalanx.train.data.progress import BuildProgress
 
     (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(20000)))
     (folder / "job.toml").write_text(JOB)
@@ -145,9 +145,9 @@ def write_inputs(folder: Path) -> None:
     (folder / "wrong" / "sitecustomize.py").write_text(WRONG)
     if not (folder / "data").exists():
         recipe = Recipe(
-            origins=(Origin(path=folder / "text.txt"),), vocab=400, heldout=0.1, reading=Reading(split_on="blank")
+            origins=(TextOrigin(path=folder / "text.txt"),), vocab=400, heldout=0.1, reading=Reading(split_on="blank")
         )
-        build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+        build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
 
 
 class Bench:

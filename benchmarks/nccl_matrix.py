@@ -48,7 +48,7 @@ from phalanx.train.verify.matrix import (
     trial_of,
 )
 from phalanx.train.verify.proof import CACHE
-from phalanx.train.verify.ranks import PRELOAD, RankPlace, run_ranks, warm_up
+from phalanx.train.verify.ranks import PRELOAD, TrialPlace, run_ranks, warm_up
 from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
 
 MPS = "nvidia-cuda-mps-control"
@@ -107,7 +107,7 @@ class Matrix:
         environ = {CACHE: self.cache, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         if self.alone or not self.with_mps:
             environ |= without_mps()
-        place = RankPlace(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)
+        place = TrialPlace(shared=self.args.device == "cuda" and world > self.gpus, environ=environ)
         line: dict[str, Any] = {"name": name, "start": start, "world": world, "reference": reference_name(trial)}
         try:
             line |= told(run_trial(trial, limit_s=limit_s, debug=self.args.debug, place=place))
@@ -203,7 +203,7 @@ def without_mps() -> dict[str, str]:
 
 def works(args: argparse.Namespace, environ: dict[str, str]) -> str:
     """Whether two ranks reach each other on the GPU; else why not."""
-    place = RankPlace(device=args.device, shared=True, environ=environ)
+    place = TrialPlace(device=args.device, shared=True, environ=environ)
     try:
         run_ranks(divmod, 2, 2, limit_s=90, debug=args.debug, place=place)
     except PhalanxError as error:

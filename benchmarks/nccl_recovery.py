@@ -108,14 +108,14 @@ CASES = (
 
 def make_job(folder: Path) -> Path:
     """The job of the drills on a small text of its own."""
-    from phalanx.train.data.build import Origin, Recipe, build_dataset
+    from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
     from phalanx.train.data.documents import Reading
-    from phalanx.train.data.progress import Progress
+    from phalanx.train.data.progress import BuildProgress
 
     (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(2500)))
-    origins = (Origin(path=folder / "text.txt"),)
+    origins = (TextOrigin(path=folder / "text.txt"),)
     recipe = Recipe(origins=origins, vocab=300, heldout=0.1, reading=Reading(split_on="blank"))
-    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
     text = JOB.read_text(encoding="utf-8")
     corpus = next(line for line in text.splitlines() if line.startswith("corpus ="))
     (folder / "job.toml").write_text(text.replace(corpus, 'path = "data"'))

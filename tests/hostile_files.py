@@ -161,7 +161,7 @@ def readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     from phalanx.plan.plan import Plan
     from phalanx.record.drill import read_record
     from phalanx.record.secret import read_secret
-    from phalanx.rules.foreign.files import read_arguments, read_tree
+    from phalanx.rules.foreign.config_files import read_arguments, read_tree
     from phalanx.sim.htsim.connection_matrix import read_cm
     from phalanx.sim.htsim.topology import read_topo
     from phalanx.sim.traffic_matrix import read_matrix

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.api import fabric as fabric
     from phalanx.api.checking import check, explain, fix
     from phalanx.api.checking import rules as rules
-    from phalanx.api.checkpoints import checkpoints
+    from phalanx.api.checkpoints import checkpoints, export
     from phalanx.api.clusters import accelerators, cluster, describe_cluster, probe
     from phalanx.api.drills import drill, drill_suite, read_drill_record
     from phalanx.api.jobs import import_job, init, load, show
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from phalanx.api.planning import backtest, calibrate, compare_plans
     from phalanx.api.planning import plan as plan
     from phalanx.api.proofs import trace, verify
-    from phalanx.api.runs import diff, export, grafana, report, run, runs, watch
-    from phalanx.api.runs import metrics as metrics
-    from phalanx.api.runs import web as web
+    from phalanx.api.runs import diff, report, run, runs, watch
+    from phalanx.api.serving import grafana
+    from phalanx.api.serving import metrics as metrics
+    from phalanx.api.serving import web as web
     from phalanx.api.simulating import simulate
     from phalanx.api.training import dry_run, join_run
     from phalanx.api.training import train as train
@@ -53,14 +54,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "phalanx.api": ("data", "fabric"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
-    "phalanx.api.checkpoints": ("checkpoints",),
+    "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
     "phalanx.api.drills": ("drill", "drill_suite", "read_drill_record"),
     "phalanx.api.jobs": ("import_job", "init", "load", "show"),
     "phalanx.api.outside_drills": ("drill_outside", "list_outside_drills"),
     "phalanx.api.planning": ("backtest", "calibrate", "compare_plans", "plan"),
     "phalanx.api.proofs": ("trace", "verify"),
-    "phalanx.api.runs": ("diff", "export", "grafana", "metrics", "report", "run", "runs", "watch", "web"),
+    "phalanx.api.runs": ("diff", "report", "run", "runs", "watch"),
+    "phalanx.api.serving": ("grafana", "metrics", "web"),
     "phalanx.api.simulating": ("simulate",),
     "phalanx.api.training": ("dry_run", "join_run", "train"),
     "phalanx.errors": ("PhalanxError", "RuleError", "SystemFailure", "TrainingFailure", "UserError"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 

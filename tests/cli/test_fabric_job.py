@@ -13,9 +13,9 @@ from phalanx.cli.output import note
 from phalanx.errors import UserError, mistake
 from phalanx.job.load import load
 from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
+from phalanx.network.fabric.design_verdict import Prices
 from phalanx.network.fabric.fabric_text import percent
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.network.fabric.verdict import Prices
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import network_share

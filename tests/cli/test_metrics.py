@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
-from phalanx.api import runs as metrics
+from phalanx.api import serving as metrics
 from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.errors import UserError

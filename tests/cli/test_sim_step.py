@@ -5,7 +5,8 @@ import json
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.sim.step import breaks, report
+from phalanx.sim.step import breaks
+from phalanx.sim.step import step_report as report
 
 JOB = """\
 name = "small"

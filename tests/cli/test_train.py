@@ -17,9 +17,9 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.elastic import local_launch as client
 from phalanx.record.run import open_run
-from phalanx.train.data.build import Origin, Recipe, build_dataset
+from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.progress import BuildProgress
 
 if TYPE_CHECKING:
     from phalanx.metrics.prometheus import MetricsServer
@@ -52,9 +52,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "\n\n".join(f"document {number} says that {number * 7} is not {number * 3}" for number in range(600))
     (folder / "text.txt").write_text(text)
     recipe = Recipe(
-        origins=(Origin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
+        origins=(TextOrigin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
     )
-    build_dataset(recipe, folder / "data", lambda size: Progress(sys.stderr, size))
+    build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
     return folder / "data"
 
 

@@ -127,7 +127,7 @@ def test_a_token_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_token_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.api.runs import web_token
+    from phalanx.api.serving import web_token
     from phalanx.cli.output import note
 
     path = tmp_path / "token"

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from phalanx.errors import UserError
 from phalanx.hardware import cluster_defaults
 from phalanx.hardware.catalog import shipped_accelerators
-from phalanx.hardware.cluster import from_dict, render_cluster, resolve, to_dict
+from phalanx.hardware.cluster import render_cluster, resolve
+from phalanx.hardware.types import Cluster
+from phalanx.io.codec import from_json_values, json_text, json_values
 
 NOWHERE: dict[str, str] = {}
 
@@ -81,17 +83,21 @@ def test_every_shipped_accelerator_makes_a_whole_cluster_that_survives_json(name
     cluster = resolve(f"1x{name}:3", environ=NOWHERE)
     assert min(cluster.link_bytes_per_s, cluster.nic_bytes_per_s, cluster.link_latency_s) > 0
     assert min(cluster.host_memory_bytes, cluster.failures_per_host_day) > 0
-    assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster
+    assert from_json_values(Cluster, json.loads(json_text(cluster))) == cluster
 
 
-def test_from_dict_names_what_is_wrong() -> None:
-    data = to_dict(resolve("8xH100:2", environ=NOWHERE))
+def test_all_that_is_wrong_with_a_stored_cluster_is_named() -> None:
+    data = json_values(resolve("8xH100:2", environ=NOWHERE))
+    wrong = {**data, "domains": 0, "pu": 1, "link_latency_s": float("nan"), "cpu": {"cores": 0}}
     with pytest.raises(UserError) as caught:
-        from_dict({**data, "domains": 0, "pu": 1, "link_latency_s": float("nan")})
-    text = str(caught.value)
-    assert "domains = 0 is wrong\n  a whole number from 1 is needed" in text
-    assert "unknown entry pu" in text
-    assert "link_latency_s = nan is wrong" in text
+        from_json_values(Cluster, wrong, "cluster")
+    assert str(caught.value).splitlines()[::2] == [
+        "cluster.pu: is not an entry of a plan",
+        "cluster.domains: 0 is not a whole number from 1",
+        "cluster.link_latency_s: nan is not a number from 0",
+        "cluster.cpu.cores: 0 is not a number above 0",
+    ]
+    assert "  did you mean pue?" in str(caught.value)
 
 
 FILE = """\
@@ -152,8 +158,8 @@ def test_a_written_cluster_file_reads_back_the_same(tmp_path: Path, spec: str) -
     cluster = resolve(spec, environ=NOWHERE)
     path = tmp_path / "written.toml"
     path.write_text(render_cluster(cluster))
-    back = to_dict(resolve(str(path), environ=NOWHERE))
-    for key, value in to_dict(cluster).items():
+    back = json_values(resolve(str(path), environ=NOWHERE))
+    for key, value in json_values(cluster).items():
         if key != "source":
             assert back[key] == (pytest.approx(value) if isinstance(value, float | int) else value), key
 

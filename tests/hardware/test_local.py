@@ -110,7 +110,7 @@ def test_profile_messages(tmp_path: Path) -> None:
     path.write_text(json.dumps({**data, "matmul_flops": -1}))
     with pytest.raises(UserError) as caught:
         load_profile(path)
-    assert "matmul_flops = -1 is wrong\n  the profile is damaged" in str(caught.value)
+    assert f"{path}.matmul_flops: -1 is not a number from 0 to 1e+30\n  run phalanx probe again" in str(caught.value)
 
 
 def test_saving_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.hardware import step_probe
 from phalanx.hardware.cluster import resolve
-from phalanx.hardware.codec import from_dict, to_dict
 from phalanx.hardware.cpu_steps import CpuStep
 from phalanx.hardware.discover import discover
+from phalanx.hardware.types import Cluster
+from phalanx.io.codec import from_json_values, json_text
 from phalanx.job.load import load
 from phalanx.plan.make import plan, plan_here
 from phalanx.plan.plan import Plan
@@ -127,7 +128,7 @@ def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) 
     assert cluster.cpu is not None
     assert cluster.cpu.cores == discover().usable_cores
     assert "steps measured on 20" in cluster.source
-    assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster
+    assert from_json_values(Cluster, json.loads(json_text(cluster))) == cluster
     made = plan(load(FIRST_RUN), cluster)
     assert Plan.from_json(made.to_json()).cluster == cluster
     other = plan(load(FIRST_RUN), resolve("local-cpu:4", environ={**environ, "XDG_DATA_HOME": "/nonexistent"}))

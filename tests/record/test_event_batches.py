@@ -14,7 +14,7 @@ from phalanx.record import event_batches
 from phalanx.record.event_batches import TypedDecoder, row_of
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import Run
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.log.stream import read_log
 
 STEP = {

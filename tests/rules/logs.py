@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.record.account.incidents import Incident
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.time_accounts import Accounts
-from phalanx.rules.facts.log import (
+from phalanx.rules.facts.log_facts import (
     CheckpointFacts,
     DigestFacts,
     GrammarFacts,

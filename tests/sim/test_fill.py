@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from phalanx.sim import fair_rates
-from phalanx.sim.fair_rates import Table, fair_rates_of
+from phalanx.sim.fair_rates import LinkTable, fair_rates_of
 
 ENGINES = ("numba", "numpy")
 
 
-def table(rows: list[list[int]], pull: list[float] | None = None) -> Table:
+def table(rows: list[list[int]], pull: list[float] | None = None) -> LinkTable:
     start = np.cumsum([0, *(len(row) for row in rows)])
     link = np.array([link for row in rows for link in row], dtype=np.int32)
-    return Table(start=start, link=link, pull=np.ones(len(rows)) if pull is None else np.array(pull))
+    return LinkTable(start=start, link=link, pull=np.ones(len(rows)) if pull is None else np.array(pull))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -42,7 +42,7 @@ def test_few_rows_on_many_links(engine: str) -> None:
     assert rates.tolist() == pytest.approx([4.0, 4.0, 8.0])
 
 
-def random_problem(seed: int) -> tuple[Table, np.ndarray]:
+def random_problem(seed: int) -> tuple[LinkTable, np.ndarray]:
     rng = np.random.default_rng(seed)
     rows = [list(rng.choice(40, size=rng.integers(1, 6), replace=False)) for _ in range(120)]
     return table(rows), rng.uniform(0.5, 5.0, 40)

@@ -28,6 +28,7 @@ from phalanx.plan.reliability import daly_interval
 from phalanx.sim.months import simulate_run as run_module
 from phalanx.sim.months.causes import ALL_NETWORK, Cause, NetworkCauses, arrivals, network_share, slower, usual_mix
 from phalanx.sim.months.forecast import Forecast, forecast_months, formula_shares, site_range, spread, try_levers
+from phalanx.sim.months.months_text import forecast_text
 from phalanx.sim.months.policy import (
     UNNOTICED_S,
     MonthsPolicy,
@@ -39,7 +40,6 @@ from phalanx.sim.months.policy import (
 from phalanx.sim.months.recovery_table import recoveries, recovering, recovery_cases, recovery_row
 from phalanx.sim.months.recovery_table import recovery_table_text as compare_page
 from phalanx.sim.months.simulate_run import simulate_run, simulate_runs
-from phalanx.sim.months.text import forecast_text
 from phalanx.units import DAY_S
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.1-405b-16384xH100.toml"

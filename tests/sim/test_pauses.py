@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.sim.fair_rates import Table, fair_rates_of, paused
+from phalanx.sim.fair_rates import LinkTable, fair_rates_of, paused
 
 
 def rates(paths: list[list[int]], capacity: list[float]) -> tuple[list[float], list[float]]:
     """Fair rates, and those with pauses."""
     start = np.concatenate([[0], np.cumsum([len(path) for path in paths])])
-    table = Table(start=start, link=np.concatenate(paths).astype(np.int32), pull=np.ones(len(paths)))
+    table = LinkTable(start=start, link=np.concatenate(paths).astype(np.int32), pull=np.ones(len(paths)))
     room = np.array(capacity)
     fair = fair_rates_of(table, room, engine="numpy")
     return fair.tolist(), paused(table, fair, room).tolist()

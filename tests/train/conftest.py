@@ -11,7 +11,7 @@ import pytest
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
+from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
 from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
 
 ONE = Layout(
@@ -69,8 +69,8 @@ def llama() -> ModelShape:
 
 
 @pytest.fixture(scope="session")
-def prove() -> Callable[..., Comparison]:
-    def run(trial: Trial, bounds: Bounds | None = None) -> Comparison:
+def prove() -> Callable[..., OutcomeComparison]:
+    def run(trial: Trial, bounds: Bounds | None = None) -> OutcomeComparison:
         found = compare_outcomes(run_trial(trial), run_once(alone(trial)), bounds or Bounds())
         assert found.first is None, found.first.render()
         return found

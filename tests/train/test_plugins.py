@@ -16,7 +16,7 @@ from phalanx.errors import UserError
 from phalanx.job.load import load
 from phalanx.job.schema import Job, PluginReferences
 from phalanx.train.callbacks import Callback
-from phalanx.train.optim.own import OwnOptimizer
+from phalanx.train.optim.own_optimizer import OwnOptimizer
 from phalanx.train.own_loss import own_loss
 from phalanx.train.plugins import (
     ATTRIBUTES,

@@ -249,12 +249,12 @@ def test_the_page():
         == """\
 1 measurement from mine.csv
 
-scalar          factor  multiplies
-compute          1.250  matrix products and attention
-memory           0.900  memory-bound kernels and the optimizer
-host             1.000  launches, data, logging
-inner_traffic    2.000  tensor, context, expert and pipeline traffic
-outer_traffic    1.500  gradients and sharded parameters
+scalar         factor  multiplies
+compute         1.250  matrix products and attention
+memory          0.900  memory-bound kernels and the optimizer
+host            1.000  launches, data, logging
+inner_traffic   2.000  tensor, context, expert and pipeline traffic
+outer_traffic   1.500  gradients and sharded parameters
 
 median error 20.0% before, 3.1% after
 fewer than 3 measurements: the factors stay close to 1; three to five are better"""

@@ -5,16 +5,16 @@ import csv
 import pytest
 
 from phalanx.errors import SystemFailure
-from phalanx.validate.throughput_score import Prediction, Scorecard, SourceScore, scorecard_text, write_predictions
+from phalanx.validate.throughput_score import RowPrediction, Scorecard, SourceScore, scorecard_text, write_predictions
 
-PRICED = Prediction(id="a", step_s=1.23456789, step_s_lo=1.0, step_s_hi=2.0, mem_gb=40.0, fits=True)
-UNPRICED = Prediction(id="b, with a comma", reason="gpu is empty")
+PRICED = RowPrediction(id="a", step_s=1.23456789, step_s_lo=1.0, step_s_hi=2.0, mem_gb=40.0, fits=True)
+UNPRICED = RowPrediction(id="b, with a comma", reason="gpu is empty")
 
 
 def test_file_layout(tmp_path):
     target = tmp_path / "out.csv"
     write_predictions(
-        target, [PRICED, UNPRICED, Prediction(id="c", step_s=1e-7, step_s_lo=0, step_s_hi=1, mem_gb=1, fits=False)]
+        target, [PRICED, UNPRICED, RowPrediction(id="c", step_s=1e-7, step_s_lo=0, step_s_hi=1, mem_gb=1, fits=False)]
     )
     assert target.read_text().splitlines() == [
         "id,step_s,step_s_lo,step_s_hi,mem_gb,fits",
@@ -26,7 +26,7 @@ def test_file_layout(tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", 'comma,quote"', "line\nbreak", "ünïcode", "=1+1"])
 def test_any_id_survives(tmp_path, name):
-    write_predictions(tmp_path / "out.csv", [Prediction(id=name)])
+    write_predictions(tmp_path / "out.csv", [RowPrediction(id=name)])
     with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
         assert [row["id"] for row in csv.DictReader(file)] == [name]
 
@@ -80,9 +80,9 @@ def test_the_page():
   2 not: gpu is empty
 
 step time, |predicted/measured - 1|
-source     rows  median    p90    bias
-megatron  1,100    5.1%  15.2%   -2.1%
-mine          3   30.0%  40.0%  +30.0%   (too few for the mean)
+source                rows  median    p90    bias
+megatron             1,100    5.1%  15.2%   -2.1%
+mine                     3   30.0%  40.0%  +30.0%  (too few for the mean)
 mean over 1 sources           5.1%  15.2%
 
 80 % interval holds       80.1% of measured steps

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from phalanx.api.jobs import look_at_files, override_texts
 from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx.rules.fixes import JobFix
     from phalanx.rules.judge import CheckReport
     from phalanx.rules.own_rules import RuleSource
-    from phalanx.rules.profiles import Profile
+    from phalanx.rules.profiles import HardwareProfile
     from phalanx.rules.rule import Rule
 
 PROGRESS_S = 2.0  # a log that is read faster needs no progress
@@ -61,35 +61,34 @@ def check(
     >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
     {'BAT'}
     """
-    request = _check_request(overrides, cluster, profile, plan, drills, parity, source, waivers)
+    request = _check_request(
+        overrides=overrides,
+        cluster=cluster,
+        profile=profile,
+        plan=plan,
+        drills=drills,
+        parity=parity,
+        source=source,
+        waivers=waivers,
+    )
+    applied: dict[str, Any] = {
+        "select": select,
+        "ignore": ignore,
+        "require_evidence": require_evidence,
+        "rules": rules,
+        "allow_code": allow_code,
+    }
     if isinstance(target, Run):
         target = target.path
     if not isinstance(target, str | Path):
-        return _check_value(
-            target,
-            request,
-            select=select,
-            ignore=ignore,
-            require_evidence=require_evidence,
-            rules=rules,
-            allow_code=allow_code,
-        )
+        return _check_value(target, request, **applied)
     path = Path(target)
     if path.is_file() and not is_plan(path) and not _is_foreign(path, request):
         # whether the files of a job fit it; no rule reads files of that size
         warn(look_at_files(load(path, overrides=request.overrides), tell).warnings, tell)
     progress = ReadProgress(str(target), tell)
     try:
-        return check_path(
-            str(target),
-            request=request,
-            select=select,
-            ignore=ignore,
-            require_evidence=require_evidence,
-            rules=rules,
-            allow_code=allow_code,
-            progress=progress,
-        )
+        return check_path(str(target), request=request, progress=progress, **applied)
     except KeyboardInterrupt:
         if progress.read:
             tell(progress.read)
@@ -111,32 +110,38 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
     return check_evidence(evidence, **options)
 
 
-def _check_request(
-    overrides: Overrides,
-    cluster: str | None,
-    profile: str | None,
-    plan: str | Path | None,
-    drills: Sequence[str | Path],
-    parity: tuple[str | Path, str | Path] | None,
-    source: str,
-    waivers: str | Path | None,
-) -> Request:
+class EvidenceOptions(TypedDict, total=False):
+    """What `check`, `explain` and `fix` take alike: where the evidence about a target comes from."""
+
+    overrides: Overrides
+    cluster: str | None
+    profile: str | None
+    plan: str | Path | None
+    drills: Sequence[str | Path]
+    parity: tuple[str | Path, str | Path] | None
+    source: str
+    waivers: str | Path | None
+
+
+def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
+    plan, cluster, parity = given.get("plan"), given.get("cluster"), given.get("parity")
+    waivers = given.get("waivers")
     if plan and cluster:
         what = "--plan and --cluster exclude each other"
         raise mistake("phalanx check", what, fix="a plan has its cluster: give one")
-    folders = tuple(Path(name) for name in drills)
+    folders = tuple(Path(name) for name in given.get("drills", ()))
     for folder in folders:
         if not folder.is_dir():
             fix = "name the folder that phalanx drill wrote into"
             raise mistake(f"--drills {str(folder)[:200]}", "is not a folder", fix=fix)
     return Request(
-        overrides=tuple(override_texts(overrides)),
+        overrides=tuple(override_texts(given.get("overrides", ()))),
         cluster=cluster,
-        profile=profile,
+        profile=given.get("profile"),
         plan=Path(plan) if plan else None,
         drills=folders,
         parity=(Path(parity[0]), Path(parity[1])) if parity else None,
-        source=source,
+        source=given.get("source", ""),
         waivers=Path(waivers) if waivers else None,
     )
 
@@ -289,7 +294,7 @@ class RuleList(PublicResult):
     """Rules of the training specification; with a hardware profile, its limits."""
 
     rules: tuple[Rule, ...]
-    profile: Profile | None
+    profile: HardwareProfile | None
 
     def __str__(self) -> str:
         from phalanx.rules.edition import EDITION
@@ -389,60 +394,23 @@ def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSou
     return RuleList(rules=tuple(chosen), profile=found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RulePage(PublicResult):
-    """One rule, with the numbers of a target in it where one was named."""
-
-    rule: Rule
-    answer: Explanation | None
-
-    def __str__(self) -> str:
-        from phalanx.rules.explain import here
-        from phalanx.rules.rule_page import rule_page
-
-        text = rule_page(self.rule)
-        return (f"{here(self.answer)}\n{text}" if self.answer is not None else text).removesuffix("\n")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The page by section, and the findings."""
-        from phalanx.rules.formats.text import finding_dict
-        from phalanx.rules.rule_page import rule_sections
-
-        reported: dict[str, Any] = {}
-        if self.answer is not None:
-            found = [finding_dict(one) for one in self.answer.findings]
-            reported = {"limits": dict(self.answer.limits.values), "findings": found}
-        return {"rule": self.rule.id, "slug": self.rule.slug, **reported, "sections": rule_sections(self.rule)}
-
-
 def explain(
     rule: str,
     target: str | Path | None = None,
     *,
-    overrides: Overrides = (),
-    cluster: str | None = None,
-    profile: str | None = None,
-    plan: str | Path | None = None,
-    drills: Sequence[str | Path] = (),
-    parity: tuple[str | Path, str | Path] | None = None,
-    source: str = "",
-    waivers: str | Path | None = None,
     rules: Iterable[RuleSource] = (),
     allow_code: bool = False,
     tell: Tell = silent,
-) -> RulePage:
-    """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that."""
+    **evidence: Unpack[EvidenceOptions],
+) -> Explanation:
+    """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that.
+
+    Further options are those with which `check` gathers evidence: overrides, cluster, plan, drills and so on.
+    """
     from phalanx.rules.explain import explain as explain_rule
 
     if target is None:
-        return RulePage(rule=explain_rule(rule, rules=rules).rule, answer=None)
-    request = _check_request(overrides, cluster, profile, plan, drills, parity, source, waivers)
-    reported = explain_rule(
-        rule,
-        target,
-        rules=rules,
-        allow_code=allow_code,
-        request=request,
-        progress=ReadProgress(str(target), tell),
-    )
-    return RulePage(rule=reported.rule, answer=reported)
+        return explain_rule(rule, rules=rules)
+    progress = ReadProgress(str(target), tell)
+    request = _check_request(**evidence)
+    return explain_rule(rule, target, rules=rules, allow_code=allow_code, request=request, progress=progress)

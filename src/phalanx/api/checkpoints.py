@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and exported weights: list them, and compare every byte with what was written."""
+"""Checkpoints of a run and exported weights: list them, compare every byte with what was written, export one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, plain, silent
+from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.runs import AnyRun, run
+from phalanx.errors import mistake
 from phalanx.io.checksums import CHECKSUMS, read_checksums, verify_checksums
-from phalanx.record.run import Run, open_run
+from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ HEAD = ("step", "age", "size", "ranks", "tokens", "layout", "state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class SavedCheckpoint:
+class ListedCheckpoint:
     """One checkpoint of a run."""
 
     entry: CheckpointEntry
@@ -46,17 +48,17 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class CheckpointList(PublicResult):
+class CheckpointTable(PublicResult):
     """The checkpoints of a run, newest first."""
 
     run: Run
     root: str
-    checkpoints: tuple[SavedCheckpoint, ...]
+    checkpoints: tuple[ListedCheckpoint, ...]
     lost_step: int | None  # the newest step that was saved, where it is gone
     verified: bool  # whether every byte was read
 
     @property
-    def damaged(self) -> tuple[SavedCheckpoint, ...]:
+    def damaged(self) -> tuple[ListedCheckpoint, ...]:
         """Those with something wrong."""
         return tuple(one for one in self.checkpoints if one.entry.damage)
 
@@ -89,11 +91,11 @@ class CheckpointList(PublicResult):
             "root": self.root,
             "verified": self.verified,
             "lost_step": self.lost_step,
-            "checkpoints": [plain(one.to_dict()) for one in self.checkpoints],
+            "checkpoints": [one.to_dict() for one in self.checkpoints],
         }
 
 
-def _cells(one: SavedCheckpoint, verified: bool) -> tuple[str, ...]:
+def _cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
     entry = one.entry
     state = "damaged" if entry.damage else "every byte is sound" if verified else "whole"
     return (
@@ -134,7 +136,7 @@ class WeightFolder(PublicResult):
         return {"path": str(self.path), "files": self.files, "verified": self.verified, "damage": damage}
 
 
-def checkpoints(path: str | Path | Run, *, verify: bool = False, tell: Tell = silent) -> CheckpointList | WeightFolder:
+def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> CheckpointTable | WeightFolder:
     """The checkpoints of a run: steps, sizes of the whole, layouts, age and damage.
 
     With `verify` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
@@ -142,8 +144,11 @@ def checkpoints(path: str | Path | Run, *, verify: bool = False, tell: Tell = si
     """
     folder = path.path if isinstance(path, Run) else Path(path)
     if not (folder / "plan.json").is_file() and (folder / CHECKSUMS).is_file():
-        return _weights(folder, verify=verify)
-    found = path if isinstance(path, Run) else open_run(path)
+        if not verify:
+            return WeightFolder(path=folder, files=len(read_checksums(folder)), damage=(), verified=False)
+        files, problems = verify_checksums(folder, fix=COPY_AGAIN)
+        return WeightFolder(path=folder, files=files, damage=tuple(one.render() for one in problems), verified=True)
+    found = run(path)
     from phalanx.train.prepare import need_torch
 
     need_torch()
@@ -158,16 +163,47 @@ def checkpoints(path: str | Path | Run, *, verify: bool = False, tell: Tell = si
         saved_s = found.saved_at(one.step)
         age_s = max(0.0, now_s - saved_s) if saved_s else None
         is_foreign = bool(run_id and one.run_id and one.run_id != run_id)
-        rows.append(SavedCheckpoint(entry=one, age_s=age_s, is_foreign=is_foreign))
+        rows.append(ListedCheckpoint(entry=one, age_s=age_s, is_foreign=is_foreign))
     newest = found.committed_step()
     lost = newest if newest is not None and newest not in {one.step for one in entries} else None
-    return CheckpointList(
+    return CheckpointTable(
         run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=verify
     )
 
 
-def _weights(folder: Path, *, verify: bool) -> WeightFolder:
-    if not verify:
-        return WeightFolder(path=folder, files=len(read_checksums(folder)), damage=(), verified=False)
-    files, problems = verify_checksums(folder, fix=COPY_AGAIN)
-    return WeightFolder(path=folder, files=files, damage=tuple(one.render() for one in problems), verified=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ExportedWeights(PublicResult):
+    """Weights of a checkpoint, written as a Hugging Face folder."""
+
+    out: Path
+    step: int
+    files: tuple[str, ...]
+    bytes: int
+    warnings: tuple[str, ...] = ()  # newer checkpoints that are gone or damaged
+
+    def __str__(self) -> str:
+        return f"wrote {self.out}: {', '.join(self.files)}"
+
+
+def export(
+    path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str = "bf16", tell: Tell = silent
+) -> ExportedWeights:
+    """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and others.
+
+    `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
+    `phalanx.checkpoints(out, verify=True)` compares them.
+    """
+    from phalanx.train.prepare import need_torch
+
+    need_torch()
+    from phalanx.train.export import export_weights
+
+    folder = Path(out)
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        raise mistake(str(out), "exists already and is not empty", fix="name a folder that does not exist yet")
+    made = export_weights(str(path.path if isinstance(path, Run) else path), folder, step=step, dtype=dtype)
+    for text in made.warnings:
+        tell(f"warning: {text}")
+    return ExportedWeights(
+        out=folder, step=made.step, files=tuple(made.files), bytes=made.bytes, warnings=made.warnings
+    )

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.api.results import PublicResult, Tell, plain, silent
+from phalanx.api.results import PublicResult, Tell, silent
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.catalog import accelerators as known_accelerators
 from phalanx.hardware.catalog import matmul_flops
-from phalanx.hardware.cluster import resolve, to_dict
+from phalanx.hardware.cluster import resolve
 from phalanx.hardware.cluster_text import cluster_page, gibibytes, table_of
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, MachineProfile, save_profile, usual_path
 from phalanx.hardware.probe import probe as measure
 from phalanx.hardware.types import Accelerator, Cluster, Machine
+from phalanx.io.codec import json_values
+from phalanx.io.tables import text_table
 from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
 TORCH_WORKER = "phalanx.train.probe"  # run as a process of its own: this one never imports torch
@@ -65,8 +67,7 @@ class ClusterPage(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Machine and cluster."""
-        cluster = to_dict(self.cluster) if self.cluster is not None else None
-        return {"machine": plain(self.machine), "cluster": plain(cluster)}
+        return {"machine": json_values(self.machine), "cluster": json_values(self.cluster)}
 
     def to_toml(self) -> str:
         """A cluster file to edit."""
@@ -104,11 +105,7 @@ class AcceleratorList(PublicResult):
     def __str__(self) -> str:
         head = ("name", "vendor", "family", "bf16 peak", "best matmul", "memory", "link", "domain", "TDP")
         table = [head, *(_accelerator_row(device) for device in self.accelerators)]
-        widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-        return "\n".join([*lines, "* no published measurement: a fraction of peak taken from its family"])
+        return "\n".join([*text_table(table), "* no published measurement: a fraction of peak taken from its family"])
 
 
 def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
@@ -189,9 +186,7 @@ class ProbeResult(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements."""
-        found = plain(self.profile)
-        assert isinstance(found, dict)
-        return found
+        return dict(json_values(self.profile))
 
 
 def probe(

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, plain, silent
+from phalanx.api.results import PublicResult, Tell, silent
 from phalanx.errors import mistake
+from phalanx.io.codec import json_values
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
 if TYPE_CHECKING:
     from phalanx.job.dataset import Manifest, Source
-    from phalanx.train.data.build import Origin
+    from phalanx.train.data.build import TextOrigin
 
 Count = int | str  # 8192 or "8k"
 
@@ -56,14 +57,8 @@ class Dataset(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Path, digest, sizes by split, and the manifest."""
-        sizes = plain(self.sizes())
-        assert isinstance(sizes, dict)
-        return {
-            "path": str(self.path),
-            "digest": self.manifest.digest,
-            **sizes,
-            "manifest": plain(self.manifest),
-        }
+        found = {"path": self.path, "digest": self.manifest.digest, **self.sizes(), "manifest": self.manifest}
+        return dict(json_values(found))
 
 
 def _source_lines(source: Source) -> list[str]:
@@ -130,23 +125,23 @@ def build(
     return Dataset(path=Path(out), manifest=manifest)
 
 
-def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[Origin, ...]:
-    from phalanx.train.data.build import Origin
+def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[TextOrigin, ...]:
+    from phalanx.train.data.build import TextOrigin
 
     if isinstance(sources, Mapping):
-        return tuple(Origin(path=Path(path), weight=weight) for path, weight in sources.items())
+        return tuple(TextOrigin(path=Path(path), weight=weight) for path, weight in sources.items())
     return tuple(_data_origin(str(text)) for text in sources)
 
 
-def _data_origin(text: str) -> Origin:
+def _data_origin(text: str) -> TextOrigin:
     """SOURCE or SOURCE=WEIGHT; a file whose own name ends like that is taken as it is."""
-    from phalanx.train.data.build import Origin
+    from phalanx.train.data.build import TextOrigin
 
     head, equals, tail = text.rpartition("=")
     if not equals or Path(text).exists():
-        return Origin(path=Path(text))
+        return TextOrigin(path=Path(text))
     try:
-        return Origin(path=Path(head), weight=float(tail))
+        return TextOrigin(path=Path(head), weight=float(tail))
     except ValueError:
         raise mistake(text, f'"{tail}" is not a weight', fix="write SOURCE=2, or SOURCE alone for 1") from None
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import override_texts
-from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import SystemFailure, mistake
+from phalanx.io.codec import json_values
+from phalanx.io.tables import text_table
 from phalanx.units import MINUTE_S, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class DrillCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class DrillResult(PublicResult):
+class DrillPage(PublicResult):
     """What the faults did to a run, the verdicts, and the signed record."""
 
     outcome: DrillOutcome
@@ -72,7 +74,7 @@ class DrillResult(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Verdict, record and everything behind it."""
-        return {"ok": self.ok, "record": str(self.record), "result": plain(self.outcome)}
+        return {"ok": self.ok, "record": str(self.record), "result": json_values(self.outcome)}
 
     @property
     def exit_code(self) -> int:
@@ -100,7 +102,7 @@ def drill(
     allow_code: bool = False,
     out: str | Path | None = None,
     tell: Tell = silent,
-) -> DrillResult:
+) -> DrillPage:
     """Train a job, inject faults such as "kill:rank=1,step=5" (docs/drills.md lists them), and judge what came of it.
 
     `chaos` draws faults at random moments for so many `minutes`, `rate` of them a minute. This machine plays `hosts`
@@ -165,7 +167,7 @@ def drill(
     from phalanx.train.drill.perform import perform_drill
 
     outcome = perform_drill(scene, parsed)
-    found = DrillResult(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
+    found = DrillPage(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
     if outcome.broken and call.chaos and call.shrink:
         _shrink(call, scene, parsed, outcome)
     return found
@@ -271,9 +273,9 @@ def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome,
         "faults": [fault.text for fault in faults],
         "state": outcome.state,
         "ok": outcome.ok,
-        "outcomes": plain(outcome.outcomes),
-        "verdicts": plain(outcome.verdicts),
-        "numbers": plain(outcome.numbers),
+        "outcomes": json_values(outcome.outcomes),
+        "verdicts": json_values(outcome.verdicts),
+        "numbers": json_values(outcome.numbers),
         "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
         "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
         **more,
@@ -356,7 +358,8 @@ class DrillSuite(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """Every drill with its record and result."""
         parts = [
-            {"part": one.part.name, "record": str(one.record), "result": plain(one.outcome)} for one in self.drills
+            {"part": one.part.name, "record": str(one.record), "result": json_values(one.outcome)}
+            for one in self.drills
         ]
         return {"ok": self.ok, "seconds": round(self.seconds, 1), "parts": parts}
 
@@ -439,11 +442,11 @@ def _suite_text(one: SuiteDrill) -> str:
         f"  {verdict.word}  {verdict.name}: {verdict.evidence}" for verdict in one.outcome.verdicts if not verdict.ok
     ]
     proved = "proved" if one.outcome.ok else "in doubt"
-    lines = [
-        f"  {proved if happened else 'not seen':<9} {claim:<52} {' '.join(rules)}"
+    rows = [
+        (proved if happened else "not seen", claim, " ".join(rules))
         for claim, rules, happened in claims_shown(one.part, one.outcome)
     ]
-    return "\n".join([head, *wrong, *lines, f"  record: {one.record}"])
+    return "\n".join([head, *wrong, *text_table(rows, indent=2), f"  record: {one.record}"])
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -467,7 +470,7 @@ class DrillRecord(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """The record and what is wrong with it."""
         ok = not self.wrong and not self.failed
-        return {"ok": ok, "wrong": list(self.wrong), "failed": list(self.failed), "record": plain(self.record)}
+        return {"ok": ok, "wrong": list(self.wrong), "failed": list(self.failed), "record": json_values(self.record)}
 
     @property
     def exit_code(self) -> int:

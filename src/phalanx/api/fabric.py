@@ -13,7 +13,8 @@ from phalanx.api.fabric_design import (
     design,
     show,
 )
-from phalanx.api.fabric_traffic import HtsimFiles, TrafficSimulation, export, simulate
+from phalanx.api.fabric_inputs import HtsimFiles, export
+from phalanx.api.fabric_traffic import TrafficSimulation, simulate
 
 __all__ = [
     "CollectiveTimes",

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.api.results import PublicResult, plain
+from phalanx.api.results import PublicResult
 from phalanx.errors import mistake, nearest
+from phalanx.io.codec import json_values
+from phalanx.io.files import read_bounded
 from phalanx.units import plural
 
 if TYPE_CHECKING:
@@ -53,8 +55,9 @@ class CollectiveTimes(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """The answer for every size."""
         assumed = self.measured is not None and not self.measured.named
-        group = {"cluster": self.cluster.name, "ranks": self.cluster.devices, "kind": self.kind, "fit": plain(self.fit)}
-        return {**group, "fit_kind_assumed": assumed, "sizes": plain(self.sizes), "reigns": plain(self.ruled)}
+        group = {"cluster": self.cluster.name, "ranks": self.cluster.devices, "kind": self.kind, "fit": self.fit}
+        found = {**group, "fit_kind_assumed": assumed, "sizes": self.sizes, "reigns": self.ruled}
+        return dict(json_values(found))
 
 
 def collective(
@@ -160,10 +163,10 @@ def _read_measurements(name: str, kind: Operation, cluster: Cluster) -> Measured
 
     path = Path(name)
     try:
-        with path.open("rb") as stream:
-            text = stream.read(MOST_FILE_BYTES).decode("utf-8", errors="replace")
-    except OSError as error:
-        raise mistake(f"--fit {name}", f"cannot be read: {error.strerror or error}", fix="name a text file") from None
+        text = read_bounded(path, MOST_FILE_BYTES).decode("utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise mistake(f"--fit {name}", what, fix="name a text file") from None
     return read_points(text, where=f"--fit {name}", operation=kind, ranks=cluster.devices)
 
 

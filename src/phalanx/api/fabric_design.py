@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.fabric_traffic import named_fabric
+from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import Problem, UserError, mistake
+from phalanx.io.codec import json_values
 from phalanx.units import parse_count
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.decisions import Decisions
     from phalanx.network.fabric.design import Design, DesignRequest
+    from phalanx.network.fabric.design_verdict import DesignVerdict, Prices
     from phalanx.network.fabric.fabric_types import Fabric, Switch
-    from phalanx.network.fabric.verdict import DesignVerdict, Prices
     from phalanx.plan.plan import Plan
 
 WHERE = "phalanx fabric design"
@@ -46,8 +47,8 @@ class FabricDesigns(PublicResult):
 
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
+        from phalanx.network.fabric.design_verdict import show_verdict
         from phalanx.network.fabric.fabric_text import folded, show_designs
-        from phalanx.network.fabric.verdict import show_verdict
 
         parts = []
         if self.verdict is not None:
@@ -58,14 +59,14 @@ class FabricDesigns(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict, the steps of the job, and every design."""
-        from phalanx.network.fabric.verdict import show_verdict
+        from phalanx.network.fabric.design_verdict import show_verdict
 
         steps = self.job
         return {
-            "verdict": plain(self.verdict),
+            "verdict": json_values(self.verdict),
             "verdict_text": show_verdict(self.verdict) if self.verdict is not None else None,
-            "job": None if steps is None else {"job": steps.job, "layout": steps.layout, "steps": plain(steps.rows)},
-            "designs": [{**_plain_dict(one), "fabric": fabric_values(one.fabric)} for one in self.designs],
+            "job": steps and {"job": steps.job, "layout": steps.layout, "steps": json_values(steps.rows)},
+            "designs": [{**json_values(one), "fabric": fabric_values(one.fabric)} for one in self.designs],
         }
 
     @property
@@ -118,7 +119,7 @@ def design(
     True
     """
     from phalanx.network.fabric.design import DesignRequest, design_fabrics
-    from phalanx.network.fabric.verdict import choose_design
+    from phalanx.network.fabric.design_verdict import choose_design
 
     if top < 1:
         raise mistake(WHERE, f"--top {top} shows nothing", fix="use 1 or more")
@@ -162,7 +163,7 @@ def design(
 
 
 def _unit_prices(weights: dict[str, float | None]) -> Prices:
-    from phalanx.network.fabric.verdict import Prices, check_prices
+    from phalanx.network.fabric.design_verdict import Prices, check_prices
 
     prices = Prices(**{name: value for name, value in weights.items() if value is not None})
     check_prices(prices, where=WHERE)
@@ -189,13 +190,7 @@ def fabric_values(fabric: Fabric) -> dict[str, Any]:
         "paths": fabric.paths,
         "hosts_one_switch_away": fabric.hosts_per_t0,
     }
-    return {**_plain_dict(fabric), **_plain_dict(derived)}
-
-
-def _plain_dict(value: object) -> dict[str, Any]:
-    made = plain(value)
-    assert isinstance(made, dict)
-    return made
+    return {**json_values(fabric), **derived}
 
 
 # ---- the step of a job -----------------------------------------------------------------------------------------------
@@ -224,7 +219,8 @@ class JobSteps:
 
     def text(self) -> str:
         """A table, quickest first."""
-        from phalanx.network.fabric.fabric_text import percent, table
+        from phalanx.io.tables import folded_table
+        from phalanx.network.fabric.fabric_text import percent
         from phalanx.units import format_seconds
 
         best = min(row.step_s for row in self.rows)
@@ -239,7 +235,7 @@ class JobSteps:
             )
             for row in sorted(self.rows, key=lambda one: one.step_s)
         ]
-        return table([head, *rows])
+        return folded_table([head, *rows])
 
 
 def _job_plan(job: AnyJob, overrides: Overrides, cluster: str | None, tell: Tell) -> Plan:
@@ -291,7 +287,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
 def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     """One of each kind, by what it costs over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
-    from phalanx.network.fabric.verdict import choose_design
+    from phalanx.network.fabric.design_verdict import choose_design
 
     kinds: dict[tuple[float, int, bool], list[Design]] = {}
     for one in found:
@@ -306,7 +302,7 @@ def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
 
 
 def _step(plan: Plan, fabric: Fabric) -> JobStep:
-    from phalanx.sim.step.report import step_report
+    from phalanx.sim.step.step_report import step_report
 
     report = step_report(plan, fabric)
     slowest = min(report.paths, key=lambda path: path.share, default=None)
@@ -340,7 +336,7 @@ class FabricDecisions(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers."""
-        return {**_plain_dict(self.decisions), "fabric": fabric_values(self.decisions.fabric)}
+        return {**json_values(self.decisions), "fabric": fabric_values(self.decisions.fabric)}
 
     def picture(self) -> str:
         """The three decisions as an SVG."""
@@ -410,12 +406,12 @@ class FabricPage(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Parts, bill, what a failure takes, and failures per day."""
-        from phalanx.network.fabric.bill import fabric_bill, failure_loss
+        from phalanx.network.fabric.fabric_bill import fabric_bill, failure_loss
         from phalanx.network.fabric.failure_budget import failure_budget
 
         one = self.fabric
         values = {"bill": fabric_bill(one), "loss": failure_loss(one), "budget": failure_budget(one)}
-        return {"fabric": fabric_values(one), **_plain_dict(values)}
+        return {"fabric": fabric_values(one), **json_values(values)}
 
 
 def show(fabric: str | Path, *, tell: Tell = silent) -> FabricPage:
@@ -439,7 +435,8 @@ class FabricCatalogue(PublicResult):
 
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
-        from phalanx.network.fabric.fabric_text import folded, money, table
+        from phalanx.io.tables import folded_table
+        from phalanx.network.fabric.fabric_text import folded, money
 
         fabrics = [(f"  {name}", spec, source) for name, (spec, source) in self.fabrics.items()]
         boxes = [
@@ -454,12 +451,12 @@ class FabricCatalogue(PublicResult):
             for one in self.switches
         ]
         head = "switches (power without optics, list price, how far both can be trusted)"
-        return folded(f"fabrics\n{table(fabrics, left=3)}\n\n{head}\n{table(boxes, left=2)}", width)
+        return folded(f"fabrics\n{folded_table(fabrics, left=3)}\n\n{head}\n{folded_table(boxes, left=2)}", width)
 
     def to_dict(self) -> dict[str, Any]:
         """Names with what they stand for."""
         names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in self.fabrics.items()]
-        return {"fabrics": names, "switches": plain(self.switches)}
+        return {"fabrics": names, "switches": json_values(self.switches)}
 
 
 def catalogue() -> FabricCatalogue:

@@ -1,45 +1,28 @@
-"""Traffic on a fabric: whole or with failed parts, by the fluid or the packet engine, and as files of htsim."""
+"""Traffic on a fabric, whole or with failed parts, by the fluid or the packet engine; ways of recovery compared."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api import fabric_text as text
-from phalanx.api.results import INTERRUPTED, PublicResult, Tell, plain, silent
+from phalanx.api import traffic_text as text
+from phalanx.api.fabric_inputs import FabricTraffic, load_fabric, load_matrix, load_traffic, says_bytes
+from phalanx.api.results import INTERRUPTED, PublicResult, Tell, silent
 from phalanx.errors import mistake
-from phalanx.io.visible import one_line
-from phalanx.units import format_bytes, format_seconds, parse_count, plural
+from phalanx.io.codec import json_values
+from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.fabric_types import Fabric
     from phalanx.sim.compare_recovery import RecoveryQuestion, RecoveryRun
     from phalanx.sim.fabric_failures import FabricBreak, Scenario
-    from phalanx.sim.packets.schedule import Schedule
-    from phalanx.sim.traffic_matrix import Flows
 
 TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
 ENGINES = ("fluid", "packets")
-TRAFFIC, NBYTES = "permutation", "2M"
 CPU_S = 600.0
 ANNOUNCED_S = 10.0  # a simulation that takes longer is announced
-
-_JOB = re.compile(r"^(?P<file>.+\.toml)(?::(?P<axis>[a-z_-]+))?$", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FabricTraffic:
-    """Flows, what they are called, when they start, what fails in their file, and what of it is not simulated."""
-
-    name: str
-    flows: Flows
-    schedule: Schedule | None = None  # None: together
-    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
-    failed: tuple[str, ...] = ()
-    not_mapped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,118 +52,6 @@ class TrafficCall:
     each_plane: bool
     cpu: float | None
     tell: Tell
-
-
-def load_fabric(name: str) -> tuple[Fabric, tuple[str, ...]]:
-    """The fabric a text names, and what of its file it cannot hold."""
-    if name.strip().lower().endswith(".topo"):
-        from phalanx.sim.htsim.topology import read_topo
-
-        topo = read_topo(Path(name.strip()))
-        return topo.fabric, topo.not_mapped
-    from phalanx.network.fabric.fabric_file import parse_fabric
-
-    return parse_fabric(name), ()
-
-
-def named_fabric(name: str, tell: Tell = silent) -> Fabric:
-    """The same for pages that have no place for what a file's fabric leaves out: it is told."""
-    fabric, said = load_fabric(name)
-    for one in said:
-        tell(f"{name.strip()}: not mapped: {one}")
-    return fabric
-
-
-def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric, tell: Tell) -> FabricTraffic:
-    """By name, or from a CSV matrix or a job."""
-    from phalanx.sim.traffic_matrix import INCAST, named_traffic
-
-    if seed < 0:  # numpy would refuse it
-        raise mistake("--seed", f"{seed} is below zero", fix="use 0 or more")
-    name = name or TRAFFIC
-    if says_bytes(name):
-        return _traffic_file(name.strip(), nbytes, fabric, tell)
-    try:
-        size = parse_count(nbytes or NBYTES)
-    except ValueError as error:
-        raise mistake("--bytes", f"{error}"[:160], fix="write it as 2M or 2000000") from None
-    made = named_traffic(name, fabric, size, seed=seed)
-    return FabricTraffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
-
-
-def load_matrix(call: TrafficCall, fabric: Fabric) -> FabricTraffic:
-    """From a .cm file."""
-    from phalanx.sim.htsim.connection_matrix import read_cm
-
-    if call.traffic or call.nbytes:
-        raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
-    path = Path(str(call.cm))
-    matrix = read_cm(path)
-    if matrix.nodes > fabric.hosts:
-        what = f"{matrix.nodes:,} nodes, but {fabric.name} has {fabric.hosts:,} hosts"
-        raise mistake(str(call.cm), what, fix="use a larger fabric, or the .topo file of this matrix")
-    # The fluid engine and comparisons have no clock of starts.
-    timed = call.engine == "packets" and not call.compare
-    return FabricTraffic(
-        name=one_line(path.name),
-        flows=matrix.flows(),
-        schedule=matrix.schedule() if timed else None,
-        failed=matrix.failed(),
-        not_mapped=matrix.not_mapped(timed=timed),
-    )
-
-
-def says_bytes(name: str) -> bool:
-    """Whether traffic is named by a file, which also says how much is sent: a CSV matrix, or a job."""
-    return re.search(r"\.(csv|toml(:[a-z_-]+)?)$", name.strip().lower()) is not None
-
-
-def _traffic_file(name: str, nbytes: str | None, fabric: Fabric, tell: Tell) -> FabricTraffic:
-    if nbytes:
-        raise mistake("--bytes", f"{name[:80]} already says who sends how much", fix="leave out --bytes")
-    if name.lower().endswith(".csv"):
-        from phalanx.sim.traffic_matrix import read_matrix
-
-        return FabricTraffic(name=one_line(Path(name).name), flows=read_matrix(Path(name), fabric.hosts))
-    return FabricTraffic(name=one_line(Path(name).name), flows=_plan_flows(name, fabric, tell))
-
-
-def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
-    """What the collectives of a job's plan send in a step: one axis, or all that leave a fast domain, together."""
-    import numpy as np
-
-    from phalanx.job.load import load
-    from phalanx.plan.make import plan as make_plan
-    from phalanx.sim.plan_flows import plan_collectives
-    from phalanx.sim.traffic_matrix import flows
-
-    match = _JOB.match(name.strip())
-    assert match is not None, "says_bytes() said so"
-    plan = make_plan(load(match["file"]), hopeless=True)
-    if plan.layout.devices > fabric.hosts:
-        what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
-        raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
-    sent = {
-        one.axis.replace(" ", "-"): (one.operation, one.flows)
-        for one in plan_collectives(plan)
-        if one.flows is not None
-    }
-    if not sent:
-        what = f"nothing of {match['file']} leaves a fast domain"
-        raise mistake("--traffic", what, fix="use a plan of several hosts")
-    if match["axis"] and match["axis"].lower() not in sent:
-        what = f"the axis {match['axis'][:20]} sends nothing between hosts"
-        raise mistake("--traffic", what, fix="use " + " or ".join(f"{match['file']}:{axis}" for axis in sent))
-    wanted = match["axis"].lower() if match["axis"] else None
-    picked = {axis: one for axis, one in sent.items() if wanted in (None, axis)}
-    for axis, (operation, one) in picked.items():
-        tell(f"{axis}: {operation}, {plural(len(one), 'flow')}, {format_bytes(float(one.nbytes.sum()))} in a step")
-    every = [one for _, one in picked.values()]
-    return flows(
-        np.concatenate([one.source for one in every]),
-        np.concatenate([one.target for one in every]),
-        np.concatenate([one.nbytes for one in every]),
-    )
 
 
 # ---- simulate --------------------------------------------------------------------------------------------------------
@@ -275,7 +146,10 @@ def simulate(
         call = _with_usual_bytes(call, found)
     if scenario is not None:
         return _simulate_scenarios(call, found)
-    sent = load_matrix(call, found) if call.cm else load_traffic(call.traffic, call.nbytes, seed, found, tell)
+    if call.cm:  # the fluid engine and comparisons have no clock of starts
+        sent = load_matrix(Path(call.cm), found, timed=engine == "packets" and not compare)
+    else:
+        sent = load_traffic(call.traffic, call.nbytes, seed, found, tell)
     sent = replace(sent, not_mapped=said + sent.not_mapped)
     if compare:
         return _simulate_comparison(call, found, sent)
@@ -299,6 +173,8 @@ def _check_call(call: TrafficCall) -> None:
         value = getattr(call, name)
         if value == "" or (isinstance(value, tuple) and "" in value):
             raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
+    if call.cm and (call.traffic or call.nbytes):
+        raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
     if not call.cm:  # its file may name parts too
         faults_of(FabricBreak(failed=call.fail, left=call.left, loss=call.loss or 0.0))
     if call.engine == "fluid":
@@ -424,13 +300,7 @@ def _one_simulation(
 ) -> TrafficSimulation:
     lines = [page, *text.incast_text(traffic), *text.notes_text(notes), *text.not_mapped_text(said)]
     values = {**found, "notes": notes, "not_mapped": said}
-    return TrafficSimulation(page="\n".join(lines), values=_plain_dict(values), interrupted=interrupted)
-
-
-def _plain_dict(values: dict[str, Any]) -> dict[str, Any]:
-    found = plain(values)
-    assert isinstance(found, dict)
-    return found
+    return TrafficSimulation(page="\n".join(lines), values=json_values(values), interrupted=interrupted)
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -452,7 +322,7 @@ def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraff
         text.job_hint(call.fabric, question.broken.failed, loss=question.broken.loss > 0),
     ]
     values = {"compare": found, "notes": notes, "not_mapped": traffic.not_mapped}
-    return TrafficSimulation(page="\n".join(lines), values=_plain_dict(values), interrupted=interrupted)
+    return TrafficSimulation(page="\n".join(lines), values=json_values(values), interrupted=interrupted)
 
 
 def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
@@ -483,7 +353,7 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
         hint = f"  step time of a job: phalanx sim JOB --fabric {call.fabric} --break t1"
         head = [text.lines_text(done)]
     page = "\n".join([*head, *text.notes_text(notes), hint])
-    return TrafficSimulation(page=page, values=_plain_dict(values), interrupted=interrupted)
+    return TrafficSimulation(page=page, values=json_values(values), interrupted=interrupted)
 
 
 def _recovery_question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> RecoveryQuestion:
@@ -570,60 +440,3 @@ def _tell_beside(one: dict[str, Any], tell: Tell) -> None:
         tell(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(over_s)}")
     if one["stopped"]:
         tell(f"stopped ({one['stopped']}): {one['finished_flows']:,} of {one['flows']:,} flows are finished")
-
-
-# ---- export ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class HtsimFiles(PublicResult):
-    """A fabric and its traffic as files of htsim, and what they do not hold."""
-
-    fabric: str
-    files: tuple[dict[str, Any], ...]
-    not_mapped: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = []
-        for one in self.files:
-            rest = ", ".join(f"{value:,} {key}" for key, value in one.items() if key != "file")
-            lines.append(f"wrote {one['file']}: {rest}")
-        return "\n".join([*lines, *text.not_mapped_text(self.not_mapped)])
-
-
-def export(
-    fabric: str | Path,
-    *,
-    topo: str | Path | None = None,
-    cm: str | Path | None = None,
-    traffic: str | None = None,
-    nbytes: str | int | None = None,
-    seed: int = 0,
-    tell: Tell = silent,
-) -> HtsimFiles:
-    """Write a fabric (.topo) and its traffic (.cm) for the packet simulator htsim."""
-    from phalanx.io.files import write_text
-    from phalanx.sim.htsim.connection_matrix import matrix_of, write_cm
-    from phalanx.sim.htsim.topology import write_topo
-
-    where = "phalanx fabric export"
-    if not topo and not cm:
-        raise mistake(where, "nothing to write", fix="add --topo FILE.topo, --cm FILE.cm or both")
-    if not cm and (traffic or nbytes):
-        raise mistake(where, "traffic, but no file for it", fix="add --cm FILE.cm")
-    found, said = load_fabric(str(fabric))
-    made = write_topo(found)
-    said += made.not_mapped
-    files: list[dict[str, Any]] = []
-    matrix_text, connections = "", 0
-    if cm:
-        sent = load_traffic(traffic, str(nbytes) if nbytes is not None else None, seed, found, tell)
-        matrix, changed = matrix_of(sent.flows, made.nodes, parts=found.planes)
-        matrix_text, said, connections = write_cm(matrix), said + changed, len(sent.flows)
-    if topo:
-        write_text(Path(topo), made.text, fix="name another --topo")
-        files.append({"file": str(topo), "nodes": made.nodes, "tiers": found.tiers})
-    if cm:
-        write_text(Path(cm), matrix_text, fix="name another --cm")
-        files.append({"file": str(cm), "nodes": made.nodes, "connections": connections})
-    return HtsimFiles(fabric=found.name, files=tuple(files), not_mapped=said)

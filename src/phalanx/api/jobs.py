@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import Overrides, PublicResult, Tell, warn
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.load import load as load_file
 from phalanx.job.schema import Job
@@ -106,7 +107,7 @@ class JobTable(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Path, job, origins, and values that follow from others."""
-        from phalanx.api.results import plain
+        from phalanx.io.codec import json_values
         from phalanx.job.load import job_to_dict, job_to_rows
 
         tokens = auto_tokens(self.resolved)
@@ -116,7 +117,7 @@ class JobTable(PublicResult):
             "origins": {key: origin for key, _, origin in job_to_rows(self.resolved)},
             "derived": {"data.tokens": tokens} if tokens else {},
         }
-        return shown if self.run is None else {**shown, "communication": plain(self.communication)}
+        return shown if self.run is None else {**shown, "communication": json_values(self.communication)}
 
 
 def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
@@ -151,15 +152,13 @@ def job_table(resolved: ResolvedJob) -> str:
     if tokens := auto_tokens(resolved):
         note = f"{TOKENS_PER_PARAMETER} per parameter: {tokens:_}"
         rows = [(key, value, f"{origin}; {note}" if key == "data.tokens" else origin) for key, value, origin in rows]
-    key_width = max(len(key) for key, _, _ in rows)
-    value_width = max(len(value) for _, value, _ in rows)
     lines: list[str] = []
     section = ""
-    for key, value, origin in rows:
+    for (key, _, _), line in zip(rows, text_table(rows), strict=True):
         if "." in key and key.partition(".")[0] != section:
             section = key.partition(".")[0]
             lines.append("")
-        lines.append(f"{key:<{key_width}}  {value:<{value_width}}  {origin}".rstrip())
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -254,8 +253,7 @@ def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
     if model != TINY:
         steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")
         steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
-    width = max(len(command) for command, _ in steps)
-    return [f"{command:<{width}}  # {why}" for command, why in steps]
+    return text_table([(command, f"# {why}") for command, why in steps])
 
 
 def _write_new(path: Path, text: str, *, force: bool) -> None:

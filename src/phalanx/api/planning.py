@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, look_at_files, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent
 from phalanx.errors import mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import json_values
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.units import plural
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.plan.text import PlanDifference
     from phalanx.validate.calibration_report import CalibrationReport as CalibrationReport
     from phalanx.validate.network_score import NetworkCard
-    from phalanx.validate.throughput_score import Prediction as RowPrediction
+    from phalanx.validate.throughput_score import RowPrediction as RowPrediction
     from phalanx.validate.throughput_score import Scorecard
 
 MOST_COMPARED = 8
@@ -91,7 +92,7 @@ class PlanComparison(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The differences, and every plan whole."""
-        return {"differences": plain(self.differences), "plans": [one.to_dict() for one in self.plans]}
+        return {"differences": json_values(self.differences), "plans": [one.to_dict() for one in self.plans]}
 
 
 def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanComparison:
@@ -117,9 +118,7 @@ class CalibrationResult(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The fit."""
-        found = plain(self.report)
-        assert isinstance(found, dict)
-        return found
+        return dict(json_values(self.report))
 
     def write(self, path: str | Path) -> None:
         """Write the file that `plan` reads."""
@@ -151,11 +150,12 @@ class Backtest(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The scores, and every prediction."""
-        return {
-            "scorecard": plain(self.scorecard),
+        found = {
+            "scorecard": self.scorecard,
             "calibrated_on_rows": self.calibrated_on,
-            "predictions": plain(self.predictions),
+            "predictions": self.predictions,
         }
+        return dict(json_values(found))
 
     def write(self, path: str | Path) -> None:
         """Write the predictions as CSV."""
@@ -177,9 +177,7 @@ class NetworkBacktest(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The scores of every claim."""
-        found = plain(self.card)
-        assert isinstance(found, dict)
-        return found
+        return dict(json_values(self.card))
 
     @property
     def exit_code(self) -> int:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, override_texts, read_job
-from phalanx.api.results import Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import mistake
 from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import json_values
 from phalanx.job.schema import Job, PluginReferences
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class VerifyResult(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict and every comparison."""
-        return {"proven": self.holds, "proof": plain(self.proof)}
+        return {"proven": self.holds, "proof": json_values(self.proof)}
 
     @property
     def exit_code(self) -> int:
@@ -201,7 +202,7 @@ class Trace(PublicResult):
             pages.append(text.render_rank(self.ranks[0]))
         else:
             fullest = max(self.ranks, key=lambda trace: trace.peak.nbytes)
-            pages.append("\n".join(["RANKS", text.SHORT_HEAD, *(text.render_short(trace) for trace in self.ranks), ""]))
+            pages.append("\n".join(["RANKS", *text.render_ranks(self.ranks), ""]))
             pages.append("FULLEST: " + text.render_rank(fullest) + "\n")
             meet = "the traced ranks meet in every operation"
             pages.append(f"HANG: {self.hang.render()}" if self.hang is not None else meet)
@@ -215,37 +216,30 @@ class Trace(PublicResult):
         """Per rank: its place, messages, FLOPs, peak memory; then hang, fit and differences from the plan."""
         from phalanx.train.tracing.log import message_rows
 
-        def dictionary(value: object) -> dict[str, Any]:
-            found = plain(value)
-            assert isinstance(found, dict)
-            return found
-
         ranks = [
             {
                 "rank": trace.rank,
-                "place": {axis: list(place) for axis, place in trace.place.items()},
-                "stages": plain(trace.stages),
-                "layers": plain(trace.layers),
+                "place": trace.place,
+                "stages": trace.stages,
+                "layers": trace.layers,
                 "operations": len(trace.operations),
-                "messages": [plain(row) for row in message_rows(trace)],
-                "flops": plain(trace.flops),
-                "peak": plain(trace.peak),
+                "messages": message_rows(trace),
+                "flops": trace.flops,
+                "peak": trace.peak,
                 "seconds": trace.seconds,
                 "rss_bytes": trace.rss_bytes,
             }
             for trace in self.ranks
         ]
-        return {
+        found = {
             "layout": self.plan.layout.name,
             "devices": self.plan.layout.devices,
             "ranks": ranks,
             "hang": None if self.hang is None else self.hang.render(),
-            "fit": None if self.fit is None else {**dictionary(self.fit), "fits": self.fit.fits},
-            "against_plan": [
-                {**dictionary(line), "difference": plain(line.difference), "agrees": line.agrees}
-                for line in self.against_plan
-            ],
+            "fit": self.fit,
+            "against_plan": self.against_plan,
         }
+        return dict(json_values(found))
 
     def log_lines(self) -> Iterator[str]:
         """Every operation of every traced rank, one JSON object per line."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem
+from phalanx.io.codec import json_values
 from phalanx.io.notebook import one_line_repr, text_as_html
 
 Tell = Callable[[str], None]  # takes a line of progress or advice; the command line prints it on stderr
@@ -39,9 +37,7 @@ class PublicResult(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""
-        found = plain(self)
-        assert isinstance(found, dict)
-        return found
+        return dict(json_values(self))
 
     @property
     def exit_code(self) -> int:
@@ -53,23 +49,6 @@ class PublicResult(ABC):
 
     def _repr_html_(self) -> str:
         return text_as_html(str(self))
-
-
-def plain(value: object) -> object:
-    """A value as JSON can hold it: dataclasses become objects, infinities and NaN null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return str(value)
-    # numpy scalars and arrays, without importing numpy to ask
-    to_list = getattr(value, "tolist", None)
-    return plain(to_list()) if callable(to_list) else value
 
 
 def own_version() -> str:

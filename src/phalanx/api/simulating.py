@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.fabric_traffic import named_fabric
+from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, plain, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.types import Cluster
+from phalanx.io.codec import json_values
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
 from phalanx.units import HOUR_S, plural
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx.sim.months.recovery_table import RecoveryTableRow
     from phalanx.sim.months.simulate_run import RunOutcome
     from phalanx.sim.step.breaks import Aftermath
-    from phalanx.sim.step.report import StepReport
+    from phalanx.sim.step.step_report import SimulatedStep
 
 WHERE = "phalanx sim"
 BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
@@ -155,7 +156,7 @@ class StepSimulation(PublicResult):
     """One step of a plan on a fabric, and what a failed part does to it."""
 
     plan: Plan
-    report: StepReport
+    report: SimulatedStep
     broken: str | None
     aftermath: tuple[Aftermath, ...]
     interrupted: bool
@@ -171,11 +172,11 @@ class StepSimulation(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """Everything but the spans, which `write_trace` writes; seconds of every stage by part."""
         report = self.report
-        made = {item.name: plain(getattr(report, item.name)) for item in fields(report) if item.name != "timeline"}
-        made["stages_s"] = plain(report.timeline.device_s)
+        made = {item.name: getattr(report, item.name) for item in fields(report) if item.name != "timeline"}
+        made["stages_s"] = report.timeline.device_s
         if self.broken is not None:
-            made |= {"break": self.broken, "aftermath": plain(self.aftermath)}
-        return made
+            made |= {"break": self.broken, "aftermath": self.aftermath}
+        return dict(json_values(made))
 
     @property
     def exit_code(self) -> int:
@@ -185,7 +186,7 @@ class StepSimulation(PublicResult):
     def write_trace(self, path: str | Path) -> str:
         """Write the timeline for ui.perfetto.dev; returns what was written, in words."""
         from phalanx.io.files import write_text
-        from phalanx.sim.step.trace import MOST_EVENTS, trace_json
+        from phalanx.sim.step.trace_file import MOST_EVENTS, trace_json
 
         link = self.plan.cluster.accelerator.link
         write_text(Path(path), trace_json(self.report, link=link), fix="name another --trace")
@@ -196,16 +197,16 @@ class StepSimulation(PublicResult):
 
 def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell) -> StepSimulation:
     """Both ways of recovering from a failure, or those that Ctrl-C left finished."""
+    from phalanx.sim.step.axis_paths import PathTransport, derived_fabric
     from phalanx.sim.step.breaks import aftermath, broken
-    from phalanx.sim.step.paths import Transport, derived_fabric
-    from phalanx.sim.step.report import step_report
+    from phalanx.sim.step.step_report import step_report
 
     if call.broken is not None:  # before anything is simulated: a fabric may lack the part
         broken(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
     seconds = plan.layout.devices / DEVICES_PER_S * (3 if call.broken else 1)
     if seconds > PROGRESS_S and fabric is not None:
         tell(f"{plural(plan.layout.devices, 'device')} on {fabric.name}: about {seconds:.0f} s")
-    report = step_report(plan, fabric, Transport(edge=call.routing != "ecmp"))
+    report = step_report(plan, fabric, PathTransport(edge=call.routing != "ecmp"))
     found: list[Aftermath] = []
     interrupted = False
     if call.broken is not None:
@@ -275,15 +276,13 @@ class MonthsForecast(PublicResult):
     interrupted: bool
 
     def __str__(self) -> str:
-        from phalanx.sim.months.text import forecast_text
+        from phalanx.sim.months.months_text import forecast_text
 
         return forecast_text(self.plan, self.policy, self.forecast)
 
     def to_dict(self) -> dict[str, Any]:
         """The forecast."""
-        found = plain(self.forecast)
-        assert isinstance(found, dict)
-        return found
+        return dict(json_values(self.forecast))
 
     @property
     def exit_code(self) -> int:
@@ -313,7 +312,7 @@ class MonthsComparison(PublicResult):
     def to_dict(self) -> dict[str, Any]:
         """Every row."""
         call = {"days": self.days, "runs": self.runs, "seed": self.seed, "devices": self.plan.layout.devices}
-        return {**call, "rows": plain(self.rows)}
+        return {**call, "rows": json_values(self.rows)}
 
     @property
     def exit_code(self) -> int:
@@ -330,7 +329,7 @@ def _network_causes(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: T
             warn([Problem(where=WHERE, what=what)], tell)
         return NetworkCauses(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
     from phalanx.network.fabric.failure_budget import sprays
-    from phalanx.sim.step.paths import check_size
+    from phalanx.sim.step.axis_paths import check_size
 
     check_size(fabric, plan.layout.devices)
     if call.planes not in (None, fabric.planes):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, plain
+from phalanx.api.results import PublicResult
+from phalanx.io.codec import json_values
 from phalanx.record.report.live import View, Watcher
 from phalanx.record.run import Run
 
@@ -155,9 +156,7 @@ class RunLook(PublicResult):
             "damage": s.damage,
             "check": self.check.as_json(),
         }
-        shown = plain(found)
-        assert isinstance(shown, dict)
-        return shown
+        return dict(json_values(found))
 
 
 def run_looks(run: Run, *, every_s: float) -> Iterator[RunLook]:

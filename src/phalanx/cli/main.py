@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.cli.signals import StopSignals
+    from phalanx.cli.signals import CommandSignals
     from phalanx.errors import PhalanxError
 
 # verb -> (module with `configure(parser)` and `run(args) -> exit code`, the public functions it prints, help)
@@ -77,9 +77,9 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE: whoever read our output had enough
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the return value is the exit code of the process."""
     try:
-        from phalanx.cli.signals import StopSignals, Terminated, die_of_sigterm
+        from phalanx.cli.signals import CommandSignals, Terminated, die_of_sigterm
 
-        stop = StopSignals()
+        stop = CommandSignals()
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop.unwound()
 
 
-def _run(stop: StopSignals, arguments: list[str]) -> int:
+def _run(stop: CommandSignals, arguments: list[str]) -> int:
     """The exit code of the verb, however it ends but by SIGTERM."""
     try:
         code = _dispatch(arguments)

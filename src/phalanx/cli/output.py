@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Iterable
 
-from phalanx.api.results import PublicResult, plain
+from phalanx.api.results import PublicResult
 from phalanx.errors import Problem
+from phalanx.io.codec import json_text
 from phalanx.io.visible import visible, visible_json
 
 
@@ -24,7 +24,7 @@ def show(result: PublicResult, *, as_json: bool) -> int:
 
 def print_json(value: object) -> None:
     """One JSON document on stdout; dataclasses become objects, infinities and NaN become null."""
-    print(visible_json(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)))
+    print(visible_json(json_text(value, indent=2)))
 
 
 def say(text: object, *, end: str = "\n", flush: bool = False) -> None:

@@ -22,7 +22,7 @@ class Terminated(BaseException):
     """SIGTERM, as KeyboardInterrupt is SIGINT: `finally` runs, and nobody takes it for an error."""
 
 
-class StopSignals:
+class CommandSignals:
     """Counts the signals that end a command; a verb that takes them itself (train, web) puts these back afterwards."""
 
     def __init__(self) -> None:

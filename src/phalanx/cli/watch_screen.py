@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from phalanx.api.watching import KnownVerdicts
-from phalanx.io.tables import sparkline, text_bar
+from phalanx.io.tables import sparkline, text_bar, two_part_bar
 from phalanx.io.values import printable
 from phalanx.record.account.summary import Pair, RankTime
 from phalanx.record.report.live import View
@@ -120,16 +120,11 @@ def _ranks(view: View, width: int) -> list[Text]:
 def _rank(one: RankTime, score: float | None, most: float, width: int, *, slow: bool) -> Text:
     room = 24 if width >= NARROW else 8
     compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
-    cells = _cells(compute / most, room)
-    drawn = "█" * cells + "░" * min(room - cells, _cells(wait / most, room))
+    drawn = two_part_bar(compute / most, wait / most, room)
     line = Text(f"{one.rank:>6}  ").append(f"{drawn:<{room}}", "red" if slow else "blue")
     line.append(f"  {format_seconds(compute):>8} {format_seconds(wait):>8}")
     line.append(f"  {score:.2f}" if score is not None else "", "bold red" if slow else "")
     return line.append(f"  {one.place}" + ("  straggler" if slow else ""), "red" if slow else "dim")
-
-
-def _cells(share: float, room: int) -> int:
-    return round(min(1.0, max(0.0, share)) * room)
 
 
 def _time(view: View, width: int) -> list[Text]:

@@ -14,7 +14,7 @@ from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.api.runs import WebAddress
+    from phalanx.api.serving import WebAddress
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -18,11 +18,8 @@ from phalanx.hardware.catalog import (
     unknown_keys,
 )
 from phalanx.hardware.cluster_defaults import assemble_cluster
-from phalanx.hardware.codec import from_dict, to_dict
 from phalanx.hardware.types import Accelerator, Cluster
 from phalanx.io.toml import TomlFile, read_toml
-
-__all__ = ["from_dict", "resolve", "to_dict"]
 
 _DOMAINS = re.compile(r"^\s*(-?\d{1,12})\s*[xX*]\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")
 _DEVICES = re.compile(r"^\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")

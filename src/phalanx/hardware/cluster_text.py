@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.cluster_defaults import usual_power_w_per_device
 from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.io.tables import text_table
 from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
 
 Rows = list[tuple[str, str]]
@@ -17,8 +18,7 @@ def cluster_page(cluster: Cluster) -> str:
 
 def table_of(title: str, rows: Rows) -> str:
     """A title and labelled lines."""
-    width = max(len(label) for label, _ in rows)
-    return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
+    return "\n".join([title, *text_table(rows, indent=2)])
 
 
 def cluster_rows(cluster: Cluster) -> Rows:
@@ -27,6 +27,9 @@ def cluster_rows(cluster: Cluster) -> Rows:
     hosts = (
         f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {gibibytes(cluster.host_memory_bytes)} each"
     )
+    per_day = cluster.failures_per_host_day * cluster.hosts
+    rate = f"{cluster.failures_per_host_day:.2g} per host and day"
+    failures_text = f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
     return [
         ("devices", f"{cluster.devices:,} x {device.name} ({device.vendor} {device.family})"),
         ("peak", _peaks(device)),
@@ -35,7 +38,7 @@ def cluster_rows(cluster: Cluster) -> Rows:
         ("fast domain", _domain_text(cluster)),
         ("network", _network_text(cluster)),
         ("hosts", hosts),
-        ("failures", _failures_text(cluster)),
+        ("failures", failures_text),
         ("price", _price_text(cluster)),
         ("power", _power_text(cluster)),
         ("disk", f"{format_bytes(cluster.disk_bytes_per_s)}/s per host" if cluster.disk_bytes_per_s else "not given"),
@@ -75,12 +78,6 @@ def _network_text(cluster: Cluster) -> str:
     gbps = cluster.nic_bytes_per_s * 8 / 1e9
     latency = format_seconds(cluster.nic_latency_s)
     return f"{plural(cluster.domains, 'domain')}, {gbps:,.4g} Gb/s per device each way, {latency} a step"
-
-
-def _failures_text(cluster: Cluster) -> str:
-    per_day = cluster.failures_per_host_day * cluster.hosts
-    rate = f"{cluster.failures_per_host_day:.2g} per host and day"
-    return f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
 
 
 def _price_text(cluster: Cluster) -> str:

@@ -10,33 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Rate = Annotated[float, Meta(gt=0)]  # finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuRates:
     """Seconds of one core for one unit of each kind of work, while all cores are busy; `cores` can be used."""
 
-    cores: float
-    matmul_s: float = 1.0 / 110e9  # per FLOP; these are of a 2.5 GHz Xeon with AVX-512 and torch 2.13
-    attention_s: float = 1.0 / 50e9  # per FLOP of fused attention, causal half only
-    element_s: float = 1e-7  # per token and unit of the hidden width: norms, residuals, rotation, activation function
-    logit_s: float = 1.4e-8  # per logit: loss, forward and backward
-    layer_s: float = 2e-3  # issuing a layer's operations, forward and backward
-    split_s: float = 2e-2  # the same for split tensors, beside that: each operation is dispatched by DTensor in Python
-    micro_s: float = 1.3e-3  # the same around the layers, per micro-batch
-    step_s: float = 2e-3  # per step: norm, clipping, records
-    parameter_s: float = 5e-9  # updating a parameter
-    message_s: float = 1.5e-4  # one hop of a collective
-    byte_s: float = 1e-9  # sending a byte
-    unit_s: float = 1e-3  # one gather or scatter of a sharded layer (ZeRO), beside its messages
-    stage_s: float = 2e-3  # a micro-batch's passage through a pipeline stage, beside its messages
-    thread_gain: float = 0.8  # log2 of the speed-up by a second thread
+    cores: Rate
+    matmul_s: Rate = 1.0 / 110e9  # per FLOP; these are of a 2.5 GHz Xeon with AVX-512 and torch 2.13
+    attention_s: Rate = 1.0 / 50e9  # per FLOP of fused attention, causal half only
+    element_s: Rate = 1e-7  # per token and unit of the hidden width: norms, residuals, rotation, activation function
+    logit_s: Rate = 1.4e-8  # per logit: loss, forward and backward
+    layer_s: Rate = 2e-3  # issuing a layer's operations, forward and backward
+    split_s: Rate = 2e-2  # the same for split tensors, beside that: each operation is dispatched by DTensor in Python
+    micro_s: Rate = 1.3e-3  # the same around the layers, per micro-batch
+    step_s: Rate = 2e-3  # per step: norm, clipping, records
+    parameter_s: Rate = 5e-9  # updating a parameter
+    message_s: Rate = 1.5e-4  # one hop of a collective
+    byte_s: Rate = 1e-9  # sending a byte
+    unit_s: Rate = 1e-3  # one gather or scatter of a sharded layer (ZeRO), beside its messages
+    stage_s: Rate = 2e-3  # a micro-batch's passage through a pipeline stage, beside its messages
+    thread_gain: Rate = 0.8  # log2 of the speed-up by a second thread
 
 
 PRIOR_SIGMA = {

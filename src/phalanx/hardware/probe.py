@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import queue
 import re
@@ -20,10 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from msgspec import Meta
 
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.types import Machine
+from phalanx.io.codec import from_json_values, json_text, json_values
 from phalanx.io.files import read_text, replace_text
 from phalanx.units import MIB, format_bytes
 
@@ -216,27 +217,32 @@ def _worker_failure(folder: Path, what: str, ranks: Sequence[int]) -> SystemFail
 VERSION = 1
 
 
+Text = Annotated[str, Meta(max_length=500)]
+Size = Annotated[int, Meta(ge=0, le=10**30)]
+Quantity = Annotated[float, Meta(ge=0, le=1e30)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineProfile:
     """Measured rates of one device (a core or a GPU) while all devices of the machine work; 0 is "not measured"."""
 
-    hostname: str
-    taken_at: str  # ISO 8601, UTC
-    engine: str  # "numpy 2.4.6", "torch 2.11.0"
-    device: str  # "cpu" or "cuda"
-    device_name: str
-    ranks: int
-    precision: str  # of the matmul: "fp32" on CPUs, "bf16" on GPUs
-    matmul_flops: float  # best over sizes
-    matmul_by_size: tuple[tuple[int, float], ...]  # (n, FLOP/s) of n x n x n
-    memory_bytes_per_s: float
-    launch_s: float
-    backend: str  # "tcp", "gloo", "nccl" or "" when there was one device
-    link_latency_s: float
-    link_bytes_per_s: float
-    all_reduce: tuple[tuple[int, float], ...]  # (bytes, seconds) behind the two fitted figures
-    disk_bytes_per_s: float
-    seconds: float  # how long the probe took
+    hostname: Text
+    taken_at: Text  # ISO 8601, UTC
+    engine: Text  # "numpy 2.4.6", "torch 2.11.0"
+    device: Text  # "cpu" or "cuda"
+    device_name: Text
+    ranks: Annotated[int, Meta(ge=1, le=10**7)]
+    precision: Text  # of the matmul: "fp32" on CPUs, "bf16" on GPUs
+    matmul_flops: Quantity  # best over sizes
+    matmul_by_size: tuple[tuple[Size, Quantity], ...]  # (n, FLOP/s) of n x n x n
+    memory_bytes_per_s: Quantity
+    launch_s: Quantity
+    backend: Text  # "tcp", "gloo", "nccl" or "" when there was one device
+    link_latency_s: Quantity
+    link_bytes_per_s: Quantity
+    all_reduce: tuple[tuple[Size, Quantity], ...]  # (bytes, seconds) behind the two fitted figures
+    disk_bytes_per_s: Quantity
+    seconds: Quantity  # how long the probe took
 
 
 def usual_path(hostname: str, environ: Mapping[str, str]) -> Path:
@@ -248,7 +254,7 @@ def usual_path(hostname: str, environ: Mapping[str, str]) -> Path:
 
 def save_profile(profile: MachineProfile, path: Path, *, folders: bool = False) -> None:
     """Write the whole file or nothing; `folders` makes those that lead to it, for a place Phalanx chose itself."""
-    text = json.dumps({"version": VERSION, **dataclasses.asdict(profile)}, indent=1, allow_nan=False) + "\n"
+    text = json_text({"version": VERSION, **json_values(profile)}, indent=1) + "\n"
     try:
         if folders:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,32 +276,5 @@ def load_profile(path: Path) -> MachineProfile:
     if not isinstance(data, dict) or data.get("version") != VERSION:
         found = data.get("version") if isinstance(data, dict) else None
         raise mistake(str(path), f"has profile version {str(found)[:20]}, not {VERSION}", fix=again)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(MachineProfile):
-        value = data.get(field.name)
-        if not _fits_kind(str(field.type), value):
-            raise mistake(
-                str(path), f"{field.name} = {str(value)[:40]} is wrong", why="the profile is damaged", fix=again
-            )
-        values[field.name] = (
-            tuple((int(first), float(second)) for first, second in value) if isinstance(value, list) else value
-        )
-    return MachineProfile(**values)
-
-
-def _fits_kind(kind: str, value: object) -> bool:
-    if kind == "str":
-        return isinstance(value, str) and len(value) <= 500
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1e7
-    if kind == "float":
-        return _is_positive(value)
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and _is_positive(pair[0]) and _is_positive(pair[1]) for pair in value
-    )
-
-
-def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e30 and math.isfinite(value)
-    )
+    values = {name: value for name, value in data.items() if name != "version"}
+    return from_json_values(MachineProfile, values, str(path), noun="profile", fix=again)

@@ -110,7 +110,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class ProbeTask:
     """What one worker is told."""
 
     rank: int
@@ -120,7 +120,7 @@ class Task:
     seconds: float  # for all measurements of the worker together
 
 
-class Engine(Protocol):
+class ProbeEngine(Protocol):
     """One device's operations, each returned ready to be called and timed."""
 
     name: str
@@ -173,9 +173,9 @@ SIZES = {
 }
 
 
-def serve_probe(make_engine: Callable[[Task], Engine]) -> int:
+def serve_probe(make_engine: Callable[[ProbeTask], ProbeEngine]) -> int:
     """Main of a worker process: its task is the only argument, its results go to stdout."""
-    task = Task(**json.loads(sys.argv[1]))
+    task = ProbeTask(**json.loads(sys.argv[1]))
     engine = make_engine(task)
     result = measure_engine(engine, task, SIZES[task.device], emit_message if task.rank == 0 else _ignore_progress)
     engine.close()
@@ -193,7 +193,7 @@ def _ignore_progress(message: dict[str, object]) -> None:
 
 
 def measure_engine(
-    engine: Engine, task: Task, sizes: Sizes, report: Callable[[dict[str, object]], None]
+    engine: ProbeEngine, task: ProbeTask, sizes: Sizes, report: Callable[[dict[str, object]], None]
 ) -> dict[str, object]:
     """All figures of one worker; shares of the time: matmul a half, collectives a third, the rest small."""
     matmul = []
@@ -219,7 +219,7 @@ def measure_engine(
 
 
 def _time_collectives(
-    engine: Engine, task: Task, sizes: Sequence[int], report: Callable[[dict[str, object]], None]
+    engine: ProbeEngine, task: ProbeTask, sizes: Sequence[int], report: Callable[[dict[str, object]], None]
 ) -> list[tuple[int, float]]:
     points = []
     for num_bytes in sizes:
@@ -229,7 +229,7 @@ def _time_collectives(
     return points
 
 
-def _seconds_in_step(engine: Engine, call: Call, budget_s: float) -> float:
+def _seconds_in_step(engine: ProbeEngine, call: Call, budget_s: float) -> float:
     """Time of a collective: all ranks must call it equally often, so rank 0 says how often."""
     first = min(_time_batch(call, engine.sync, 1) for _ in range(2))  # the first one also sets up buffers
     count = engine.agree(max(1, min(1000, int(budget_s / 4 / max(first, 1e-7)))))
@@ -264,7 +264,7 @@ class NumpyEngine:
 
     precision = "fp32"
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ProbeTask) -> None:
         self.name = f"numpy {np.__version__}"
         self.device_name = platform.processor() or platform.machine()
         self.backend = "tcp" if task.ranks > 1 else ""

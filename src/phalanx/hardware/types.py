@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from phalanx.hardware.cpu_steps import CpuRates
+
+Count = Annotated[int, Meta(ge=1)]
+Quantity = Annotated[float, Meta(ge=0)]  # finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,20 +23,20 @@ class Accelerator:
     name: str
     vendor: str
     family: str  # architecture generation: "ampere", "hopper", "blackwell", "cdna3", "tpu-v5", "cpu" ...
-    peak_bf16_flops: float  # fp16 tensor peak where the device has no bf16 (V100)
-    peak_fp8_flops: float
-    peak_fp4_flops: float
-    peak_fp32_flops: float
-    matmul_bf16_flops: float  # best measured; 0 when nobody published one
-    matmul_fp8_flops: float
-    memory_bytes: float
-    memory_bytes_per_s: float
+    peak_bf16_flops: Quantity  # fp16 tensor peak where the device has no bf16 (V100)
+    peak_fp8_flops: Quantity
+    peak_fp4_flops: Quantity
+    peak_fp32_flops: Quantity
+    matmul_bf16_flops: Quantity  # best measured; 0 when nobody published one
+    matmul_fp8_flops: Quantity
+    memory_bytes: Quantity
+    memory_bytes_per_s: Quantity
     link: str  # "NVLink4", "PCIe4", "ICI", "loopback" ...
-    link_bytes_per_s: float  # one direction, per device, inside the fast domain
-    domain_devices: int  # devices reached at link speed: 8 for an HGX board, 72 for NVL72
-    host_devices: int  # devices that fail together with one host
-    nic_bytes_per_s: float  # typical, per device, one direction
-    tdp_w: float
+    link_bytes_per_s: Quantity  # one direction, per device, inside the fast domain
+    domain_devices: Count  # devices reached at link speed: 8 for an HGX board, 72 for NVL72
+    host_devices: Count  # devices that fail together with one host
+    nic_bytes_per_s: Quantity  # typical, per device, one direction
+    tdp_w: Quantity
     price_item: str = ""  # key into the price table
     source: str = ""
     notes: str = ""
@@ -42,22 +48,22 @@ class Cluster:
 
     name: str
     accelerator: Accelerator
-    domain_devices: int
-    domains: int
-    host_devices: int
-    link_bytes_per_s: float
-    nic_bytes_per_s: float
-    link_latency_s: float
-    nic_latency_s: float
-    host_memory_bytes: float
-    failures_per_host_day: float
-    price_usd_per_device_hour: tuple[float, float, float] | None = None  # low, middle, high
-    power_w_per_device: float = 0.0  # whole server divided by its devices; 0 derives it from TDP
-    pue: float = 0.0  # 0 takes the planner's default
-    grid_gco2_per_kwh: float = 0.0
-    disk_bytes_per_s: float = 0.0  # checkpoint bandwidth per host; 0 takes the planner's default
-    matmul_flops: float = 0.0  # measured by `phalanx probe`; 0 uses the accelerator's figure
-    launch_s: float = 0.0  # measured cost of one small operation; 0 uses the framework profile
+    domain_devices: Count
+    domains: Count
+    host_devices: Count
+    link_bytes_per_s: Quantity
+    nic_bytes_per_s: Quantity
+    link_latency_s: Quantity
+    nic_latency_s: Quantity
+    host_memory_bytes: Quantity
+    failures_per_host_day: Quantity
+    price_usd_per_device_hour: tuple[Quantity, Quantity, Quantity] | None = None  # low, middle, high
+    power_w_per_device: Quantity = 0.0  # whole server divided by its devices; 0 derives it from TDP
+    pue: Quantity = 0.0  # 0 takes the planner's default
+    grid_gco2_per_kwh: Quantity = 0.0
+    disk_bytes_per_s: Quantity = 0.0  # checkpoint bandwidth per host; 0 takes the planner's default
+    matmul_flops: Quantity = 0.0  # measured by `phalanx probe`; 0 uses the accelerator's figure
+    launch_s: Quantity = 0.0  # measured cost of one small operation; 0 uses the framework profile
     cpu: CpuRates | None = None  # of measured cores: their steps are priced by hardware/cpu_steps.py
     source: str = ""
 

@@ -1,102 +1,184 @@
-"""Frozen dataclasses as JSON and back, by their declared types; nothing is ever evaluated."""
+"""Values as JSON and back, by their declared types: plans, measurements, `--json`, answers of the dashboard.
+
+`json_values` and `json_text` are what everything is written with. A file that a person may keep, edit or get from a
+stranger is read by `from_json_values`: it names every mistake with its path, takes defaults for what an older version
+did not write yet, and reads null as infinity, which JSON has no word for and msgspec does not convert. What our own
+processes say to each other is read by msgspec (`from_message`), as the lines of events are (record/event_batches.py).
+Nothing is ever evaluated.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from phalanx.errors import mistake
+import msgspec
+
+from phalanx.errors import MOST_UNKNOWN, Problem, UserError, nearest
 
 T = TypeVar("T")
 
 
 def json_values(value: Any) -> Any:
-    """A value as JSON can hold it; infinity becomes null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: json_values(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    """A value as JSON can hold it: dataclasses become objects, infinities and NaN null, sets sorted lists.
+
+    A dataclass may name properties that are written beside its fields, in a class variable `JSON_PROPERTIES`.
+    """
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_values(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    return json_values(_simpler_value(value))
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """One JSON document of a value as `json_values` would make it; compact without `indent`."""
+    separators = None if indent is not None else (",", ":")
+    try:  # most values hold nothing that is not finite, and looking for it costs more than the rest
+        return json.dumps(
+            value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators, default=_simpler_value
+        )
+    except (ValueError, TypeError):
+        return json.dumps(json_values(value), ensure_ascii=False, indent=indent, separators=separators)
+
+
+def _simpler_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in (*names, *getattr(value, "JSON_PROPERTIES", ()))}
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    # numpy scalars and arrays, without importing numpy to ask
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else str(value)
+
+
+def from_message(kind: type[T], data: Any) -> T:
+    """The value of type `kind` that our own `json_values` described; raises ValueError for anything else."""
+    return msgspec.convert(data, kind, str_keys=True)
+
+
+def from_json_values(kind: type[T], data: Any, where: str = "plan", *, noun: str = "plan", fix: str = "") -> T:
+    """The value of type `kind` that `data` describes; raises UserError naming each entry that is wrong.
+
+    Bounds are declared with the type: `Annotated[float, msgspec.Meta(ge=0)]` is a finite number from 0.
+    """
+    reader = _Reader(noun=noun, fix=fix or f"write the {noun} again with this version")
+    value: T = reader.read(kind, data, where)
+    if reader.problems:
+        raise UserError(reader.problems)
     return value
 
 
-def from_json_values(kind: type[T], data: Any, where: str = "plan") -> T:
-    """The value of type `kind` that `data` describes; raises UserError naming the entry that is wrong."""
-    value: T = _decode(kind, data, where)
-    return value
+@functools.cache
+def _entries(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Name of each field: its type, and whether a file may leave it out."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    missing = dataclasses.MISSING
+    return {
+        item.name: (hints[item.name], item.default is not missing or item.default_factory is not missing)
+        for item in dataclasses.fields(kind)
+        if item.init
+    }
 
 
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _record(kind, data, where)
-    if origin in (typing.Union, types.UnionType):
-        return _union(arguments, data, where)
-    if origin is typing.Literal:
-        return data if data in arguments else _refuse(where, data, f"one of {arguments}")
-    if origin is tuple:
-        return _tuple(arguments, data, where)
-    if origin is not None and issubclass(origin, Mapping):
+class _Reader:
+    """Notes what is wrong and goes on, so that a person learns of all of it at once."""
+
+    def __init__(self, *, noun: str, fix: str) -> None:
+        self._noun, self._fix = noun, fix
+        self.problems: list[Problem] = []
+
+    def read(self, kind: Any, data: Any, where: str) -> Any:
+        """A value of a type; anything where a problem was noted."""
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if len(self.problems) >= MOST_UNKNOWN or kind is Any:
+            return data
+        if dataclasses.is_dataclass(kind):
+            return self._record(kind, data, where)
+        if origin in (typing.Union, types.UnionType):
+            return self._union(arguments, data, where)
+        if origin is typing.Literal:
+            return data if data in arguments else self._refuse(where, data, f"one of {arguments}")
+        if origin is tuple:
+            return self._tuple(arguments, data, where)
+        if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+            if not isinstance(data, dict):
+                return self._refuse(where, data, "an object")
+            return {str(key): self.read(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+        if origin is typing.Annotated:
+            return self._bounded(arguments[0], arguments[1], data, where)
+        return self._scalar(kind, data, where)
+
+    def _record(self, kind: Any, data: Any, where: str) -> Any:
         if not isinstance(data, dict):
-            return _refuse(where, data, "an object")
-        return {str(key): _decode(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
-    return _scalar(kind, data, where)
+            return self._refuse(where, data, "an object")
+        known, before = _entries(kind), len(self.problems)
+        for name in [name for name in data if name not in known][:MOST_UNKNOWN]:
+            close = nearest(str(name), known)
+            fix = f"did you mean {close}?" if close else self._fix
+            self._note(f"{where}.{str(name)[:80]}", f"is not an entry of a {self._noun}", fix)
+        # A setting that did not exist yet when the file was written takes its default: old runs are resumed and read.
+        if missing := [name for name, (_, optional) in known.items() if name not in data and not optional]:
+            self._note(where, f"lacks {', '.join(missing)}", self._fix)
+        values = {
+            name: self.read(hint, data[name], f"{where}.{name}") for name, (hint, _) in known.items() if name in data
+        }
+        return kind(**values) if len(self.problems) == before else None
 
+    def _union(self, arguments: tuple[Any, ...], data: Any, where: str) -> Any:
+        if data is None and type(None) in arguments:
+            return None
+        for one in arguments:
+            if isinstance(data, str) == (one is str or typing.get_origin(one) is typing.Literal):
+                return self.read(one, data, where)
+        return self._refuse(where, data, "another type")
 
-def _record(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        return _refuse(where, data, "an object")
-    hints = typing.get_type_hints(kind)
-    known = {item.name: item for item in dataclasses.fields(kind)}
-    for name in data:
-        if name not in known:
-            raise mistake(f"{where}.{name}", "is not an entry of a plan", fix="write the plan again with this version")
-    # A setting that did not exist yet when the plan was written takes its default: old runs can be resumed and read.
-    missing = [name for name, item in known.items() if name not in data and not _has_default(item)]
-    if missing:
-        raise mistake(where, f"lacks {', '.join(missing)}", fix="write the plan again with this version")
-    return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in known if name in data})
+    def _tuple(self, arguments: tuple[Any, ...], data: Any, where: str) -> Any:
+        if not isinstance(data, list):
+            return self._refuse(where, data, "a list")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(self.read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+        if len(data) != len(arguments):
+            return self._refuse(where, data, f"a list of {len(arguments)}")
+        return tuple(self.read(one, item, where) for one, item in zip(arguments, data, strict=True))
 
+    def _bounded(self, kind: Any, meta: Any, data: Any, where: str) -> Any:
+        """A number, finite and within its bounds; or a text that is not too long."""
+        if kind is str:
+            good = isinstance(data, str) and len(data) <= meta.max_length
+            return data if good else self._refuse(where, data, f"a text of at most {meta.max_length} characters")
+        good = isinstance(data, int if kind is int else int | float) and not isinstance(data, bool)
+        above = meta.ge is None or (good and data >= meta.ge)
+        if good and above and (meta.gt is None or data > meta.gt) and data <= (meta.le or sys.float_info.max):
+            return kind(data)
+        low = f"above {meta.gt:g}" if meta.gt is not None else f"from {meta.ge:g}"
+        high = f" to {meta.le:g}" if meta.le is not None else ""
+        return self._refuse(where, data, f"a {'whole ' if kind is int else ''}number {low}{high}")
 
-def _has_default(item: dataclasses.Field[Any]) -> bool:
-    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
+    def _scalar(self, kind: Any, data: Any, where: str) -> Any:
+        if kind is float:
+            if data is None:
+                return math.inf
+            # An integer of 400 digits is JSON too.
+            good = isinstance(data, float) or (type(data) is int and abs(data) <= sys.float_info.max)
+            return float(data) if good else self._refuse(where, data, "a number")
+        good = isinstance(data, kind) and (kind is bool or not isinstance(data, bool))
+        return data if good else self._refuse(where, data, f"a value of type {kind.__name__}")
 
+    def _refuse(self, where: str, data: Any, wanted: str) -> None:
+        self._note(where, f"{str(data)[:60]} is not {wanted}", self._fix)
 
-def _union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and type(None) in arguments:
-        return None
-    for one in arguments:
-        if isinstance(data, str) == (one is str or typing.get_origin(one) is typing.Literal):
-            return _decode(one, data, where)
-    return _refuse(where, data, "another type")
-
-
-def _tuple(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
-    if not isinstance(data, list):
-        return _refuse(where, data, "a list")
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return tuple(_decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
-    if len(data) != len(arguments):
-        return _refuse(where, data, f"a list of {len(arguments)}")
-    return tuple(_decode(one, item, where) for one, item in zip(arguments, data, strict=True))
-
-
-def _scalar(kind: Any, data: Any, where: str) -> Any:
-    if kind is float:
-        if data is None:
-            return math.inf
-        good = isinstance(data, int | float) and not isinstance(data, bool)
-        return float(data) if good else _refuse(where, data, "a number")
-    good = isinstance(data, kind) and (kind is bool or not isinstance(data, bool))
-    return data if good else _refuse(where, data, f"a value of type {kind.__name__}")
-
-
-def _refuse(where: str, data: Any, wanted: str) -> typing.NoReturn:
-    raise mistake(where, f"{str(data)[:60]} is not {wanted}", fix="write the plan again with phalanx plan --out")
+    def _note(self, where: str, what: str, fix: str) -> None:
+        self.problems.append(Problem(where=where, what=what, fix=fix))

@@ -29,10 +29,11 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode("utf-8"))
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
+def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Put `data` in place of `path` through a flushed temporary file beside it; raises OSError, leaves nothing behind.
 
-    A pipe, a terminal or /dev/null is written into: a rename would put a plain file in its place.
+    `mode` are its rights, where the umask is not to give them. A pipe, a terminal or /dev/null is written into: a
+    rename would put a plain file in its place.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(data)
@@ -40,6 +41,8 @@ def replace_bytes(path: Path, data: bytes) -> None:
     temporary = path.parent / f".phalanx-{secrets.token_hex(8)}.tmp"  # short: the name itself may be of full length
     try:
         with temporary.open("xb") as stream:  # with the mode the umask gives, which tempfile.mkstemp does not
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -89,12 +92,23 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     return data
 
 
+def read_head(path: Path, most_bytes: int) -> bytes:
+    """The first bytes of a regular file, to tell its kind; none of a file that cannot be read."""
+    try:
+        with open_regular(path, follow_links=True) as file:
+            return file.read(most_bytes)
+    except OSError:
+        return b""
+
+
 def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -> str:
     """The text of a user's file. Raises UserError for anything that is not a small UTF-8 text file."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise mistake(str(path), f"is a folder, not a {noun}", fix=_inside(path))
+            tomls = [name for name in _names(path) if name.endswith((".toml", ".json"))]
+            inside = f"name a file in it, such as {path / tomls[0]}" if tomls else ""
+            raise mistake(str(path), f"is a folder, not a {noun}", fix=inside)
         if not stat.S_ISREG(mode):
             raise mistake(str(path), f"is a device or pipe, not a {noun}", fix="name a regular file")
         raw = read_bounded(path, most_bytes)
@@ -144,11 +158,6 @@ def _missing(path: Path, noun: str) -> UserError:
     if not close and noun == "job file":
         fix = f"phalanx init {path} writes one"
     return mistake(str(path), f"there is no such {noun}", fix=fix)
-
-
-def _inside(folder: Path) -> str:
-    tomls = [name for name in _names(folder) if name.endswith((".toml", ".json"))]
-    return f"name a file in it, such as {folder / tomls[0]}" if tomls else ""
 
 
 def _names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: a band from least to most, a line through the means, marks on the same axis.
+"""SVG: its elements; and plots, a band from least to most, a line through the means, marks on the same axis.
 
 Colours come from classes that the page's one style sheet knows, so a plot follows light and dark.
 """
@@ -19,6 +19,32 @@ PLANNED_STYLE = "planned"  # the style of what was predicted
 MOST_MARKS = 200  # drawn; more are thinned
 
 Value = float | None
+
+
+def svg_element(name: str, content: str = "", **attributes: object) -> str:
+    """One element. Attributes are escaped, `content` is SVG already; `class_` means class, `text_anchor` text-anchor.
+
+    >>> svg_element("rect", class_="part a", x=1.04, width=10)
+    '<rect class="part a" x="1.0" width="10"/>'
+    """
+    words = [name]
+    for key, value in attributes.items():
+        shown = f"{value:.1f}" if isinstance(value, float) else escape(str(value), quote=True)
+        words.append(f'{key.rstrip("_").replace("_", "-")}="{shown}"')
+    head = " ".join(words)
+    return f"<{head}>{content}</{name}>" if content else f"<{head}/>"
+
+
+def coloured_bar(parts: Sequence[tuple[str, float]], *, colours: Sequence[str], height: int = 26) -> str:
+    """One horizontal bar of named parts in colours of its own, for pages without our style sheet."""
+    whole, left, drawn = sum(size for _, size in parts) or 1.0, 0.0, []
+    for index, (name, size) in enumerate(parts):
+        width, colour = WIDTH * size / whole, colours[index % len(colours)]
+        title = svg_element("title", escape(name))
+        drawn.append(svg_element("rect", title, x=left, y=0, width=width, height=height, fill=colour))
+        left += width
+    box = f"0 0 {WIDTH} {height}"
+    return svg_element("svg", "".join(drawn), viewBox=box, width=WIDTH, height=height, role="img")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,13 @@
-"""Tables, bars and sparklines of text, for terminals and Markdown."""
+"""Tables, bars and sparklines, for terminals, Markdown and HTML."""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 
 from phalanx.io.values import printable
 from phalanx.io.visible import one_line
@@ -15,7 +18,7 @@ MOST_DRAWN = 1e300  # a larger value is a damaged one, and would make sums infin
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
 
 
-def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: int = 0) -> list[str]:
     """Columns padded to their widest cell; the columns in `right` are aligned to the right. A row stays one line.
 
     >>> text_table([("a", "1"), ("bb", "20")], right=(1,))
@@ -31,8 +34,75 @@ def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> l
             cell.rjust(width) if index in right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append(" " * indent + "  ".join(cells).rstrip())
     return lines
+
+
+def folded_table(rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None) -> str:
+    """Columns as wide as their widest cell; the first `left` to the left, the others to the right.
+
+    Where that is wider than `width`, the columns come in blocks below each other, each with the first column again.
+
+    >>> print(folded_table([("a", "one", "two"), ("b", "1", "2")], width=6))
+    a  one
+    b    1
+    <BLANKLINE>
+    a  two
+    b    2
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    blocks = []
+    for columns in _column_blocks(widths, width):
+        right = [place for place, column in enumerate(columns) if column >= left]
+        blocks.append("\n".join(text_table([[row[column] for column in columns] for row in rows], right=right)))
+    return "\n\n".join(blocks)
+
+
+def _column_blocks(widths: Sequence[int], width: int | None) -> Iterator[list[int]]:
+    """The first column and as many others as fit, at least one, until all were."""
+    block, used = [0], widths[0]
+    for column in range(1, len(widths)):
+        if width is not None and len(block) > 1 and used + 2 + widths[column] > width:
+            yield block
+            block, used = [0], widths[0]
+        block.append(column)
+        used += 2 + widths[column]
+    yield block
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlCell:
+    """A cell that is HTML already, and the class it is shown in."""
+
+    html: str
+    style: str = ""
+
+
+def html_table(
+    rows: Sequence[Sequence[str | HtmlCell]],
+    *,
+    head: Sequence[str | HtmlCell] = (),
+    alarms: Collection[int] = (),
+) -> str:
+    """A table of HTML. Texts are escaped; rows whose numbers are in `alarms` have the class of that name.
+
+    >>> html_table([["a<b", HtmlCell("<b>1</b>", "n")]])
+    '<table><tbody><tr><td>a&lt;b</td><td class="n"><b>1</b></td></tr></tbody></table>'
+    """
+
+    def line(tag: str, cells: Sequence[str | HtmlCell], style: str = "") -> str:
+        made = [one if isinstance(one, HtmlCell) else HtmlCell(escape(one)) for one in cells]
+        scope = ' scope="col"' if tag == "th" else ""
+        shown = "".join(f"<{tag}{scope}{_style_attribute(one.style)}>{one.html}</{tag}>" for one in made)
+        return f"<tr{_style_attribute(style)}>{shown}</tr>"
+
+    top = f"<thead>{line('th', head)}</thead>" if head else ""
+    body = "\n".join(line("td", row, "alarm" if place in alarms else "") for place, row in enumerate(rows))
+    return f"<table>{top}<tbody>{body}</tbody></table>"
+
+
+def _style_attribute(style: str) -> str:
+    return f' class="{escape(style, quote=True)}"' if style else ""
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -40,10 +110,11 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     >>> print(markdown_table(("a", "b"), [("1", "2")]))
     | a | b |
-    | --- | --- |
+    |---|---|
     | 1 | 2 |
     """
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def markdown_text(text: object, *, most: int = 500) -> str:
@@ -65,8 +136,18 @@ def text_bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def sparkline(values: Sequence[float | None], room: int) -> str:
-    """A line of small bars, the newest at the right.
+def two_part_bar(first: float, second: float, width: int) -> str:
+    """Two shares of a whole, behind each other.
+
+    >>> two_part_bar(0.5, 0.25, 8)
+    '████░░'
+    """
+    full = round(min(1.0, max(0.0, first)) * width)
+    return "█" * full + "░" * min(width - full, round(min(1.0, max(0.0, second)) * width))
+
+
+def sparkline(values: Sequence[float | None], room: int, *, from_zero: bool = False) -> str:
+    """A line of small bars, the newest at the right; `from_zero` draws heights above 0 instead of above the least.
 
     >>> sparkline([1.0, 2.0, None, 3.0], 4)
     '▁▄ █'
@@ -78,8 +159,10 @@ def sparkline(values: Sequence[float | None], room: int) -> str:
     known = [value for value in means if value is not None]
     if not known:
         return ""
-    low, span = min(known), max(known) - min(known)
-    return "".join(" " if one is None else TICKS[int(7 * (one - low) / span) if span else 0] for one in means)
+    low = 0.0 if from_zero else min(known)
+    span = max(known) - low
+    heights = [None if one is None else math.ceil(8 * (one - low) / span) if span else 0 for one in means]
+    return "".join(" " if one is None else TICKS[max(0, one - 1)] for one in heights)
 
 
 def _mean_of(values: Sequence[float | None]) -> float | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.checksums import file_sha256
 from phalanx.io.files import FileTooLargeError, read_bounded, replace_bytes
 
 FORMAT = 2
@@ -149,7 +150,9 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_bounded(path, MOST_MANIFEST_BYTES).decode()
         raw = json.loads(text)
     except FileNotFoundError:
-        raise _no_dataset(folder) from None
+        what = "is not a dataset: it has no manifest.json" if folder.is_dir() else "is no folder"
+        why = "the manifest is written last, so a folder without one was never finished" if folder.is_dir() else ""
+        raise mistake(str(folder), what, why=why, fix=f"make it with phalanx data build {folder} SOURCE...") from None
     except OSError as error:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
     except FileTooLargeError as error:
@@ -197,12 +200,6 @@ def _manifest_problem(manifest: Manifest) -> str:
 def source_from(raw: dict[str, Any]) -> Source:
     """A Source from JSON."""
     return Source(**{**raw, "tally": Tally(**raw["tally"]), "shards": tuple(Shard(**shard) for shard in raw["shards"])})
-
-
-def _no_dataset(folder: Path) -> UserError:
-    what = "is not a dataset: it has no manifest.json" if folder.is_dir() else "is no folder"
-    why = "the manifest is written last, so a folder without one was never finished" if folder.is_dir() else ""
-    return mistake(str(folder), what, why=why, fix=f"make it with phalanx data build {folder} SOURCE...")
 
 
 def _damaged_manifest(path: Path, what: str) -> UserError:
@@ -259,12 +256,12 @@ def verify_dataset(folder: Path) -> VerifiedDataset:
     manifest = read_manifest(folder)
     check_dataset_files(folder, manifest, with_blocks=False)
     block_bytes = manifest.block_bytes or BLOCK_BYTES
-    problems = list(_changed(folder / TOKENIZER, file_digest(folder / TOKENIZER), manifest.tokenizer_sha256))
+    problems = list(_changed(folder / TOKENIZER, file_sha256(folder / TOKENIZER), manifest.tokenizer_sha256))
     blocks: dict[str, bytes] = {}
     for shard in manifest.shards:
         found, blocks[shard.file] = digest_blocks(folder / shard.file, block_bytes)
         problems += _changed(folder / shard.file, found, shard.sha256)
-        problems += _changed(folder / shard.index_file, file_digest(folder / shard.index_file), shard.index_sha256)
+        problems += _changed(folder / shard.index_file, file_sha256(folder / shard.index_file), shard.index_sha256)
     if problems:
         raise UserError(problems)
     return _with_blocks(folder, manifest, block_bytes, blocks)
@@ -330,12 +327,6 @@ def digest_blocks(path: Path, block_bytes: int) -> tuple[str, bytes]:
     return whole.hexdigest(), bytes(blocks)
 
 
-def file_digest(path: Path) -> str:
-    """sha256 of a file, read in blocks."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Where fetched and built text is kept for this user."""
     base = environ.get("XDG_CACHE_HOME") or ""
@@ -363,7 +354,7 @@ def corpus_folder(name: str, cache: Path, *, vocab: int) -> Path:
 
 
 WORDS = "vocab.json"  # of tokenizers of GPT-2's kind, before there was a tokenizer.json
-MOST_BYTES = 1 << 28  # Gemma's tokenizer.json, one of the largest, has 33 MB
+MOST_TOKENIZER_BYTES = 1 << 28  # Gemma's tokenizer.json, one of the largest, has 33 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,7 +368,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class VocabularyComparison:
     """How the vocabulary of data differs from that of weights. All empty: every number means the same to both."""
 
     conflicts: tuple[tuple[int, str, str], ...] = ()  # number, its word in the data, its word to the weights or ""
@@ -393,10 +384,10 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     return None
 
 
-def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
+def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> VocabularyComparison:
     """What the numbers of the data would mean to the weights."""
     if data.sha256 == weights.sha256:
-        return Comparison()
+        return VocabularyComparison()
     words = {number: word for word, number in weights.numbers.items()}
     most = max(words, default=-1)
     conflicts, added = [], 0
@@ -408,15 +399,15 @@ def compare_vocabularies(data: Vocabulary, weights: Vocabulary) -> Comparison:
         else:
             conflicts.append((number, word, words.get(number, "")))
     otherwise = bool(data.cutting and weights.cutting) and data.cutting != weights.cutting
-    return Comparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
+    return VocabularyComparison(conflicts=tuple(conflicts), added=added, cut_otherwise=otherwise)
 
 
 def _read_vocabulary(path: Path) -> Vocabulary:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise _not_a_tokenizer(path, f"is larger than {MOST_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MOST_TOKENIZER_BYTES).decode()
         found = json.loads(text)
+    except FileTooLargeError as error:
+        raise _not_a_tokenizer(path, str(error)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise _not_a_tokenizer(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     numbers, cutting = (found, "") if path.name == WORDS else _tokenizer_parts(path, found)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError
+from phalanx.io.codec import json_values
 from phalanx.io.toml import read_toml
 from phalanx.job.cross_checks import check_keys, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted
@@ -309,9 +310,13 @@ def job_to_dict(job: Job) -> dict[str, object]:
     if job.rules:
         result["rules"] = list(job.rules)
     if job.waiver:
-        result["waiver"] = _plain_value(job.waiver)
-    result["model"] = _plain_value(job.model)
-    return result | {name: _plain_value(getattr(job, name)) for name in SECTIONS}
+        result["waiver"] = json_values(job.waiver)
+    result["model"] = json_values(job.model)
+    for name in SECTIONS:
+        section = getattr(job, name)
+        keys = {item.name: rule_of(item.metadata).key or item.name for item in fields(section)}
+        result[name] = {key: json_values(getattr(section, field)) for field, key in keys.items()}
+    return result
 
 
 def job_to_rows(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
@@ -323,15 +328,3 @@ def job_to_rows(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
             key = f"{section}.{name}" if name else section
             rows.append((key, setting, resolved.origins[key].where))
     return rows
-
-
-def _plain_value(value: object) -> object:
-    if isinstance(value, tuple):
-        return [_plain_value(item) for item in value]
-    if not hasattr(value, "__dataclass_fields__"):
-        return value
-    result: dict[str, object] = {}
-    for item in fields(value):  # type: ignore[arg-type]
-        key = rule_of(item.metadata).key if item.metadata else ""
-        result[key or item.name] = _plain_value(getattr(value, item.name))
-    return result

@@ -86,7 +86,10 @@ class Readings:
         self._history.refresh()
         plan = plan_of(self.run)
         there = places(plan, self._history.supervisor())
-        ranks = self._here()
+        # Ranks of the newest membership: one that was left behind would show its last numbers for ever.
+        supervised = self._history.supervisor()
+        world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
+        ranks = tuple(rank for rank in self._history.ranks if world is None or rank < world)
         found = [*self._run(plan, ranks), *self._newest(plan, len(ranks)), *rare_points(self._history)]
         if len(ranks) > self._most_ranks:
             found += self._many.points(lambda: self._by_rank(plan, there, _spread_ranks(ranks)))
@@ -99,12 +102,6 @@ class Readings:
 
     def _by_rank(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> list[MetricPoint]:
         return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
-
-    def _here(self) -> tuple[int, ...]:
-        """Ranks of the newest membership: one that was left behind would show its last numbers for ever."""
-        supervised = self._history.supervisor()
-        world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
-        return tuple(rank for rank in self._history.ranks if world is None or rank < world)
 
     def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
         supervised, last = self._history.supervisor(), self._history.last_step

@@ -252,7 +252,10 @@ def read_points(text: str, *, where: str, operation: Operation, ranks: int) -> M
         return _from_table(lines, where, operation, ranks)
     if not found:
         raise mistake(where, "no line of it is a measurement", fix=FORMS)
-    _check_ranks(text, where, ranks)
+    measured = max((int(one[1]) + 1 for one in _RANK.finditer(text)), default=ranks)
+    if measured != ranks:
+        what = f"was measured on {measured:,} ranks, and the cluster has {ranks:,}"
+        raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
     ours = [row for row in found if row.test is None or PROGRAMS.get(row.test) == operation]
     if not ours:
         raise _other_system(where, operation, [PROGRAMS.get(str(row.test), str(row.test)) for row in found])
@@ -284,13 +287,6 @@ def _unlike_row(row: _Row, where: str, operation: Operation, ranks: int) -> User
         why="start-up and bandwidth belong to one operation and one number of ranks",
         fix="name the cluster it was measured on, or the right --kind",
     )
-
-
-def _check_ranks(text: str, where: str, ranks: int) -> None:
-    measured = max((int(one[1]) + 1 for one in _RANK.finditer(text)), default=ranks)
-    if measured != ranks:
-        what = f"was measured on {measured:,} ranks, and the cluster has {ranks:,}"
-        raise mistake(where, what, why="start-up and bandwidth belong to one number of ranks", fix="name that cluster")
 
 
 def _test_rows(text: str) -> Iterator[_Row]:

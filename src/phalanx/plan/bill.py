@@ -41,7 +41,7 @@ class Bill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
+class GridRegion:
     """One row of the grid table."""
 
     name: str
@@ -106,7 +106,7 @@ def _hour_price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float
     return cluster.price_usd_per_device_hour, "cheapest, median and most expensive cloud, skypilot-catalog 2026-08-22"
 
 
-def _pue_with_source(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+def _pue_with_source(cluster: Cluster, cost: Cost, region: GridRegion | None) -> tuple[float, str]:
     if cost.pue is not None:
         return cost.pue, "job, cost.pue"
     if region is not None and region.pue:
@@ -117,7 +117,7 @@ def _pue_with_source(cluster: Cluster, cost: Cost, region: Region | None) -> tup
     return usual, "median of the cloud regions in mlco2/impact that state one"
 
 
-def _grid_carbon(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[float, str]:
+def _grid_carbon(cluster: Cluster, cost: Cost, region: GridRegion | None) -> tuple[float, str]:
     if cost.grid_gco2_per_kwh is not None:
         return cost.grid_gco2_per_kwh, "job, cost.grid_gco2_per_kwh"
     if region is not None:
@@ -129,18 +129,18 @@ def _grid_carbon(cluster: Cluster, cost: Cost, region: Region | None) -> tuple[f
 
 
 @functools.cache
-def regions() -> Mapping[str, Region]:
+def regions() -> Mapping[str, GridRegion]:
     """Grid regions by their short name, such as `us-east-1`."""
     found = {}
     for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):
         if row["kind"] == "grid_gco2_per_kwh":
             short = row["item"].split()[0]
             pue = float(row["value_median_or_pue"] or 0.0)
-            found[short] = Region(name=row["item"], gco2_per_kwh=float(row["value_min_or_mean"]), pue=pue)
+            found[short] = GridRegion(name=row["item"], gco2_per_kwh=float(row["value_min_or_mean"]), pue=pue)
     return found
 
 
-def _region_named(name: str, where: str) -> Region:
+def _region_named(name: str, where: str) -> GridRegion:
     known = {key.lower(): one for key, one in regions().items()} | {one.name.lower(): one for one in regions().values()}
     if name.lower() in known:
         return known[name.lower()]

@@ -8,16 +8,17 @@ far systems really differ: the maximum-posterior solution moves only what the me
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from scipy.optimize import least_squares
 
-from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
+from phalanx.errors import mistake
+from phalanx.io.codec import from_json_values, json_values
 from phalanx.io.files import read_text
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import CalibrationNote
@@ -42,16 +43,18 @@ LARGEST_FACTOR = 20.0  # either way; beyond it the measurement is of something e
 NOISE = 0.03  # least scatter: repeat runs differ under 1 %, what the model leaves out about this much more
 ROBUST_AT = 3.0  # residuals beyond this many times the noise count linearly: one bad measurement must not bend the rest
 
+Factor = Annotated[float, Meta(ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
     """Multipliers on the parts of a step; 1 leaves the prediction as it was."""
 
-    compute: float = 1.0
-    memory: float = 1.0
-    host: float = 1.0
-    inner_traffic: float = 1.0
-    outer_traffic: float = 1.0
+    compute: Factor = 1.0
+    memory: Factor = 1.0
+    host: Factor = 1.0
+    inner_traffic: Factor = 1.0
+    outer_traffic: Factor = 1.0
 
 
 # Seconds of the device while its layers run; and all that ZeRO-3 traffic hides behind.
@@ -123,7 +126,6 @@ def _soft_residual(residual: Floats, at: float) -> Floats:
 
 
 VERSION = 1
-MOST = LARGEST_FACTOR
 NOUN = "calibration file"
 CURE = "write it again with phalanx calibrate"
 
@@ -140,34 +142,7 @@ def read_calibration(path: Path) -> CalibrationNote:
     if data.get("version") != VERSION or isinstance(data["version"], bool):
         found = str(data.get("version"))[:40]
         raise mistake(where, f"version = {found} is not {VERSION}, the one this Phalanx reads", fix=CURE)
-    problems = [*_unknown_scalars(data["scalars"], where), *_wrong_scalars(data["scalars"], where)]
-    if problems:
-        raise UserError(problems)
-    return CalibrationNote(file=where, scalars={name: float(data["scalars"][name]) for name in GROUPS})
-
-
-def _unknown_scalars(scalars: Mapping[str, object], where: str) -> list[Problem]:
-    problems = []
-    for name in [name for name in scalars if name not in GROUPS][:MOST_UNKNOWN]:
-        close = nearest(name, GROUPS)
-        fix = f"did you mean {close}?" if close else f"the scalars are {', '.join(GROUPS)}"
-        problems.append(Problem(where=where, what=f"scalars.{name[:40]} is not a scalar of the cost model", fix=fix))
-    missing = [name for name in GROUPS if name not in scalars]
-    if missing:
-        problems.append(Problem(where=where, what=f"scalars lacks {', '.join(missing)}", fix=CURE))
-    return problems
-
-
-def _wrong_scalars(scalars: Mapping[str, object], where: str) -> list[Problem]:
-    problems = []
-    for name, value in scalars.items():
-        number = float(value) if _is_number(value) else math.nan
-        if name in GROUPS and not 1 / MOST <= number <= MOST:
-            what = f"scalars.{name} = {json.dumps(value)[:40]} is not a number from {1 / MOST:g} to {MOST:g}"
-            why = "it multiplies a part of the step; 1 leaves it as it was"
-            problems.append(Problem(where=where, what=what, why=why, fix=CURE))
-    return problems
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    if missing := [name for name in GROUPS if name not in data["scalars"]]:
+        raise mistake(where, f"scalars lacks {', '.join(missing)}", fix=CURE)
+    scalars = from_json_values(Calibration, data["scalars"], f"{where}: scalars", noun=NOUN, fix=CURE)
+    return CalibrationNote(file=where, scalars=json_values(scalars))

@@ -184,12 +184,6 @@ def _elementwise_pass(c: Cases, k: Physics, f: Profile) -> Pass:
     return Pass(forward=forward, backward=2.0 * forward)
 
 
-def _head_pass(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
-    work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, rate)
-    loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
-    return work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
-
-
 def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     """All device work of one micro-batch."""
     rate, wide = rates(c, k, f)
@@ -201,11 +195,14 @@ def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     again_selective = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
     recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
     per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1))
+    work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, wide)
+    loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
+    head_pass = work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
     return Compute(
         matmul=linears,
         attention=core,
         elementwise=streams,
-        head=_head_pass(c, k, f, wide),
+        head=head_pass,
         recompute=recompute,
         operations=c.layers * per_layer + c.moe_layers * k.expert_kernels,
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 
+from phalanx.io.svg import coloured_bar
+from phalanx.io.tables import html_table
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import part_name
 from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
 # Okabe and Ito's palette: told apart by colour-blind readers, on light and dark pages.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-WIDTH, HEIGHT = 640, 26  # of a bar, px
 SMALLEST_SHARE = 0.005  # parts below are joined as "other"
 MOST_POINTS = 8
 
@@ -41,21 +42,15 @@ def plan_html(plan: Plan) -> str:
     return "\n".join(
         [
             f"<div><h4>{escape(title)}</h4>",
-            _table(list(figures.items())),
+            html_table(list(figures.items())),
             f"<h5>Step time</h5>{_stacked_bar(step, format_seconds)}",
             f"<h5>Memory per device</h5>{_stacked_bar(room, format_bytes)}",
             "<h5>Pareto front: time, cost and memory</h5>",
-            _table(front, head=("devices", "step", "training", "cost", "memory", "layout")),
+            html_table(front, head=("devices", "step", "training", "cost", "memory", "layout")),
             *(f"<p><b>warning</b> {escape(one)}</p>" for one in plan.warnings),
             "</div>",
         ]
     )
-
-
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    top = "<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
-    body = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{top}{''.join(body)}</table>"
 
 
 def _stacked_bar(parts: Mapping[str, float], written: Callable[[float], str]) -> str:
@@ -65,15 +60,10 @@ def _stacked_bar(parts: Mapping[str, float], written: Callable[[float], str]) ->
     rest = total - sum(shown.values())
     if rest > 1e-9 * total:
         shown["other"] = rest
-    pieces, keys, left = [], [], 0.0
-    for index, (name, value) in enumerate(shown.items()):
-        width, colour = WIDTH * value / total, COLOURS[index % len(COLOURS)]
-        words = escape(f"{name}: {written(value)} ({value / total:.1%})")
-        pieces.append(
-            f'<rect x="{left:.1f}" y="0" width="{width:.1f}" height="{HEIGHT}" fill="{colour}">'
-            f"<title>{words}</title></rect>"
-        )
-        keys.append(f'<span style="white-space:nowrap"><span style="color:{colour}">■</span> {words}</span>')
-        left += width
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(pieces)}</svg>'
-    return f"{svg}<div>{' &nbsp; '.join(keys)}</div>"
+    labels = [(f"{name}: {written(value)} ({value / total:.1%})", value) for name, value in shown.items()]
+    keys = [
+        f'<span style="white-space:nowrap"><span style="color:{COLOURS[index % len(COLOURS)]}">■</span> {escape(text)}'
+        "</span>"
+        for index, (text, _) in enumerate(labels)
+    ]
+    return f"{coloured_bar(labels, colours=COLOURS)}<div>{' &nbsp; '.join(keys)}</div>"

@@ -209,7 +209,9 @@ def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Grou
     moe_layers = (request.model.layers - request.model.dense_layers) / layout.pipeline
     routed = float(np.max(routed_tokens(c) * c.hidden * element_bytes(c)))
     calls = 2 * moe_layers * _layer_passes(layout) * layout.accumulation
-    copies = _network_copies(request, g.expert)
+    # A token travels once to each domain that wants it, as in traffic.expert_seconds.
+    domains, wanted = float(np.max(g.expert.domains)), request.model.experts_per_token
+    copies = domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
     loads = [_Load(operation="all-to-all", calls=calls, nbytes=routed, network_copies=copies)]
     shared = _sharing_loads(request, layout, c, float(np.max(_weights(c).experts)))
     return [
@@ -225,12 +227,6 @@ def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Grou
             pace=request.pace("outer_traffic"),
         ),
     ]
-
-
-def _network_copies(request: PlanRequest, group: net.Group) -> float:
-    """A token travels once to each domain that wants it, as in traffic.expert_seconds."""
-    domains, wanted = float(np.max(group.domains)), request.model.experts_per_token
-    return domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
 
 
 def _weights(c: Cases) -> RankWeights:

@@ -77,7 +77,11 @@ def update_seconds(c: Cases, k: Physics, f: Profile, w: RankWeights, g: Groups) 
     products = newton_schulz_flops(c) * f.newton_schulz / rate
     matrices = (c.layers * (4.0 + 2.0 + c.gated) + c.moe_layers * 2.0) / c.pp / np.where(c.zero >= 1, c.shard, 1.0)
     launching = np.where(np.asarray(f.newton_schulz) > 0, matrices * NEWTON_SCHULZ_LAUNCHES * f.launch_s, 0.0)
-    return seconds + np.maximum(products, launching) + _exchange_seconds(c, g, owned)
+    # Boxes to the ranks that work on whole matrices, and back, over the shard group and the tensor group.
+    message = owned * element_bytes(c)
+    sharded = np.where(c.zero >= 1, net.all_to_all(g.shard, message), 0.0)
+    exchange_seconds = 2.0 * (sharded + net.all_to_all(g.tensor, message))
+    return seconds + np.maximum(products, launching) + exchange_seconds
 
 
 def newton_schulz_flops(c: Cases) -> Floats:
@@ -98,10 +102,3 @@ def newton_schulz_flops(c: Cases) -> Floats:
     replicas = np.maximum(c.dp * c.cp * c.tp / expert_split(c), 1.0)
     expert_sharing = np.where(c.zero >= 1, expert_sharers(c, replicas), 1.0)
     return 6.0 / c.pp * (dense / (c.tp * sharers) + experts / (expert_split(c) * expert_sharing))
-
-
-def _exchange_seconds(c: Cases, g: Groups, owned: Floats) -> Floats:
-    """Boxes to the ranks that work on whole matrices, and back, over the shard group and the tensor group."""
-    message = owned * element_bytes(c)
-    sharded = np.where(c.zero >= 1, net.all_to_all(g.shard, message), 0.0)
-    return 2.0 * (sharded + net.all_to_all(g.tensor, message))

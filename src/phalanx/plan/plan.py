@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.errors import mistake
 from phalanx.hardware.types import Cluster
-from phalanx.io.codec import from_json_values, json_values
+from phalanx.io.codec import from_json_values, json_text, json_values
 from phalanx.job.schema import Job
 from phalanx.plan.bill import Bill
 from phalanx.plan.layout import Layout
@@ -99,13 +99,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
-        result = json_values(self)
-        assert isinstance(result, dict)
-        return result
+        return dict(json_values(self))
 
     def to_json(self) -> str:
         """The whole plan as text."""
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(self, indent=1) + "\n"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "plan") -> Plan:

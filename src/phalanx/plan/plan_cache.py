@@ -19,7 +19,7 @@ from pathlib import Path
 from phalanx.errors import PhalanxError
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.io.files import replace_text
+from phalanx.io.files import read_bounded, replace_text
 from phalanx.job.load import ResolvedJob
 from phalanx.plan.make import plan as make_plan
 from phalanx.plan.plan import Plan
@@ -62,9 +62,9 @@ def plan_cache_folder(environ: Mapping[str, str]) -> Path | None:
 def _read_plan(path: Path) -> Plan | None:
     try:
         found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES or found.st_uid != os.getuid():
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             return None
-        return Plan.from_json(path.read_text(encoding="utf-8"), where=str(path))
+        return Plan.from_json(read_bounded(path, MOST_BYTES).decode(), where=str(path))
     except (OSError, ValueError, PhalanxError):
         return None
 

@@ -31,7 +31,9 @@ class BatchDeal:
     @classmethod
     def of(cls, layout: Layout, *, reproducible: bool = False) -> BatchDeal:
         """As a layout deals its batches."""
-        rounds = layout.pipeline if _in_rounds(layout) else 1
+        # Whether torch's schedule orders micro-batches in rounds of the pipeline's ranks.
+        in_rounds = layout.pipeline > 1 and (layout.schedule == "zero-bubble" or layout.virtual_pipeline > 1)
+        rounds = layout.pipeline if in_rounds else 1
         return cls(data_ranks=layout.data, micro=layout.micro_batch, rounds=rounds, powers=reproducible)
 
     def micro_batches(self, sequences: int) -> int:
@@ -88,8 +90,3 @@ def _shard_degree(layout: Layout, replicas: int) -> int:
     if not layout.zero or layout.shard <= 1:
         return layout.shard
     return next((size for size in range(layout.shard, replicas) if replicas % size == 0), replicas)
-
-
-def _in_rounds(layout: Layout) -> bool:
-    """Whether torch's schedule orders micro-batches in rounds of the pipeline's ranks."""
-    return layout.pipeline > 1 and (layout.schedule == "zero-bubble" or layout.virtual_pipeline > 1)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from phalanx.io.tables import text_table
+from phalanx.io.tables import text_table, two_part_bar
 from phalanx.job.schema import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.layout import Layout
@@ -134,7 +134,7 @@ def _step(plan: Plan) -> list[str]:
     rows = []
     for name, seconds in plan.prediction.breakdown_s.items():
         if seconds >= SMALLEST_SHARE * step_s:
-            bar = "█" * max(1, round(BAR * seconds / step_s))
+            bar = two_part_bar(max(1 / BAR, seconds / step_s), 0.0, BAR)
             rows.append((part_name(name, plan.layout), format_seconds(seconds), f"{seconds / step_s:.1%}", bar))
     lines = text_table(rows, right=(1, 2))
     layout = plan.layout
@@ -163,8 +163,11 @@ def _mapping_lines(plan: Plan) -> list[str]:
     rows = [head]
     for use in plan.mapping:
         exposed = f"{format_seconds(use.shown_s)} ({use.exposed:.0%})"
+        short_operation = (
+            use.operation.replace("reduce-scatter", "scatter").replace("all-gather", "gather").replace(" + ", "+")
+        )
         rows.append(
-            (use.axis, str(use.size), str(use.stride), use.tier, _short_operation(use.operation), use.algorithm,
+            (use.axis, str(use.size), str(use.stride), use.tier, short_operation, use.algorithm,
              format_bytes(use.bytes_per_step), format_seconds(use.wire_s), exposed)
         )  # fmt: skip
     notes = [f"{use.axis}: next best is {use.next_best}" for use in plan.mapping if use.next_best]
@@ -177,10 +180,6 @@ def _mapping_lines(plan: Plan) -> list[str]:
 def amount(value: float) -> str:
     """A count that may be far below one."""
     return format_count(value) if value >= 1 else f"{value:.2g}"
-
-
-def _short_operation(operation: str) -> str:
-    return operation.replace("reduce-scatter", "scatter").replace("all-gather", "gather").replace(" + ", "+")
 
 
 def _alternative_lines(alternatives: Sequence[Alternative]) -> list[str]:

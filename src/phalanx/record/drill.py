@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UserError, mistake
+from phalanx.io.checksums import file_sha256
 from phalanx.io.files import open_regular
 from phalanx.io.values import at, integer, printable, text
 from phalanx.record.run import read_json
@@ -151,15 +152,10 @@ def sign(body: Mapping[str, Any], secret: bytes) -> str:
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file that the verdicts rest on, those of the replay included."""
-    return {str(path.relative_to(folder)): _digest(path) for path in evidence_files(folder)}
+    return {str(path.relative_to(folder)): file_sha256(path) for path in evidence_files(folder)}
 
 
 def evidence_files(folder: Path) -> list[Path]:
     """What the verdicts of a drill rest on, in a run's folder."""
     roots = [folder, *sorted(path for path in folder.glob("replay/*") if path.is_dir())]
     return sorted(path for pattern in EVIDENCE for root in roots for path in root.glob(pattern) if path.is_file())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,13 +11,13 @@ from phalanx.errors import Problem
 from phalanx.job.draft import Origin
 from phalanx.job.schema import Job, Waiver
 from phalanx.plan.plan import Plan
-from phalanx.rules.facts.drills import DrillFacts
+from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.facts.parity import ParityFacts
 from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Impact, Spot
-from phalanx.rules.profiles import Profile, Scaling
+from phalanx.rules.profiles import HardwareProfile, Scaling
 from phalanx.units import HOUR_S
 
 
@@ -37,7 +37,7 @@ class Evidence:
     target: str  # the file or folder that was named
     job: Job | None
     practice: Practice
-    profile: Profile
+    profile: HardwareProfile
     scaling: Scaling
     today: date
     origins: Mapping[str, Origin] = field(default_factory=dict)  # dotted key -> where its value was written

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
+from phalanx.io.notebook import text_as_html
 from phalanx.io.values import printable
 from phalanx.rules.api import Target, check_evidence, evidence_of, own_rules_of
 from phalanx.rules.edition import find_rule
@@ -38,6 +39,9 @@ class Explanation:
     def __repr__(self) -> str:
         about = f" on {self.evidence.target}" if self.evidence is not None else ""
         return f"<Explanation: {self.rule.id} {self.rule.slug}{about}>"
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, as `phalanx explain --json` prints it."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import secrets
 import tomllib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
-from phalanx.io.files import read_text
+from phalanx.io.files import read_text, replace_bytes
 from phalanx.io.toml import key_lines
 from phalanx.job.draft import EXCLUSIVE
 from phalanx.rules.formats.text import as_toml, shown_setting
@@ -170,22 +168,13 @@ def read_exactly(path: Path) -> str:
 def write_exactly(path: Path, before: str, after: str) -> None:
     """Replace the file whole or not at all. A link stays a link, rights stay as they are."""
     real = path.resolve()
-    temporary = real.parent / f".phalanx-{secrets.token_hex(8)}.tmp"
     try:
-        status = real.stat()
         if real.read_bytes() != before.encode("utf-8"):
             raise mistake(str(path), "was changed by someone else in the meantime", fix="check it again")
-        with temporary.open("xb") as stream:
-            os.fchmod(stream.fileno(), status.st_mode & 0o7777)
-            stream.write(after.encode("utf-8"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(real)
+        replace_bytes(real, after.encode("utf-8"), mode=real.stat().st_mode & 0o7777)
     except OSError as error:
         what = f"cannot be written: {error.strerror or error}"
         raise SystemFailure(Problem(where=str(path), what=what, fix="--diff shows the change")) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # Which edits cure a job: those of its findings, tried together, without two rules that pull at the same key.

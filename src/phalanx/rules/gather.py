@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve
 from phalanx.hardware.types import Cluster
+from phalanx.io.files import read_head
 from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -18,13 +19,13 @@ from phalanx.plan.plan_cache import cached_plan
 from phalanx.record.drill import drill_subject
 from phalanx.record.run import EVENTS, Run, open_run, read_json
 from phalanx.rules.evidence import Evidence, Unmapped
-from phalanx.rules.facts.drills import DrillFacts, find_drills
+from phalanx.rules.facts.drill_facts import DrillFacts, find_drills
 from phalanx.rules.facts.host import HostFacts, this_host
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.facts.parity import parity_of
 from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.plan_consistency import require_coherent
-from phalanx.rules.profiles import PROFILES, Profile, find_profile, profile_of, scaling_of
+from phalanx.rules.profiles import PROFILES, HardwareProfile, find_profile, profile_of, scaling_of
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
@@ -130,11 +131,7 @@ def is_plan(path: Path) -> bool:
     """Whether a file is a plan as `phalanx plan --out` writes it."""
     if path.suffix != ".json" or not path.is_file():
         return False
-    try:
-        with path.open("rb") as file:
-            return b'"phalanx.plan/' in file.read(FIRST_BYTES)
-    except OSError:
-        return False  # the reader of job files says why
+    return b'"phalanx.plan/' in read_head(path, FIRST_BYTES)  # of one that cannot be read, the reader of jobs says why
 
 
 def _plan_in(path: Path) -> Plan:
@@ -145,7 +142,10 @@ def _plan_in(path: Path) -> Plan:
 def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
     """The plan in a file; raises UserError when it is of another job."""
     plan = _plan_in(path)
-    changed = _differing(plan.job, resolved.job)
+    # Sections whose values differ; waivers, profile and rules are the specification's own and change no plan.
+    before, after = job_to_dict(plan.job), job_to_dict(resolved.job)
+    ours = ("waiver", "profile", "rules")
+    changed = [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
     if changed:
         raise mistake(
             str(path),
@@ -153,13 +153,6 @@ def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
             fix=f"write it again: phalanx plan {resolved.path} --out {path}",
         )
     return plan
-
-
-def _differing(old: Job, new: Job) -> list[str]:
-    """Sections whose values differ; waivers, profile and rules are the specification's own and change no plan."""
-    before, after = job_to_dict(old), job_to_dict(new)
-    ours = ("waiver", "profile", "rules")
-    return [key for key in {**before, **after} if key not in ours and before.get(key) != after.get(key)]
 
 
 def of_job(
@@ -338,7 +331,7 @@ def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:
     return (*others, Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"))
 
 
-def _profile(request: Request, wanted: str, cluster: Cluster | None) -> Profile:
+def _profile(request: Request, wanted: str, cluster: Cluster | None) -> HardwareProfile:
     if request.profile:
         return find_profile(request.profile)
     if wanted != "auto":

@@ -165,7 +165,7 @@ class CheckReport:
 
     def frame(self) -> Any:
         """Every finding as a row: a pandas DataFrame where pandas is installed, else numpy arrays by column."""
-        from phalanx.io.frame import as_frame
+        from phalanx.io.notebook import as_frame
         from phalanx.rules.formats.text import findings_columns
 
         return as_frame(findings_columns(self.findings))

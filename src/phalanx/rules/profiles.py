@@ -10,7 +10,7 @@ from phalanx.hardware.types import Cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+class HardwareProfile:
     """One kind of hardware, as the rules see it. None: there is no published figure, so it must be measured."""
 
     name: str
@@ -24,10 +24,10 @@ class Profile:
     must_measure: bool = False  # verdicts on time and utilization are unknown until `phalanx probe` or a calibration
 
 
-PROFILES: Mapping[str, Profile] = {
+PROFILES: Mapping[str, HardwareProfile] = {
     one.name: one
     for one in (
-        Profile(
+        HardwareProfile(
             name="cpu-gloo",
             title="CPU ranks over gloo",
             scale_up=0,
@@ -37,7 +37,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=False,
             note="peak is the measured matrix product; a host is the domain; every bit can be checked",
         ),
-        Profile(
+        HardwareProfile(
             name="nvidia-a100",
             title="NVIDIA A100",
             scale_up=8,
@@ -47,7 +47,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=True,
             note="DCGM's profiling groups conflict on Ampere: SM and tensor activity by turns",
         ),
-        Profile(
+        HardwareProfile(
             name="nvidia-h100",
             title="NVIDIA H100, H800, GH200",
             scale_up=8,
@@ -57,7 +57,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=True,
             note="fp8: MFU floor 0.30 over the 16-bit peak",
         ),
-        Profile(
+        HardwareProfile(
             name="nvidia-h200",
             title="NVIDIA H200",
             scale_up=8,
@@ -67,7 +67,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=True,
             note="as the H100, with 141 GB",
         ),
-        Profile(
+        HardwareProfile(
             name="nvidia-b200",
             title="NVIDIA B200, B300, GB200, GB300",
             scale_up=0,
@@ -77,7 +77,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=True,
             note="domain of 8 (HGX) or 72 (NVL72): the cluster says; failure rates are hearsay, measure yours",
         ),
-        Profile(
+        HardwareProfile(
             name="amd-mi300x",
             title="AMD MI300X, MI325X",
             scale_up=8,
@@ -87,7 +87,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=True,
             note="no published failure rate or MFU of training jobs: reported, not judged",
         ),
-        Profile(
+        HardwareProfile(
             name="tpu",
             title="Google TPU",
             scale_up=0,
@@ -97,7 +97,7 @@ PROFILES: Mapping[str, Profile] = {
             is_gpu=False,
             note="algorithms, timeouts and buffers belong to the compiler and the runtime; MFU floor 0.45 on v5",
         ),
-        Profile(
+        HardwareProfile(
             name="custom",
             title="anything else",
             scale_up=0,
@@ -124,7 +124,7 @@ _BY_NAME = {
 }
 
 
-def profile_of(cluster: Cluster) -> Profile:
+def profile_of(cluster: Cluster) -> HardwareProfile:
     """The profile of a cluster's accelerator; `custom` for what the specification does not know.
 
     >>> from phalanx.hardware.cluster import resolve
@@ -136,17 +136,13 @@ def profile_of(cluster: Cluster) -> Profile:
     if accelerator.family == "cpu":  # a user's own entry may be called anything
         found = "cpu-gloo"
     if found == "tpu":
-        return _tpu(accelerator.family)
+        # TPUs of a generation: v7 multiplies in fp8.
+        known = PROFILES["tpu"]
+        return replace(known, formats=(*known.formats, "fp8")) if accelerator.family == "tpu-v7" else known
     return PROFILES[found]
 
 
-def _tpu(family: str) -> Profile:
-    """TPUs of a generation: v7 multiplies in fp8."""
-    known = PROFILES["tpu"]
-    return replace(known, formats=(*known.formats, "fp8")) if family == "tpu-v7" else known
-
-
-def find_profile(name: str) -> Profile:
+def find_profile(name: str) -> HardwareProfile:
     """The profile of a name; raises UserError with the nearest one."""
     if name in PROFILES:
         return PROFILES[name]

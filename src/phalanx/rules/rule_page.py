@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from phalanx.io.tables import markdown_table
 from phalanx.rules.edition import EDITION
 from phalanx.rules.profiles import CLASSES, PROFILES
 from phalanx.rules.rule import GROUPS, LETTERS, Limit, Rule, Value
@@ -58,16 +59,13 @@ def rule_sections(rule: Rule) -> dict[str, str]:
 
 def _facts(rule: Rule) -> str:
     """Severity and where it holds, in a line."""
-    facts = [f"Group {rule.group}, {TITLES[rule.group]}", f"severity {rule.severity}{_by_size(rule)}"]
+    statement = [f"warning in {', '.join(rule.softer_in)}"] if rule.softer_in else []
+    statement += [f"warnings are errors from {rule.harder_from}"] if rule.harder_from else []
+    by_size = f" ({'; '.join(statement)})" if statement else ""
+    facts = [f"Group {rule.group}, {TITLES[rule.group]}", f"severity {rule.severity}{by_size}"]
     if rule.profiles:
         facts.append(f"only for {', '.join(rule.profiles)}")
     return f"{'; '.join(facts)}." if rule.origin else f"{'; '.join(facts)}. Edition {EDITION}."
-
-
-def _by_size(rule: Rule) -> str:
-    statement = [f"warning in {', '.join(rule.softer_in)}"] if rule.softer_in else []
-    statement += [f"warnings are errors from {rule.harder_from}"] if rule.harder_from else []
-    return f" ({'; '.join(statement)})" if statement else ""
 
 
 def _looks_at(rule: Rule) -> str:
@@ -87,16 +85,17 @@ def _block(text: str) -> str:
 
 def limits_table(rule: Rule) -> str:
     """Every constant that decides, with the values of profiles and classes."""
-    rows = ["| limit | value | by profile | by class | what it bounds |", "|---|---|---|---|---|"]
-    for name, limit in rule.limits.items():
-        cells = (
+    rows = [
+        (
             f"`{name}`",
             shown_limit(limit.value, limit.unit),
             _table_of(limit.profiles, limit),
             _table_of(limit.classes, limit, " on"),
+            _cell(limit.note),
         )
-        rows.append(f"| {' | '.join(cells)} | {_cell(limit.note)} |")
-    return "\n".join(rows)
+        for name, limit in rule.limits.items()
+    ]
+    return markdown_table(("limit", "value", "by profile", "by class", "what it bounds"), rows)
 
 
 def _table_of(values: Mapping[str, Value], limit: Limit, after: str = "") -> str:
@@ -141,23 +140,25 @@ def _intro(rules: Sequence[Rule]) -> str:
 
 
 def _list(rules: Sequence[Rule]) -> str:
-    rows = ["| rule | severity | evidence | requires |", "|---|---|---|---|"]
-    for rule in rules:
-        evidence = f"{rule.requires} ({rule.uses})".strip() if rule.uses else rule.requires
-        link = f"[{rule.id}]({file_of(rule)}) {rule.slug}"
-        rows.append(f"| {link} | {rule.severity} | {evidence} | {_cell(rule.requirement)} |")
-    return "\n".join(rows)
+    rows = [
+        (
+            f"[{rule.id}]({file_of(rule)}) {rule.slug}",
+            rule.severity,
+            f"{rule.requires} ({rule.uses})".strip() if rule.uses else rule.requires,
+            _cell(rule.requirement),
+        )
+        for rule in rules
+    ]
+    return markdown_table(("rule", "severity", "evidence", "requires"), rows)
 
 
 def _profiles() -> str:
-    rows = ["| profile | of | fast domain | formats | MFU floor | note |", "|---|---|---|---|---|---|"]
+    rows = []
     for one in PROFILES.values():
         floor = "reported only" if one.mfu_floor is None else f"{one.mfu_floor:g}"
         domain = str(one.scale_up) if one.scale_up else "the cluster's"
-        rows.append(
-            f"| `{one.name}` | {one.title} | {domain} | {', '.join(one.formats)} | {floor} | {_cell(one.note)} |"
-        )
-    return "\n".join(rows)
+        rows.append((f"`{one.name}`", one.title, domain, ", ".join(one.formats), floor, _cell(one.note)))
+    return markdown_table(("profile", "of", "fast domain", "formats", "MFU floor", "note"), rows)
 
 
 def _classes() -> str:

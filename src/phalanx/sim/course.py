@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.io.tables import sparkline
 from phalanx.sim.fabric_links import Floats
 
 POINTS = 200  # of a series in JSON
-BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +46,7 @@ class Course:
             return ""
         grid = np.linspace(0.0, self.over_s, width + 1)
         rates = np.diff(self._delivered(grid))
-        level = np.ceil(rates / max(float(rates.max()), 1e-12) * len(BARS)).astype(int) - 1
-        return "".join(BARS[max(0, one)] for one in level)
+        return sparkline(rates.tolist(), width, from_zero=True)
 
     def _delivered(self, time_s: Floats | float) -> Floats:
         ends, done = np.concatenate([[0.0], self.end_s]), np.concatenate([[0.0], np.cumsum(self.bits)])

@@ -56,7 +56,7 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage:
+class _EpisodeStage:
     """A stretch of time in which nothing breaks, returns or is found out."""
 
     begin_s: float
@@ -98,7 +98,10 @@ def run_episode(
     touched, stopped = np.zeros(len(flows), dtype=bool), ""
     try:
         for stage in _episode_stages(links, faults, without, manner, wire):
-            case = _case(links, flows, manner, stage, wire)
+            routes = route_flows(links, flows, manner.routing, stage.avoided)
+            case = case_of(links, routes, links.capacity() * stage.share, manner.routing)
+            pulls = wire.pulls(len(case.owner), manner.routing.seed)
+            case = replace(case, table=replace(case.table, pull=pulls))
             if account is None or parts is None:
                 parts = parts_of(case, wire_bits, manner.routing)
                 nothing = np.full(len(case.owner), np.nan)
@@ -145,7 +148,7 @@ def _make_episode(
 
 def _episode_stages(
     links: Links, faults: Sequence[Fault], without: Ints, manner: Manner, wire: Wire
-) -> Iterator[_Stage]:
+) -> Iterator[_EpisodeStage]:
     found = [_Hit(fault, fault_links(links, fault), *_loss_detected(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
     for fault, _, dry_s, _ in found:
@@ -183,7 +186,7 @@ def _loss_detected(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tu
     return fault.at_s + most / retired_per_s, max(manner.least_paths, round(balance * links.fabric.planes))
 
 
-def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float) -> _Stage:
+def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float) -> _EpisodeStage:
     share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
     doomed, keeps = np.zeros(links.count, dtype=bool), 0
     for fault, hit, dry_s, kept in faults:
@@ -203,7 +206,7 @@ def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begi
         else:
             doomed[hit] = True
     share[without] = avoided[without] = 0.0
-    return _Stage(
+    return _EpisodeStage(
         begin_s=begin,
         end_s=end,
         share=share,
@@ -221,15 +224,8 @@ def _idle_paths(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_
     return np.asarray(cut & (np.cumsum(cut, axis=1) > np.maximum(0, keeps - good))).reshape(-1)
 
 
-def _case(links: Links, flows: Flows, manner: Manner, stage: _Stage, wire: Wire) -> FluidCase:
-    routes = route_flows(links, flows, manner.routing, stage.avoided)
-    case = case_of(links, routes, links.capacity() * stage.share, manner.routing)
-    pulls = wire.pulls(len(case.owner), manner.routing.seed)
-    return replace(case, table=replace(case.table, pull=pulls))
-
-
 def _row_fates(
-    links: Links, case: FluidCase, stage: _Stage, manner: Manner, wire: Wire
+    links: Links, case: FluidCase, stage: _EpisodeStage, manner: Manner, wire: Wire
 ) -> tuple[Floats, Floats, Floats]:
     """Of what each row sends: the share that counts, what is lost, and what gets over parts that only lose."""
     rows, hops = len(case.owner), case.routes.links
@@ -267,7 +263,7 @@ def _advance(
     account: _Account,
     case: FluidCase,
     parts: FlowParts,
-    stage: _Stage,
+    stage: _EpisodeStage,
     manner: Manner,
     useful: Floats,
     lost: Floats,
@@ -281,7 +277,9 @@ def _advance(
         if manner.routing.recovery != "edge":
             rows, end_s = _patient_rows(account, case, parts, replace(stage, begin_s=begin_s), manner, useful, rows)
         while len(rows) and account.now < end_s:
-            rates = _rates(case, rows, manner)
+            table = case.table.some(rows)
+            rates = fair_rates_of(table, case.capacity)
+            rates = paused(table, rates, case.capacity) if manner.pauses else rates
             rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
             leaves = _step(account, parts, end_s, rows, rates, useful[rows], lost[rows])
             if leaves is None:
@@ -295,7 +293,13 @@ def _advance(
 
 
 def _patient_rows(
-    account: _Account, case: FluidCase, parts: FlowParts, stage: _Stage, manner: Manner, useful: Floats, rows: Ints
+    account: _Account,
+    case: FluidCase,
+    parts: FlowParts,
+    stage: _EpisodeStage,
+    manner: Manner,
+    useful: Floats,
+    rows: Ints,
 ) -> tuple[Ints, float]:
     """Queue pairs on dead paths send what they have, lose it, and wait until a path works and their timer ends; the
     others go on, until the next timer does."""
@@ -311,12 +315,6 @@ def _patient_rows(
     early: NDArray[np.bool_] = ~dead & (due_s > stage.begin_s * (1 + TINY))  # NaN: nothing is due
     account.lost_at[rows[~(dead | early)]] = np.nan
     return np.asarray(rows[~(dead | early)]), float(due_s[early].min(initial=stage.end_s))
-
-
-def _rates(case: FluidCase, rows: Ints, manner: Manner) -> Floats:
-    table = case.table.some(rows)
-    rates = fair_rates_of(table, case.capacity)
-    return paused(table, rates, case.capacity) if manner.pauses else rates
 
 
 def _step(

@@ -45,24 +45,24 @@ def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class LinkTable:
     """Which links each row takes, as CSR: entries start[r] to start[r + 1]; every row has at least one."""
 
     start: Ints
     link: NDArray[np.int32]
     pull: Floats  # a row's weight beside others on a full link
 
-    def some(self, rows: Ints) -> Table:
+    def some(self, rows: Ints) -> LinkTable:
         """The table of some of its rows."""
         width = np.diff(self.start)
         if len(rows) == len(width):
             return self
         start = np.concatenate([[0], np.cumsum(width[rows])])
         entries = np.repeat(self.start[rows] - start[:-1], width[rows]) + np.arange(start[-1])
-        return Table(start=start, link=self.link[entries], pull=self.pull[rows])
+        return LinkTable(start=start, link=self.link[entries], pull=self.pull[rows])
 
 
-def fair_rates_of(table: Table, capacity: Floats, *, engine: str = "auto") -> Floats:
+def fair_rates_of(table: LinkTable, capacity: Floats, *, engine: str = "auto") -> Floats:
     """Rate of every row, in the unit of the capacities; `engine` is auto, numba or numpy."""
     if len(table.start) < 2:
         return np.empty(0)
@@ -175,7 +175,7 @@ ALIKE = 1e-9
 ROUNDS = 64  # a pause travels up one path at a time; paths have at most six links, and few rounds are ever needed
 
 
-def paused(table: Table, rates: Floats, capacity: Floats) -> Floats:
+def paused(table: LinkTable, rates: Floats, capacity: Floats) -> Floats:
     """Rates of rows after pauses have spread against the direction of travel."""
     if not len(rates):
         return rates
@@ -200,7 +200,7 @@ def paused(table: Table, rates: Floats, capacity: Floats) -> Floats:
     return rates
 
 
-def _held(table: Table, rates: Floats, capacity: Floats, row: np.ndarray) -> np.ndarray:
+def _held(table: LinkTable, rates: Floats, capacity: Floats, row: np.ndarray) -> np.ndarray:
     """Entries at which a row gets no more because the link is full: nobody there has a higher rate."""
     load = np.bincount(table.link, weights=rates[row], minlength=len(capacity))
     most = np.zeros(len(capacity))

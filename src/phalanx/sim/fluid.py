@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of, shares
-from phalanx.sim.fair_rates import Table, fair_rates_of
+from phalanx.sim.fair_rates import LinkTable, fair_rates_of
 from phalanx.sim.packets.build import PacketBudget
 from phalanx.sim.routes import Hops, Routes, Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
@@ -115,7 +115,7 @@ class Completion:
 class FluidCase:
     """Sub-flows as rows of a table of links, ready to be filled."""
 
-    table: Table
+    table: LinkTable
     capacity: Floats
     links: int  # of the fabric; capacities beyond are limits of single sub-flows
     routes: Routes
@@ -259,10 +259,10 @@ def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) ->
     return FluidCase(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
 
 
-def _table(hops: Hops) -> Table:
+def _table(hops: Hops) -> LinkTable:
     present = hops >= 0
     start = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
-    return Table(start=start, link=hops[present], pull=np.ones(len(hops)))
+    return LinkTable(start=start, link=hops[present], pull=np.ones(len(hops)))
 
 
 # What the fluid engine will take, before it starts.

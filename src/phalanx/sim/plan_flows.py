@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.plan import Plan
 from phalanx.sim.fabric_links import Ints
-from phalanx.sim.fluid import MRC, Wire, complete_flows
-from phalanx.sim.routes import Routing
 from phalanx.sim.traffic_matrix import MOST_FLOWS, Flows, flows
 
 TREES = ("Tree", "NVLSTree")  # algorithms that send sums up and down double trees of domains
@@ -33,49 +30,12 @@ class AxisTraffic:
     wire_s: float  # the plan's own figure
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AxisTime:
-    """An axis alone on a fabric, beside the plan's figure."""
-
-    axis: str
-    operation: str
-    flows: int
-    plan_s: float
-    mean_s: float
-    tail_s: float
-
-
 def plan_collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
     """Every axis of a plan with the flows of one step."""
     ranks, domain = plan.layout.devices, plan.cluster.domain_devices
     return tuple(
         AxisTraffic(axis=use.axis, operation=use.operation, flows=axis_flows(use, ranks, domain), wire_s=use.wire_s)
         for use in plan.mapping
-    )
-
-
-def time_on_fabric(plan: Plan, fabric: Fabric, *, routing: Routing, wire: Wire = MRC) -> tuple[AxisTime, ...]:
-    """Seconds per step of each axis that uses the network, each alone on the fabric: bandwidth, not start-up."""
-    if plan.layout.devices > fabric.hosts:
-        raise mistake(
-            fabric.name,
-            f"the plan runs on {plan.layout.devices:,} devices, the fabric joins {fabric.hosts:,}",
-            fix=f"use a fabric of at least {plan.layout.devices:,} NICs",
-        )
-    return tuple(
-        _axis_time(one, one.flows, fabric, routing, wire) for one in plan_collectives(plan) if one.flows is not None
-    )
-
-
-def _axis_time(one: AxisTraffic, sent: Flows, fabric: Fabric, routing: Routing, wire: Wire) -> AxisTime:
-    done = complete_flows(fabric, sent, routing=routing, wire=wire)
-    return AxisTime(
-        axis=one.axis,
-        operation=one.operation,
-        flows=len(sent),
-        plan_s=one.wire_s,
-        mean_s=done.mean_s,
-        tail_s=done.tail_s,
     )
 
 
@@ -105,7 +65,10 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     if "all-to-all" in use.operation:
         return _all_to_all(use, ranks, domain)
     if use.operation == "send":
-        return _stage_flows(use, ranks, domain)
+        # Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour.
+        first, second = neighbours(use.size, use.stride, 1, ranks, wraps=False)
+        source, target = np.concatenate([first, second]), np.concatenate([second, first])
+        return _flows_between(source, target, use.bytes_per_step / 2, domain)
     # Ring attention passes whole blocks from rank to rank; only collectives run several rings side by side.
     together = 1 if use.operation == "ring send" else _members_together(use, domain)
     if together >= use.size or ranks <= domain:
@@ -134,13 +97,6 @@ def _tree_flows(use: AxisUse, place: Ints, together: int) -> Flows:
     # bytes_per_step counts 2 (n-1)/n sums; an edge carries half a sum up and half a sum down.
     half = use.bytes_per_step / (2 * (use.size - 1) / use.size) / together / 2
     return flows(np.concatenate([up, down]), np.concatenate([down, up]), half)
-
-
-def _stage_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
-    """Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour."""
-    first, second = neighbours(use.size, use.stride, 1, ranks, wraps=False)
-    source, target = np.concatenate([first, second]), np.concatenate([second, first])
-    return _flows_between(source, target, use.bytes_per_step / 2, domain)
 
 
 def _all_to_all(use: AxisUse, ranks: int, domain: int) -> Flows | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.io.files import FileTooLargeError, read_bounded
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats, Ints, links_of
 from phalanx.units import parse_count, plural
@@ -227,13 +229,13 @@ def _read_transfer(where: str, cells: list[str], places: list[int], hosts: int) 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Lines with something in them, by number."""
     try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise mistake(str(path), f"is larger than {MOST_FILE_BYTES >> 20} MiB", fix="check the path")
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            for number, text in enumerate(stream, start=1):
-                cells = next(csv.reader([text.split("#", 1)[0].rstrip("\r\n")]), [])
-                if any(cell.strip() for cell in cells):
-                    yield number, cells
+        whole = read_bounded(path, MOST_FILE_BYTES).decode("utf-8-sig")
+        for number, text in enumerate(io.StringIO(whole, newline=""), start=1):
+            cells = next(csv.reader([text.split("#", 1)[0].rstrip("\r\n")]), [])
+            if any(cell.strip() for cell in cells):
+                yield number, cells
+    except FileTooLargeError as error:
+        raise mistake(str(path), str(error), fix="check the path") from None
     except (OSError, ValueError, csv.Error) as error:
         what = getattr(error, "strerror", None) or str(error)
         raise mistake(str(path), f"cannot be read: {what[:120]}", fix="name a CSV file: src,dst,bytes") from None

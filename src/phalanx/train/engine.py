@@ -40,7 +40,7 @@ from phalanx.train.model_stages import (
     stage_tensors,
 )
 from phalanx.train.models.moe import BatchFilling, Moe
-from phalanx.train.models.own import PREFIX, NetworkOutline, OwnStage, tables_of, whole_values
+from phalanx.train.models.own_model import PREFIX, NetworkOutline, OwnStage, tables_of, whole_values
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.scaler import LossScale

@@ -21,7 +21,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import open_run
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.models.hf_weights import save_hf, save_named
-from phalanx.train.models.own import PREFIX
+from phalanx.train.models.own_model import PREFIX
 from phalanx.train.state.reader import CommittedCheckpoint, own_first, sound_checkpoints
 from phalanx.train.state.whole_tensors import read_state
 
@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportedWeights:
+class WrittenWeights:
     """What was written."""
 
     step: int
@@ -38,7 +38,7 @@ class ExportedWeights:
     warnings: tuple[str, ...] = ()  # newer checkpoints that are gone or damaged
 
 
-def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> ExportedWeights:
+def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> WrittenWeights:
     """Write the weights of one checkpoint; the newest when no step is named."""
     folder = open_run(run)
     plan = Plan.from_json(folder.plan_text(), where=str(folder.plan_json))
@@ -70,7 +70,7 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Expo
             warnings.append(Problem(where=str(folder.checkpoints), what=what).render())
         if damaged and there and max(there) > found[0].step:
             warnings += [f"{text}\n  step {found[0].step:,} is exported instead" for text in damaged]
-    return ExportedWeights(
+    return WrittenWeights(
         step=found[0].step,
         files=files,
         bytes=sum((out / name).stat().st_size for name in files),

@@ -24,7 +24,7 @@ from phalanx.train.engine import Engine, StepRequest, StepResult
 from phalanx.train.evaluate import Evaluation, TextSamples
 from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.optim.schedule import learning_rate
+from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl

@@ -13,7 +13,7 @@ from phalanx.job.model import ModelShape
 from phalanx.plan.schedules import is_v_shaped, layers_of_stages, my_stages
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw
-from phalanx.train.models.own import OwnStage, build_outline, build_stage, refuse_network
+from phalanx.train.models.own_model import OwnStage, build_outline, build_stage, refuse_network
 from phalanx.train.parallel.dims import Meshes, untraced
 from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.tensor_shard import ShardRegion, TensorShard, expert_splits, region_of

@@ -111,9 +111,11 @@ def find_data(job: Job, base: Path) -> tuple[Path, ...]:
     if has_own_data_only(job):
         return ()
     from phalanx.train.data.corpus import ensure_dataset
-    from phalanx.train.data.progress import Progress
+    from phalanx.train.data.progress import BuildProgress
 
-    return ensure_dataset(job.data, base, vocab=job.model.vocab, progress_for=lambda size: Progress(sys.stderr, size))
+    return ensure_dataset(
+        job.data, base, vocab=job.model.vocab, progress_for=lambda size: BuildProgress(sys.stderr, size)
+    )
 
 
 def make(resolved: ResolvedJob) -> Plan:

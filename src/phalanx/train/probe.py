@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from phalanx.hardware.probe_worker import Call, Task, serve_probe
+from phalanx.hardware.probe_worker import Call, ProbeTask, serve_probe
 
 
 class TorchEngine:
     """bf16 on a GPU with NCCL, fp32 on one core with gloo: what the trainer itself will run on."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ProbeTask) -> None:
         gpu = task.device == "cuda"
         if gpu:
             torch.cuda.set_device(task.rank)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.rank_link import Interrupted
 from phalanx.train.drill_hooks import DrillHooks
-from phalanx.train.guard.verdict import Divergence
+from phalanx.train.guard.divergence_verdict import Divergence
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer
 

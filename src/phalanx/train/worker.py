@@ -44,13 +44,13 @@ from phalanx.record.run import Run, open_run
 from phalanx.train.drill_hooks import drill_hooks_of
 from phalanx.train.engine import Engine
 from phalanx.train.flight import FlightRecord, is_lost_peer, last_collective
+from phalanx.train.guard.divergence_verdict import Divergence
 from phalanx.train.guard.spikes import SpikeDetector
-from phalanx.train.guard.verdict import Divergence
 from phalanx.train.leave import CommunicatorAbort, check_device, forget_groups, number_ranks
 from phalanx.train.listeners import listening_sockets, refuse_strangers
 from phalanx.train.loop import TrainingLoop
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.models.own import build_outline, differs_from_shape
+from phalanx.train.models.own_model import build_outline, differs_from_shape
 from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl, UntrustedState

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.errors import mistake
+from phalanx.io.codec import json_text
 from phalanx.io.files import read_text, write_text
+from phalanx.io.tables import text_table
 from phalanx.io.values import seconds
 from phalanx.plan import request
 from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
@@ -136,7 +137,7 @@ def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *,
 
 def write_calibration(path: Path, report: CalibrationReport) -> None:
     """The calibration file, whole or not at all."""
-    write_text(path, json.dumps(asdict(report), indent=1) + "\n")
+    write_text(path, json_text(report, indent=1) + "\n")
 
 
 MEANING = {
@@ -150,13 +151,12 @@ MEANING = {
 
 def calibration_text(report: CalibrationReport) -> str:
     """What a person reads."""
+    rows = [(name, f"{getattr(report.scalars, name):.3f}", MEANING[name]) for name in GROUPS]
     lines = [
         f"{plural(report.measurements, 'measurement')} from {report.source}",
         "",
-        "scalar          factor  multiplies",
+        *text_table([("scalar", "factor", "multiplies"), *rows], right=(1,)),
     ]
-    for name in GROUPS:
-        lines.append(f"{name:<14} {getattr(report.scalars, name):7.3f}  {MEANING[name]}")
     lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
     if report.skipped:
         lines.append(

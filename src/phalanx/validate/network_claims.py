@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from phalanx.errors import UserError, mistake, nearest
+from phalanx.errors import mistake, nearest
 from phalanx.io.files import csv_columns, read_text
 
 COLUMNS = ("source", "quantity", "value", "unit", "conditions")
@@ -65,17 +65,13 @@ def read_claims(path: Path) -> tuple[Claim, ...]:
 def _check_columns(path: Path, names: list[str]) -> None:
     missing = [name for name in COLUMNS if name not in names]
     if missing:
-        raise _missing_columns(path, missing, names)
+        near = nearest(missing[0], [name for name in names if name and name not in COLUMNS])
+        fix = f'is "{near}" meant to be {missing[0]}?' if near else f"the columns are {', '.join(COLUMNS)}"
+        plural = "column" if len(missing) == 1 else "columns"
+        raise mistake(str(path), f"lacks the {plural} {', '.join(missing)}", fix=fix)
     repeated = sorted({name for name in names if name and names.count(name) > 1})
     if repeated:
         raise mistake(str(path), f"has the column {repeated[0]} twice", fix="keep one of them")
-
-
-def _missing_columns(path: Path, missing: list[str], names: list[str]) -> UserError:
-    near = nearest(missing[0], [name for name in names if name and name not in COLUMNS])
-    fix = f'is "{near}" meant to be {missing[0]}?' if near else f"the columns are {', '.join(COLUMNS)}"
-    plural = "column" if len(missing) == 1 else "columns"
-    return mistake(str(path), f"lacks the {plural} {', '.join(missing)}", fix=fix)
 
 
 def _read_claim(raw: dict[str, str], line: int, before: Claim | None) -> Claim:

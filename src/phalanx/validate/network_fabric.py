@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from phalanx.hardware.failures import HOPPER_SITE, llama_device_days, site_figures
-from phalanx.network.fabric.bill import fabric_bill, failure_loss, tier_links
 from phalanx.network.fabric.decisions import harmonic, idle_share, late_step, max_to_mean
+from phalanx.network.fabric.fabric_bill import fabric_bill, failure_loss, tier_links
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.failure_budget import (
@@ -170,8 +170,10 @@ def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
     one = _full_fabric(SINGLE_RADIX, ClosShape(planes=1, tiers=against))
     if row.quantity.startswith("optics"):
         ours = fabric_bill(many).optics_800g / many.hosts / (fabric_bill(one).optics_800g / one.hosts)
-        return reproduced(row, ours, "fabric/bill", tolerance=EXACT)
-    return reproduced(row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/bill", tolerance=EXACT)
+        return reproduced(row, ours, "fabric/fabric_bill", tolerance=EXACT)
+    return reproduced(
+        row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/fabric_bill", tolerance=EXACT
+    )
 
 
 def hops(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -188,13 +190,13 @@ def under_t0(row: Claim, _: ClaimContext) -> ClaimOutcome:
 def uplink_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Share of a T0's uplinks that one is."""
     made = _full_fabric(radix(row), ClosShape(planes=planes(row), tiers=2))
-    return reproduced(row, 100 * failure_loss(made).t0_t1_link, "fabric/bill; the row is rounded")
+    return reproduced(row, 100 * failure_loss(made).t0_t1_link, "fabric/fabric_bill; the row is rounded")
 
 
 def nic_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Share of a NIC that a plane is."""
     made = _full_fabric(SINGLE_RADIX, ClosShape(planes=said_planes(row), tiers=2))
-    return reproduced(row, 100 * failure_loss(made).nic_link, "fabric/bill; the row is rounded")
+    return reproduced(row, 100 * failure_loss(made).nic_link, "fabric/fabric_bill; the row is rounded")
 
 
 def total(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -209,14 +211,14 @@ def total(row: Claim, _: ClaimContext) -> ClaimOutcome:
     links = tier_links(made)
     if tier >= len(links):
         raise NotStated(f"a fabric with {name}: it has {made.tiers} tiers")
-    return reproduced(row, links[tier], "fabric/bill", tolerance=EXACT)
+    return reproduced(row, links[tier], "fabric/fabric_bill", tolerance=EXACT)
 
 
 def per_host(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches or 800G-class optics for one NIC of a full fabric."""
     made = _full_fabric(radix(row), shape(row))
     whole = made.switches if row.quantity.startswith("switches") else fabric_bill(made).optics_800g
-    return reproduced(row, whole / made.hosts, "fabric/bill", tolerance=EXACT)
+    return reproduced(row, whole / made.hosts, "fabric/fabric_bill", tolerance=EXACT)
 
 
 def paths(row: Claim, _: ClaimContext) -> ClaimOutcome:

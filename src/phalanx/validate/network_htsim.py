@@ -91,12 +91,14 @@ def read_case(command: str) -> Case | str:
     if tree is None:
         return f"{sent.hosts:,} hosts are no full fat tree, or the .topo file's name does not give its shape"
     packet_bytes = int(values.get("mtu", PACKET_BYTES))
+    found = re.search(r"-load_balancing_algo (\w+)", command)
+    command_spray = SPRAYS[found[1]] if found else HTSIM.spray
     return Case(
         sent=sent,
         tree=tree,
         hop_s=1e-6 * values.get("hop_latency", HOP_US),
         paths=int(values.get("paths", HTSIM.paths)),
-        spray=_command_spray(command),
+        spray=command_spray,
         ack_every=max(1, math.ceil(values.get("sack_threshold", SACK_BYTES) / packet_bytes)),
         packet_bytes=packet_bytes,
         queue=_whole_option(values, "q"),
@@ -128,11 +130,6 @@ def _command_options(command: str) -> dict[str, float] | str:
     if control and control[1] != "nscc":
         return f"the congestion control {control[1][:40]!r} is not modelled"
     return found
-
-
-def _command_spray(command: str) -> Spray:
-    found = re.search(r"-load_balancing_algo (\w+)", command)
-    return SPRAYS[found[1]] if found else HTSIM.spray
 
 
 def _whole_option(values: dict[str, float], name: str) -> int | None:

@@ -159,7 +159,10 @@ def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
         except NotStated as missing:
             return skipped(row, f"its words do not say {missing}")
         except FAILURES as error:
-            return skipped(row, f"cannot be computed: {_first_line(error)}")
+            first_line = (
+                error.problems[0].what if isinstance(error, PhalanxError) else str(error).partition("\n")[0][:100]
+            )
+            return skipped(row, f"cannot be computed: {first_line}")
         if found is not None:
             return found
     if known:
@@ -172,10 +175,6 @@ def _unknown_words(quantity: str) -> str:
     known = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
     odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known]
     return f": not understood: {', '.join(dict.fromkeys(odd))[:80]}" if odd else ""
-
-
-def _first_line(error: Exception) -> str:
-    return error.problems[0].what if isinstance(error, PhalanxError) else str(error).partition("\n")[0][:100]
 
 
 def count_outcomes(outcomes: Sequence[ClaimOutcome], *, interrupted: bool = False) -> NetworkCard:

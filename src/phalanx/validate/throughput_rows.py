@@ -41,8 +41,9 @@ def row_columns(row: PublishedRun, micro_batch: float, recompute: str) -> dict[s
     degrees = {name: max(1.0, number(row, name) or 1.0) for name in ("tp", "pp", "vpp", "cp", "ep")}
     dp = data_ranks(row)
     zero = throughput_table.zero_stage(row)
+    model_key = tuple(row.get(name, "") for name in _MODEL_COLUMNS)
     return {
-        **model_columns(_shape(_model_key(row))),
+        **model_columns(_shape(model_key)),
         **machine_columns(published_cluster(row)),
         **degrees,
         "flash": float(throughput_table.attention_is_fused(row)),
@@ -69,10 +70,6 @@ def data_ranks(row: PublishedRun) -> float:
 
 _MODEL_COLUMNS = ("model_name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "topk", "moe_ffn",
                   "params_b")  # fmt: skip
-
-
-def _model_key(row: PublishedRun) -> tuple[str, ...]:
-    return tuple(row.get(name, "") for name in _MODEL_COLUMNS)
 
 
 @lru_cache(maxsize=65536)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.files import write_text
+from phalanx.io.tables import text_table
 from phalanx.plan.calibrate import Calibration, calibrate, calibrated
 from phalanx.plan.cases import Floats
 from phalanx.plan.prediction import step_interval
@@ -32,7 +33,7 @@ SCATTER_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class RowPrediction:
     """What is written per row; `reason` says why a row has none."""
 
     id: str
@@ -89,16 +90,16 @@ class Scorecard:
     regrets: list[Regret] = field(default_factory=list)
 
 
-def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, ...] = ()) -> list[Prediction]:
+def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, ...] = ()) -> list[RowPrediction]:
     """Predict every row; with `known` rows, each source is first calibrated on its own measured rows there."""
     found = predict_rows(rows)
     low, high = step_interval(found.cases, found.times, found.frameworks)
     seconds = found.times.step_s
     if known:
         seconds, low, high = _calibrated_rows(rows, found, known, low, high)
-    predictions = [Prediction(id=row["id"], reason=reason) for row, reason in zip(rows, found.reason, strict=True)]
+    predictions = [RowPrediction(id=row["id"], reason=reason) for row, reason in zip(rows, found.reason, strict=True)]
     for at, index in enumerate(found.priced):
-        predictions[index] = Prediction(
+        predictions[index] = RowPrediction(
             id=rows[index]["id"],
             step_s=float(seconds[at]),
             step_s_lo=float(low[at]),
@@ -150,7 +151,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
-def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> Scorecard:
+def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]) -> Scorecard:
     """The scorecard of a table whose measurements are present (or partly so)."""
     by_source: dict[str, list[float]] = defaultdict(list)
     memory: list[float] = []
@@ -229,7 +230,9 @@ def _sweep_sources(rows: Sequence[PublishedRun]) -> set[str]:
     return {name for name in failed if counts[name] >= 20}
 
 
-def _oom_scores(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> tuple[float | None, float | None]:
+def _oom_scores(
+    rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]
+) -> tuple[float | None, float | None]:
     """Precision and recall of "does not fit" over the sweeps."""
     sweeps = _sweep_sources(rows)
     hit = false = missed = 0
@@ -245,7 +248,7 @@ def _oom_scores(rows: Sequence[PublishedRun], predictions: Sequence[Prediction])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _KnownRun:
     id: str
     predicted: float  # seconds per token
     fits: bool
@@ -253,23 +256,23 @@ class _Run:
 
 
 def _run_cells(
-    rows: Sequence[PublishedRun], predictions: Sequence[Prediction]
-) -> dict[tuple[str, str, str], list[_Run]]:
+    rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]
+) -> dict[tuple[str, str, str], list[_KnownRun]]:
     """The runs of every (source, model, GPUs) cell of a sweep."""
     sweeps = _sweep_sources(rows)
-    cells: dict[tuple[str, str, str], list[_Run]] = defaultdict(list)
+    cells: dict[tuple[str, str, str], list[_KnownRun]] = defaultdict(list)
     for row, guess in zip(rows, predictions, strict=True):
         batch, seq, seconds = number(row, "global_batch"), number(row, "seq"), number(row, "step_s")
         if row.get("source", "") not in sweeps or not guess.step_s or not batch or not seq:
             continue
         measured = None if _has_failed(row) or not seconds else seconds / (batch * seq)
         key = (row.get("source", ""), row.get("model_name", ""), row.get("gpus", ""))
-        run = _Run(id=guess.id, predicted=guess.step_s / (batch * seq), fits=bool(guess.fits), measured=measured)
+        run = _KnownRun(id=guess.id, predicted=guess.step_s / (batch * seq), fits=bool(guess.fits), measured=measured)
         cells[key].append(run)
     return cells
 
 
-def _cell_regrets(rows: Sequence[PublishedRun], predictions: Sequence[Prediction]) -> list[Regret]:
+def _cell_regrets(rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]) -> list[Regret]:
     """Per cell: how much slower the predicted best really ran than the real best; 100 % where it failed."""
     found = []
     for (source, model, gpus), cell in _run_cells(rows, predictions).items():
@@ -306,7 +309,7 @@ HEADER = ("id", "step_s", "step_s_lo", "step_s_hi", "mem_gb", "fits")
 MOST_REASONS = 8
 
 
-def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
+def write_predictions(path: Path, predictions: Sequence[RowPrediction]) -> None:
     """One line per row, also for rows without a prediction; the file appears whole or not at all."""
     scorecard_text = io.StringIO()
     writer = csv.writer(scorecard_text, lineterminator="\n")
@@ -336,19 +339,14 @@ def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
 
 
 def _error_lines(card: Scorecard) -> list[str]:
-    width = max(len(one.source) for one in card.sources)
-    lines = [
-        "",
-        f"{'step time, |predicted/measured - 1|':<{width}}",
-        f"{'source':<{width}}   rows  median    p90    bias",
-    ]
+    rows = [("source", "rows", "median", "p90", "bias", "")]
     for one in card.sources:
-        few = "" if one.rows >= LEAST_ROWS else "   (too few for the mean)"
-        lines.append(f"{one.source:<{width}}  {one.rows:5,}  {one.median:6.1%} {one.p90:6.1%} {one.bias:+7.1%}{few}")
+        few = "" if one.rows >= LEAST_ROWS else "(too few for the mean)"
+        rows.append((one.source, f"{one.rows:,}", f"{one.median:.1%}", f"{one.p90:.1%}", f"{one.bias:+.1%}", few))
     if card.mean_median is not None and card.mean_p90 is not None:
         counted = sum(one.rows >= LEAST_ROWS for one in card.sources)
-        lines.append(f"{f'mean over {counted} sources':<{width}}         {card.mean_median:6.1%} {card.mean_p90:6.1%}")
-    return lines
+        rows.append((f"mean over {counted} sources", "", f"{card.mean_median:.1%}", f"{card.mean_p90:.1%}", "", ""))
+    return ["", "step time, |predicted/measured - 1|", *text_table(rows, right=(1, 2, 3, 4))]
 
 
 def _rest_lines(card: Scorecard) -> list[str]:

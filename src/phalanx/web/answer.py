@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.record.account.summary import Pair
+from phalanx.io.codec import json_text
 from phalanx.record.archive.history import Damage
 from phalanx.web.run_store import NotYetError
 
@@ -59,35 +56,9 @@ def _error_text(error: Exception) -> str:
 
 def encode_answer(value: Any, *, root: Path) -> bytes:
     """One JSON document; infinities and NaN become null, the root's own path is cut from every text."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain_value)
-    except (ValueError, TypeError):
-        text = json.dumps(_finite_value(value), ensure_ascii=False, separators=(",", ":"))
+    text = json_text(value)
     for path in {str(root.absolute()), str(root.resolve())}:
         if len(path) > 1:
-            text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1] + "/", "")
+            text = text.replace(json_text(path)[1:-1] + "/", "")
     # "replace": a lone surrogate, which a damaged line may hold, has no UTF-8.
     return text.encode("utf-8", "replace")
-
-
-def _plain_value(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        found = {item.name: getattr(value, item.name) for item in fields(value)}
-        return {**found, "error": value.error} if isinstance(value, Pair) else found
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    # numpy scalars and arrays, without importing numpy to ask
-    to_list = getattr(value, "tolist", None)
-    return to_list() if callable(to_list) else str(value)
-
-
-def _finite_value(value: Any) -> Any:
-    if isinstance(value, str | int | None):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite_value(item) for item in value]
-    return _finite_value(_plain_value(value))

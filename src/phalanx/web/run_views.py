@@ -13,7 +13,7 @@ from phalanx.io.values import at, integer, number, printable, seconds, text
 from phalanx.record.account.cost import Amount
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.memberships import measured_mfu
-from phalanx.record.account.summary import Summary, summarize_briefly
+from phalanx.record.account.summary import summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
@@ -177,7 +177,10 @@ def run_view(store: RunStore, name: str) -> Json:
         parts.note(parts.read("events", history.damage, ()))
         ranks = len(history.ranks)
     if account is not None and not now.get("live"):
-        _count_torn(parts, account.summary)
+        # A torn last line is damage only once nobody can complete it: the walk counts it, a history waits for its end.
+        count = account.summary.ledger.unreadable_lines if account.summary.ledger else 0
+        if count and not any("line" in one["what"] for one in parts.damage):
+            parts.add("events", "lines that are no events", count)
     return {
         "name": name,
         "summary": replace(summary, run=name, ranks=summary.ranks[:MOST_RANKS]) if summary else None,
@@ -190,13 +193,6 @@ def run_view(store: RunStore, name: str) -> Json:
         "live": bool(now.get("live")),
         "settled": account is not None or any(one["where"] == "summary" for one in parts.damage),
     }
-
-
-def _count_torn(parts: AnswerParts, summary: Summary) -> None:
-    """A torn last line is damage only once nobody can complete it: the walk counts it, a history waits for its end."""
-    count = summary.ledger.unreadable_lines if summary.ledger else 0
-    if count and not any("line" in one["what"] for one in parts.damage):
-        parts.add("events", "lines that are no events", count)
 
 
 def curves_view(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.network.fabric.bill import OPTIC_USD, OPTIC_WATTS, TRUNK_USD, fabric_bill, failure_loss, tier_links
+from phalanx.network.fabric.fabric_bill import OPTIC_USD, OPTIC_WATTS, TRUNK_USD, fabric_bill, failure_loss, tier_links
 from phalanx.network.fabric.fabric_file import parse_fabric
 
 PLANES = parse_fabric("clos2:131072x800G/8p/512")

@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.bill import failure_loss
 from phalanx.network.fabric.decisions import decisions, decisions_of, harmonic, late_step
 from phalanx.network.fabric.decisions_picture import decisions_svg
 from phalanx.network.fabric.decisions_text import show_decisions
+from phalanx.network.fabric.fabric_bill import failure_loss
 from phalanx.network.fabric.fabric_file import parse_fabric
 
 FULL = decisions(131072)

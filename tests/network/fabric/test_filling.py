@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.network.fabric.bill import fabric_bill
+from phalanx.network.fabric.fabric_bill import fabric_bill
 from phalanx.network.fabric.sizing import ClosShape, fill_plane, most_hosts, size_fabric
 from phalanx.network.fabric.switch_catalogue import unnamed
 

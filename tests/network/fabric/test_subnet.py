@@ -8,12 +8,12 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.decisions import decisions
 from phalanx.network.fabric.decisions_text import show_decisions
 from phalanx.network.fabric.design import DesignRequest, design_fabrics
+from phalanx.network.fabric.design_verdict import choose_design, show_verdict
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_text import show_fabric
 from phalanx.network.fabric.fabric_types import INFINIBAND, addresses, is_infiniband, needs_routers
 from phalanx.network.fabric.failure_budget import failure_budget
 from phalanx.network.fabric.switch_catalogue import switches
-from phalanx.network.fabric.verdict import choose_design, show_verdict
 
 
 def test_quantum_is_infiniband_and_nothing_else() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.network.fabric.fabric_text import folded, table, wrapped
+from phalanx.io.tables import folded_table
+from phalanx.network.fabric.fabric_text import folded, wrapped
 
 ROWS = [("name", "switch", "one", "two"), ("a long name", "box", "1", "22,222"), ("b", "other box", "333", "4")]
 
 
 def test_without_a_width_it_is_one_block() -> None:
-    assert table(ROWS, left=2).splitlines() == [
+    assert folded_table(ROWS, left=2).splitlines() == [
         "name         switch     one     two",
         "a long name  box          1  22,222",
         "b            other box  333       4",
@@ -19,7 +20,7 @@ def test_without_a_width_it_is_one_block() -> None:
 
 @pytest.mark.parametrize("width", [24, 30, 34])
 def test_blocks_repeat_the_first_column(width: int) -> None:
-    text = table(ROWS, left=2, width=width)
+    text = folded_table(ROWS, left=2, width=width)
     assert max(map(len, text.splitlines())) <= width
     blocks = text.split("\n\n")
     assert len(blocks) > 1
@@ -28,7 +29,7 @@ def test_blocks_repeat_the_first_column(width: int) -> None:
 
 
 def test_a_column_wider_than_the_page_still_comes() -> None:
-    assert "22,222" in table(ROWS, width=1)
+    assert "22,222" in folded_table(ROWS, width=1)
 
 
 def test_long_lines_hang_under_their_second_column() -> None:

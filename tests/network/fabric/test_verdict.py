@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from phalanx.cli.main import main
 from phalanx.errors import UserError
 from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
+from phalanx.network.fabric.design_verdict import Prices, check_prices, choose_design, show_verdict
 from phalanx.network.fabric.failure_budget import failure_budget
-from phalanx.network.fabric.verdict import Prices, check_prices, choose_design, design_fabric, show_verdict
 
 FULL = design_fabrics(DesignRequest(gpus=131072, nic_gbps=800))
 
@@ -109,10 +108,3 @@ def test_it_says_when_prices_decide() -> None:
     # a Quantum-2 is 36 to 50 thousand dollars, a 51.2T box 50 to 250
     assert torn.at_low.switch.box != torn.at_high.switch.box == "Quantum-2"
     assert "Prices decide: it would be" in show_verdict(torn).replace("\n", " ")
-
-
-def test_a_design_prints_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    found = design_fabric(DesignRequest(gpus=1024, nic_gbps=400))
-    assert main(["fabric", "design", "--gpus", "1024", "--nic-gbps", "400"]) == 0
-    assert capsys.readouterr().out.rstrip() == str(found).rstrip()
-    assert repr(found).startswith("<DesignResult clos")

@@ -8,7 +8,7 @@ from typing import Any
 from rules.kit import JOB, Case, Evidence, Flip, evidence
 from rules.logs import good_log, good_steps
 
-from phalanx.rules.facts.log import NoiseFacts
+from phalanx.rules.facts.log_facts import NoiseFacts
 from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
 

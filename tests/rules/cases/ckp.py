@@ -7,7 +7,7 @@ from dataclasses import replace
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_checkpoints, good_log, incident, spread
 
-from phalanx.rules.facts.drills import DrillFacts
+from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot

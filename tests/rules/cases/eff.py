@@ -10,7 +10,7 @@ from rules.kit import Case, evidence
 from rules.logs import good_cpu_log, good_log, good_monitor, good_steps, spread
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import GrammarFacts
+from phalanx.rules.facts.log_facts import GrammarFacts
 from phalanx.rules.profiles import scaling_of
 
 

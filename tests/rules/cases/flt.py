@@ -10,9 +10,9 @@ from rules.logs import good_cpu_log, good_log, incident, spread
 from rules.swap import swapped
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import DrillFacts
+from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.log import DigestFacts
+from phalanx.rules.facts.log_facts import DigestFacts
 from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.outcome import Spot
 from phalanx.rules.profiles import scaling_of

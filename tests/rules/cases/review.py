@@ -13,7 +13,7 @@ from rules.swap import swapped
 
 from phalanx.plan.plan import CalibrationNote
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import NoiseFacts
+from phalanx.rules.facts.log_facts import NoiseFacts
 from phalanx.rules.facts.trainers import PHALANX
 
 Found = Callable[[], Evidence]

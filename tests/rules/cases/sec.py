@@ -11,7 +11,7 @@ from rules.swap import swapped
 
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.log import GrammarFacts
+from phalanx.rules.facts.log_facts import GrammarFacts
 from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.outcome import Spot
 

@@ -14,8 +14,8 @@ from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.stragglers import Straggler
 from phalanx.record.account.time_accounts import Accounts
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import DrillFacts
-from phalanx.rules.facts.log import GrammarFacts, NoiseFacts, PeerFacts
+from phalanx.rules.facts.drill_facts import DrillFacts
+from phalanx.rules.facts.log_facts import GrammarFacts, NoiseFacts, PeerFacts
 from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Spot
 from phalanx.rules.profiles import scaling_of

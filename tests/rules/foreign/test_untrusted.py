@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import PhalanxError, UserError
+from phalanx.rules.foreign.config_files import json_lines, read_arguments, read_tree
 from phalanx.rules.foreign.convert import TRAINERS, convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
-from phalanx.rules.foreign.files import json_lines, read_arguments, read_tree
 
 DATA = Path(__file__).parent / "data"
 JUNK = ("-1", "1e308", "NaN", "null", "[]", "{}", '"', "9" * 30, "${a.b}", "*a", "&a", "\x1b[31m", "(", "$(x)", "`x`")

@@ -16,7 +16,7 @@ from synthetic import TOKENS, write_run
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import job_digest, provenance
 from phalanx.record.run import Run
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.log import agreement as agree
 from phalanx.rules.log.agreement import Digests
 from phalanx.rules.log.stream import LogStream, read_log

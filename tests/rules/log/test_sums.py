@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.rules.log import sums
 from phalanx.rules.log.steps import Jump
-from phalanx.rules.log.sums import Histogram, Hours, Sample
+from phalanx.rules.log.sums import Histogram, Hours, SeriesSample
 
 
 def test_quantiles_are_within_two_percent():
@@ -37,7 +37,7 @@ def test_what_is_no_number_is_left_out():
 
 def test_a_sample_stays_small_and_evenly_spread(monkeypatch):
     monkeypatch.setattr(sums, "MOST_SAMPLE", 64)
-    found = Sample()
+    found = SeriesSample()
     for part in np.array_split(np.arange(10_000.0), 33):
         found.add(part)
     assert 32 <= len(found.values) <= 64

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UserError
-from phalanx.sim.htsim.connection_matrix import Connection, Failure, Matrix, Trigger, matrix_of, read_cm, write_cm
+from phalanx.sim.htsim.connection_matrix import Connection, DeadLink, Matrix, Trigger, matrix_of, read_cm, write_cm
 from phalanx.sim.traffic_matrix import all_to_all, flows, permutation
 
 CHAIN = """Nodes 16
@@ -42,7 +42,7 @@ def test_connections_triggers_and_failures_are_read(tmp_path: Path) -> None:
         Connection(source=2, target=3, nbytes=100, ident=3, start_ps=5e6),
     )
     assert found.triggers == (Trigger(ident=7, kind="oneshot"), Trigger(ident=8, kind="barrier", count=2))
-    assert found.failures[0] == Failure(switch="AGG", number=4, link=1)
+    assert found.failures[0] == DeadLink(switch="AGG", number=4, link=1)
     assert found.failed() == ("t1link:0/4/1",)
     assert found.flows().nbytes.tolist() == [4096, 4096, 100]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.plan.make import plan
-from phalanx.sim.step.step_work import Pass, Sharing, Work
+from phalanx.sim.step.step_work import LayerPass, Sharing, StepWork
 
 JOB = """\
 name = "small"
@@ -61,8 +61,8 @@ def by_hand(**changes):
         "layers": (chunks,) * stages,
         "chunks": 1,
         "micros": 4,
-        "forward": Pass(compute_s=1.0, inner=()),
-        "backward": Pass(compute_s=2.0, inner=()),
+        "forward": LayerPass(compute_s=1.0, inner=()),
+        "backward": LayerPass(compute_s=2.0, inner=()),
         "weight_s": 0.0,
         "head_forward_s": 0.0,
         "head_backward_s": 0.0,
@@ -74,4 +74,4 @@ def by_hand(**changes):
         "optimizer_s": 0.0,
         "host_step_s": 0.0,
     }
-    return Work(**{**base, **changes})
+    return StepWork(**{**base, **changes})

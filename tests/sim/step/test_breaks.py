@@ -8,9 +8,9 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.failure_budget import CONVERGE_S, GIVE_UP_S, REMAP_S, SHIELD_S
+from phalanx.sim.step.axis_paths import PathTransport, derived_fabric
 from phalanx.sim.step.breaks import ACK_TIMEOUT_S, GREY_LOSS, OUTAGE_S, aftermath, broken, bursts, go_back_n
-from phalanx.sim.step.paths import Transport, derived_fabric
-from phalanx.sim.step.report import step_report
+from phalanx.sim.step.step_report import step_report
 from phalanx.sim.step.step_text import break_text
 
 PLANES = "clos2:32x400G/4p/8"
@@ -116,7 +116,7 @@ def test_a_broken_fabric_gives_no_flow_more_than_it_had(sharded, kind):
     fabric = parse_fabric("clos2:32x400G/2p/16/4:1")
     for edge in (False, True):
         one = aftermath(sharded, fabric, kind, edge=edge)
-        assert one.share <= one.share_before == step_report(sharded, fabric, Transport(edge=edge)).slowest_share
+        assert one.share <= one.share_before == step_report(sharded, fabric, PathTransport(edge=edge)).slowest_share
         page = break_text(kind, [one]).splitlines()
         told = [line.split()[-1] for line in page if "slowest flow" in line]
         assert told == [f"{one.share_before:.2f}", f"{one.share:.2f}"]

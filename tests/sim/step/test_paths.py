@@ -7,8 +7,8 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts
 from phalanx.sim.plan_flows import neighbours, phase
-from phalanx.sim.step.paths import (
-    Transport,
+from phalanx.sim.step.axis_paths import (
+    PathTransport,
     _axis_path,
     axis_paths,
     check_size,
@@ -24,7 +24,7 @@ SPREAD = "clos2:32x400G/1p/8"  # T0s of four NICs: every stage and ring leaves i
 def paths(plan, fabric, **transport):
     q = ask_plan(plan)
     axes = used_axes(plan.layout, experts=False)
-    return axis_paths(fabric, q.groups, axes, plan.layout.devices, Transport(**transport))
+    return axis_paths(fabric, q.groups, axes, plan.layout.devices, PathTransport(**transport))
 
 
 def test_neighbours_stay_in_their_group_and_a_pipeline_has_an_end():
@@ -110,7 +110,7 @@ def test_a_failure_that_takes_nothing_changes_nothing(edge):
     fabric, ring = parse_fabric("clos2:64x400G/4p/32/4:1"), np.arange(64)
     harmless = BrokenParts(uplinks=((0, 0, 0),), left=1.0)
     whole, broken = (
-        _axis_path(fabric, "data", ring, np.roll(ring, -8), Transport(edge=edge, broken=one))
+        _axis_path(fabric, "data", ring, np.roll(ring, -8), PathTransport(edge=edge, broken=one))
         for one in (NOTHING, harmless)
     )
     assert broken.share == whole.share

@@ -1,7 +1,7 @@
 """The timeline in letters."""
 
 from phalanx.sim.step.step_text import COLUMNS, LEGEND, picture
-from phalanx.sim.step.timeline import simulate_timeline
+from phalanx.sim.step.step_timeline import simulate_timeline
 
 from .conftest import by_hand, sharing
 

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 
 from phalanx.network.fabric.fabric_file import parse_fabric
-from phalanx.sim.step.report import step_report
+from phalanx.sim.step.step_report import step_report
 from phalanx.sim.step.step_text import step_text
+from phalanx.sim.step.step_timeline import simulate_timeline
 from phalanx.sim.step.step_work import ask_plan, work
-from phalanx.sim.step.timeline import simulate_timeline
 
 from .conftest import make
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.sim.step.timeline import order
+from phalanx.sim.step.step_timeline import order
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.sim.step.step_work import Inner, Pass
-from phalanx.sim.step.timeline import BACKGROUND, DEVICE, check_spans, simulate_timeline
+from phalanx.sim.step.step_timeline import BACKGROUND, DEVICE, check_spans, simulate_timeline
+from phalanx.sim.step.step_work import Inner, LayerPass
 
 from .conftest import by_hand, sharing
 
@@ -50,8 +50,8 @@ def test_device_seconds_add_up_and_tracks_do_one_thing_at_a_time(schedule):
         micros=8,
         schedule=schedule,
         chunks=2 if schedule == "interleaved" else 1,
-        forward=Pass(compute_s=1.0, inner=inner),
-        backward=Pass(compute_s=2.0, inner=inner),
+        forward=LayerPass(compute_s=1.0, inner=inner),
+        backward=LayerPass(compute_s=2.0, inner=inner),
         weight_s=0.7 if schedule == "zero-bubble" else 0.0,
         send_s=0.25,
         send_exposed=0.4,
@@ -84,7 +84,7 @@ def test_chunks_of_the_last_stage_make_room_for_the_head():
 def test_traffic_hides_behind_compute_but_not_behind_more_than_there_is():
     def shown(wire_s):
         inner = (Inner(part="expert_s", tier="nic", wire_s=wire_s, exposed_s=0.5 * wire_s),)
-        work = by_hand(stages=1, micros=1, forward=Pass(compute_s=1.0, inner=inner))
+        work = by_hand(stages=1, micros=1, forward=LayerPass(compute_s=1.0, inner=inner))
         return simulate_timeline(work).device_s[0]["expert_s"]
 
     assert shown(1.0) == pytest.approx(0.5)

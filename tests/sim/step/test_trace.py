@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from phalanx.network.fabric.fabric_file import parse_fabric
-from phalanx.sim.step import trace as tracing
-from phalanx.sim.step.report import step_report
-from phalanx.sim.step.timeline import simulate_timeline
-from phalanx.sim.step.trace import trace_json
+from phalanx.sim.step import trace_file as tracing
+from phalanx.sim.step.step_report import step_report
+from phalanx.sim.step.step_timeline import simulate_timeline
+from phalanx.sim.step.trace_file import trace_json
 
 from .conftest import by_hand
 

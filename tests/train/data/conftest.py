@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.dataset import Manifest
-from phalanx.train.data.build import Origin, Recipe, build_dataset
+from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.progress import BuildProgress
 
 TEXT = "the ship sailed over a grey sea while nine sailors sang of home and bread"
 WORDS = TEXT.split()
@@ -28,8 +28,8 @@ def write_lines(path: Path, numbers: range) -> Path:
     return path
 
 
-def silent(total: int) -> Progress:
-    return Progress(io.StringIO(), total)
+def silent(total: int) -> BuildProgress:
+    return BuildProgress(io.StringIO(), total)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory, lines: Path) -> Path:
     """Those documents as a dataset of several shards; tests must not change it."""
     out = tmp_path_factory.mktemp("built") / "stories"
-    build_dataset(Recipe(origins=(Origin(path=lines),), vocab=400, heldout=0.1, shard_tokens=12_000), out, silent)
+    build_dataset(Recipe(origins=(TextOrigin(path=lines),), vocab=400, heldout=0.1, shard_tokens=12_000), out, silent)
     return out
 
 
@@ -56,7 +56,7 @@ def make(tmp_path: Path) -> Make:
     def run(out: Path, *origins: Path | tuple[Path, float], **options: object) -> Manifest:
         reading = Reading(**{key: options.pop(key) for key in ("field", "split_on") if key in options})  # type: ignore[arg-type]
         found = tuple(
-            Origin(path=one) if isinstance(one, Path) else Origin(path=one[0], weight=one[1]) for one in origins
+            TextOrigin(path=one) if isinstance(one, Path) else TextOrigin(path=one[0], weight=one[1]) for one in origins
         )
         settings: dict[str, object] = {"vocab": 300, "heldout": 0.0, **options}
         return build_dataset(Recipe(origins=found, reading=reading, **settings), out, silent)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import pytest
 from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.job.dataset import Manifest, read_manifest, verify_dataset
 from phalanx.train.data import fetch
-from phalanx.train.data.build import Origin, Recipe, build_dataset, held_out
+from phalanx.train.data.build import Recipe, TextOrigin, build_dataset, held_out
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.fetch import only_builder
 from phalanx.train.data.tokenizer import load_tokenizer
@@ -117,8 +117,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from phalanx.train.data import build as module
-from phalanx.train.data.build import Origin, Recipe, build_dataset
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.build import TextOrigin, Recipe, build_dataset
+from phalanx.train.data.progress import BuildProgress
 module.BATCH_BYTES = 4000
 slow = len(sys.argv) > 3
 if slow:
@@ -128,9 +128,9 @@ if slow:
         time.sleep(0.02)
         add(self, *args)
     module._Chunk.add = slowly
-recipe = Recipe(origins=tuple(Origin(path=Path(p)) for p in sys.argv[2].split(",")), vocab=300, heldout=0.1,
+recipe = Recipe(origins=tuple(TextOrigin(path=Path(p)) for p in sys.argv[2].split(",")), vocab=300, heldout=0.1,
                 shard_tokens=3000)
-build_dataset(recipe, Path(sys.argv[1]), lambda total: Progress(sys.stderr, total))
+build_dataset(recipe, Path(sys.argv[1]), lambda total: BuildProgress(sys.stderr, total))
 """
 
 
@@ -198,7 +198,7 @@ def unfinished(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(module._Work, "_save", save)
         with pytest.raises(Stop):
             build_dataset(
-                Recipe(origins=(Origin(path=source),), vocab=300, heldout=0.0, shard_tokens=2000),
+                Recipe(origins=(TextOrigin(path=source),), vocab=300, heldout=0.0, shard_tokens=2000),
                 tmp_path / "out",
                 silent,
             )
@@ -338,7 +338,7 @@ def test_a_lock_removed_while_we_took_it_is_not_ours(tmp_path: Path, monkeypatch
 
 
 def test_weights_and_licences_are_kept(tmp_path: Path, lines: Path) -> None:
-    origins = (Origin(path=lines, weight=2.5, licence="CC0", name="stories"),)
+    origins = (TextOrigin(path=lines, weight=2.5, licence="CC0", name="stories"),)
     build_dataset(Recipe(origins=origins, vocab=300), tmp_path / "out", silent)
     (source,) = read_manifest(tmp_path / "out").sources
     assert (source.name, source.weight, source.licence) == ("stories", 2.5, "CC0")

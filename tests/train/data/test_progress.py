@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.progress import BuildProgress
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 def test_rate_and_time_left() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(stream, 1_000_000, clock=clock)
+    progress = BuildProgress(stream, 1_000_000, clock=clock)
     progress.begin("tokens")
     clock.now = 5.0
     progress.advance(200_000, 50_000)
@@ -33,7 +33,7 @@ def test_rate_and_time_left() -> None:
 
 def test_what_an_earlier_call_did_is_no_speed() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(stream, 1000, clock=clock)
+    progress = BuildProgress(stream, 1000, clock=clock)
     progress.begin("tokens")
     progress.advance(500, skipped=True)
     clock.now = 10.0
@@ -43,7 +43,7 @@ def test_what_an_earlier_call_did_is_no_speed() -> None:
 
 def test_a_packed_file_never_passes_the_end() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(stream, 100, clock=clock)
+    progress = BuildProgress(stream, 100, clock=clock)
     progress.begin("tokens")
     clock.now = 10.0
     progress.advance(300)
@@ -52,7 +52,7 @@ def test_a_packed_file_never_passes_the_end() -> None:
 
 def test_a_terminal_keeps_one_line() -> None:
     clock, stream = Clock(), Terminal()
-    progress = Progress(stream, 100, clock=clock)
+    progress = BuildProgress(stream, 100, clock=clock)
     progress.begin("tokens")
     clock.now = 1.0
     progress.advance(50)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.train.engine import Engine
-from phalanx.train.guard.compiled import Comparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
+from phalanx.train.guard.compiled import CompiledComparison, code_key, compare_compiled, drawn_so_far, is_comparison_due
 from phalanx.train.guard.divergence import digest_shards
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.tracing.traced_step import forget_meshes
@@ -64,7 +64,7 @@ def changing(shape: Any) -> nn.Module:
 class Held:
     """What one rank found, and what it was left with, with and without looking."""
 
-    found: Comparison | str
+    found: CompiledComparison | str
     without: list[str]
     with_it: list[str]
     due: list[bool]  # never compared; on one rank; in a process that has compared the same code

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
-from phalanx.train.guard.verdict import Divergence
+from phalanx.train.guard.divergence_verdict import Divergence
 from phalanx.train.verify.trial import Trial, make_batch
 
 

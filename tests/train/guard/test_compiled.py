@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.model import ModelShape
-from phalanx.train.guard.compiled import CEILING, Comparison, compiled_refusal, rounding_bound
+from phalanx.train.guard.compiled import CEILING, CompiledComparison, compiled_refusal, rounding_bound
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
@@ -45,7 +45,7 @@ def test_looking_leaves_no_trace_and_finds_wrong_gradients_in_every_layout(trial
     for index, name in enumerate(made):
         for one in (rank[index] for rank in ranks):
             found = one.found
-            assert isinstance(found, Comparison), name
+            assert isinstance(found, CompiledComparison), name
             assert not found.unclear, (name, found)
             assert found.grad_norm == ranks[0][index].found.grad_norm > 0, (name, found)
             assert one.due == [True, True, False], name
@@ -61,7 +61,7 @@ def test_looking_leaves_no_trace_and_finds_wrong_gradients_in_every_layout(trial
 
 def test_what_a_person_is_told(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache/here")
-    found = Comparison(
+    found = CompiledComparison(
         loss=5.962, eager_loss=5.962, grad_norm=2.370, eager_grad_norm=3.569, loss_difference=0.0,
         gradient_difference=0.41, bound=rounding_bound("bf16", 4), worst="x",
     )  # fmt: skip
@@ -78,13 +78,13 @@ def test_the_bound_grows_with_depth_and_coarseness_and_stays_below_the_errors_we
         assert bounds == sorted(bounds)
         assert bounds[-1] <= CEILING < 1 - 2.370 / 3.569
     assert rounding_bound("fp32", 126) < 1e-4
-    lost = Comparison(
+    lost = CompiledComparison(
         loss=1.0, eager_loss=1.0, grad_norm=1.0, eager_grad_norm=1.0, loss_difference=0.0, gradient_difference=0.01,
         bound=0.1, worst="", is_lost=True,
     )  # fmt: skip
     assert not lost.passes, "a small tensor without any gradient"
     assert "some tensor has no gradient at all" in str(compiled_refusal(lost, compute="bf16", where="train.compile"))
-    assert not Comparison(
+    assert not CompiledComparison(
         loss=1.0, eager_loss=1.0, grad_norm=math.nan, eager_grad_norm=1.0, loss_difference=0.0,
         gradient_difference=math.nan, bound=0.1, worst="",
     ).passes  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train.guard.verdict import settle_divergence
+from phalanx.train.guard.divergence_verdict import settle_divergence
 from phalanx.train.models.decoder import TIED
 from phalanx.train.verify.ranks import run_ranks
 

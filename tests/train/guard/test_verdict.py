@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.train.guard.verdict import DigestClaim, Divergence, judge_claims, settle_divergence
+from phalanx.train.guard.divergence_verdict import DigestClaim, Divergence, judge_claims, settle_divergence
 
 
 def claims(boxes: str, *digests: str, first: int = 0) -> list[DigestClaim]:

@@ -15,7 +15,7 @@ from phalanx.job.load import load
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.models.own import (
+from phalanx.train.models.own_model import (
     build_outline,
     build_stage,
     differs_from_shape,

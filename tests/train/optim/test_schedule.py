@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.job.schema import Optim
-from phalanx.train.optim.schedule import learning_rate
+from phalanx.train.optim.learning_rate import learning_rate
 
 optims = st.builds(
     Optim,

@@ -13,18 +13,18 @@ import torch
 from phalanx.record.events import Event, EventWriter, read_events
 from phalanx.train.telemetry import monitor as module
 from phalanx.train.telemetry.monitor import Monitor
-from phalanx.train.telemetry.sensors import CpuSensors, GpuSensors, Reading, sensors_of
+from phalanx.train.telemetry.sensors import CpuSensors, GpuSensors, SensorReading, sensors_of
 from phalanx.train.telemetry.sharing import Sharers
 
 
 class Prepared:
     """Sensors that give prepared answers, then the last one again; an exception is raised."""
 
-    def __init__(self, *answers: Reading | Exception) -> None:
+    def __init__(self, *answers: SensorReading | Exception) -> None:
         self.answers = list(answers)
         self.asked: list[Sharers] = []
 
-    def read(self, sharers: Sharers) -> Reading:
+    def read(self, sharers: Sharers) -> SensorReading:
         self.asked.append(sharers)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
@@ -58,7 +58,9 @@ def until(ready: Callable[[], bool]) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_samples_at_the_interval_and_one_at_the_end(tmp_path: Path, events: EventWriter) -> None:
-    sensors = Prepared(Reading(utilization=0.5, utilization_source="cpu-time", energy_j=10.0, energy_source="rapl"))
+    sensors = Prepared(
+        SensorReading(utilization=0.5, utilization_source="cpu-time", energy_j=10.0, energy_source="rapl")
+    )
     monitor = Monitor(events, lambda: sensors, sharers=Sharers(host=4), interval_s=0.02, epoch=3)
     monitor.start()
     until(lambda: len(sensors.asked) >= 3)
@@ -75,7 +77,7 @@ def test_samples_at_the_interval_and_one_at_the_end(tmp_path: Path, events: Even
 
 @pytest.mark.usefixtures("patient")
 def test_a_long_interval_still_gives_a_sample_at_the_end(tmp_path: Path, events: EventWriter) -> None:
-    monitor = Monitor(events, lambda: Prepared(Reading(utilization=0.25)), sharers=Sharers(), interval_s=1e9)
+    monitor = Monitor(events, lambda: Prepared(SensorReading(utilization=0.25)), sharers=Sharers(), interval_s=1e9)
     monitor.start()
     monitor.close()
     assert [event["utilization"] for event in written(tmp_path)] == [0.25]
@@ -85,7 +87,7 @@ def test_a_long_interval_still_gives_a_sample_at_the_end(tmp_path: Path, events:
 def test_what_goes_wrong_is_told_once_and_sampling_goes_on(
     tmp_path: Path, events: EventWriter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sensors = Prepared(RuntimeError("GPU is lost"), RuntimeError("still lost"), Reading(utilization=0.75))
+    sensors = Prepared(RuntimeError("GPU is lost"), RuntimeError("still lost"), SensorReading(utilization=0.75))
     monitor = Monitor(events, lambda: sensors, sharers=Sharers(), interval_s=0.01)
     monitor.start()
     until(lambda: len(sensors.asked) >= 4)
@@ -110,10 +112,10 @@ def test_a_driver_that_hangs_is_left_behind_and_writes_nothing_later(tmp_path: P
     release, left = threading.Event(), threading.Event()
 
     class Hung:
-        def read(self, sharers: Sharers) -> Reading:
+        def read(self, sharers: Sharers) -> SensorReading:
             release.wait(600)
             left.set()
-            return Reading()
+            return SensorReading()
 
     monitor = Monitor(events, Hung, sharers=Sharers(), interval_s=0.01)
     monitor.start()

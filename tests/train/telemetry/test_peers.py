@@ -24,7 +24,7 @@ from phalanx.train.telemetry.peers import (
     PING,
     PONG,
     Packet,
-    Pair,
+    PeerPair,
     Peers,
     neighbours,
 )
@@ -152,7 +152,7 @@ def test_strangers_are_slowed_down_and_the_ring_goes_on(tmp_path: Path) -> None:
 
 
 def test_only_an_answer_to_our_own_ping_counts_and_only_once() -> None:
-    pair = Pair(peer=1, axis="data", sent_ns={b"a": 1_000_000})
+    pair = PeerPair(peer=1, axis="data", sent_ns={b"a": 1_000_000})
     pair.answered(b"b", 2_000_000, 0)
     pair.answered(b"a", 5_000_000, 3_000_000)
     pair.answered(b"a", 9_000_000, 0)
@@ -161,13 +161,13 @@ def test_only_an_answer_to_our_own_ping_counts_and_only_once() -> None:
 
 @pytest.mark.parametrize("arrived_ns", [-(10**9), int((LOST_S + 1) * 1e9)])
 def test_a_clock_that_was_set_spoils_nothing(arrived_ns: int) -> None:
-    pair = Pair(peer=1, axis="data", sent_ns={b"a": 0})
+    pair = PeerPair(peer=1, axis="data", sent_ns={b"a": 0})
     pair.answered(b"a", arrived_ns, 0)
     assert (pair.round_trips_s, pair.sent_ns, pair.lost) == ([], {}, 0)
 
 
 def test_pings_without_an_answer_are_lost_and_those_under_way_are_not() -> None:
-    pair = Pair(peer=1, axis="data", sent_ns={b"a": 100, b"b": 200, b"c": 300})
+    pair = PeerPair(peer=1, axis="data", sent_ns={b"a": 100, b"b": 200, b"c": 300})
     pair.give_up(250)
     assert pair.report()["lost"] == 2
     assert pair.report()["lost"] == 0

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.bill import failure_loss, tier_links
+from phalanx.network.fabric.fabric_bill import failure_loss, tier_links
 from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.network.fabric.failure_budget import (
     EDGE_RECOVERY_S,
@@ -175,7 +175,10 @@ def _make_decisions(
 ) -> Decisions:
     gpus, nic_gbps = fabric.hosts, fabric.nic_gbps
     rows = tuple(_plane_row(gpus, nic_gbps, choices[count], count) for count in sorted(choices))
-    switch_ratio, optics_ratio = _part_ratios(fabric, choices[min(choices)], min(choices))
+    # Against the conventional three tiers of the widest ports, both full.
+    mine = _switches_per_host(fabric.switch.radix, ClosShape(planes=fabric.planes, tiers=fabric.tiers))
+    theirs = _switches_per_host(choices[min(choices)].radix, ClosShape(planes=min(choices), tiers=3))
+    switch_ratio, optics_ratio = str(mine / theirs), str(Fraction(fabric.tiers, 3))
     own, flat = _row_of(fabric), rows[0]
     slow = max(RESTART_S[1], restart_s)
     return Decisions(
@@ -303,13 +306,6 @@ def _hosts_by_tiers(radix: int, shape: ClosShape) -> tuple[int, ...]:
 
 def _switches_per_host(radix: int, shape: ClosShape) -> Fraction:
     return Fraction(shape.planes * (2 * shape.tiers - 1), radix)
-
-
-def _part_ratios(fabric: Fabric, flat: Switch, flat_planes: int) -> tuple[str, str]:
-    """Against the conventional three tiers of the widest ports, both full."""
-    mine = _switches_per_host(fabric.switch.radix, ClosShape(planes=fabric.planes, tiers=fabric.tiers))
-    theirs = _switches_per_host(flat.radix, ClosShape(planes=flat_planes, tiers=3))
-    return str(mine / theirs), str(Fraction(fabric.tiers, 3))
 
 
 def _load_rows(fabric: Fabric, paths: int) -> tuple[LoadRow, ...]:

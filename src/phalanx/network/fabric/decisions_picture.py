@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from phalanx.io.svg import svg_element
 from phalanx.network.fabric.decisions import PACKETS, Decisions, PlaneRow, max_to_mean, recovery_row
 from phalanx.network.fabric.fabric_text import against, decision_findings, formula, show_hours
 from phalanx.network.fabric.failure_budget import GIVE_UP_S
@@ -72,10 +73,14 @@ def frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: 
     for tick in ticks:
         y = up.at(tick)
         shown = format_count(tick) if count and tick >= 1000 else f"{tick:g}"
-        parts.append(f'<line class="grid" x1="{x0}" x2="{x0 + PANEL_W}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_level_line("grid", x0, y))
         parts.append(words(x0 - 6, y + 4, _short_number(shown), "soft small", "end"))
     base = TOP + PANEL_H
-    return [*parts, f'<line class="line" x1="{x0}" x2="{x0 + PANEL_W}" y1="{base}" y2="{base}"/>']
+    return [*parts, _level_line("line", x0, base)]
+
+
+def _level_line(kind: str, x0: float, y: float) -> str:
+    return svg_element("line", class_=kind, x1=x0, x2=x0 + PANEL_W, y1=y, y2=y)
 
 
 def ticks_below(across: Axis, ticks: Sequence[float], write: Callable[[float], str]) -> list[str]:
@@ -92,16 +97,16 @@ def scale_below(x0: float, text: str) -> str:
 
 def curve(kind: str, points: Sequence[tuple[float, float]]) -> str:
     """A line through points."""
-    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+    return svg_element("polyline", class_=kind, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
 
 
 def key(x0: float, names: tuple[str, str], remark: str) -> list[str]:
     """Two colours and their names under a panel, and a remark."""
     y = TOP + PANEL_H + 62
     parts = [
-        f'<rect class="a" x="{x0}" y="{y - 10}" width="11" height="11"/>',
+        svg_element("rect", class_="a", x=x0, y=y - 10, width=11, height=11),
         words(x0 + 16, y, names[0], "ink"),
-        f'<rect class="b" x="{x0 + 160}" y="{y - 10}" width="11" height="11"/>',
+        svg_element("rect", class_="b", x=x0 + 160, y=y - 10, width=11, height=11),
         words(x0 + 176, y, names[1], "ink"),
     ]
     lines = textwrap.wrap(remark, REMARK_CHARS)[:2]
@@ -130,7 +135,7 @@ def _short_number(number: str) -> str:
 
 def words(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
     """A line of text."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return svg_element("text", escape(text), class_=kind, x=float(x), y=float(y), text_anchor=anchor)
 
 
 # The three decisions as one SVG with three panels, legible on light and dark pages, without a plotting library.
@@ -154,10 +159,12 @@ def decisions_svg(one: Decisions) -> str:
         f"{fabric.switches:,} switches, {plural(fabric.hops, 'hop')}, {plural(fabric.paths, 'path')}; "
         f"{one.paths} paths per connection; recovery after {format_seconds(one.recovery_s)}"
     )
+    # For a reader who hears the picture.
+    spoken_summary = ". ".join([summary, *decision_findings(one)]) + "."
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',
-        f'<title id="t">{escape(title)}</title><desc id="d">{escape(_spoken_summary(one, summary))}</desc>',
-        f'<style>{STYLE}</style><rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
+        f'<title id="t">{escape(title)}</title><desc id="d">{escape(spoken_summary)}</desc>',
+        f"<style>{STYLE}</style>{svg_element('rect', class_='page', width=WIDTH, height=HEIGHT)}",
         words(LEFT - 40, 34, title, "ink title"),
         words(LEFT - 40, 57, summary, "soft"),
         *_hosts_panel(one),
@@ -167,11 +174,6 @@ def decisions_svg(one: Decisions) -> str:
         "</svg>",
     ]
     return "\n".join(body) + "\n"
-
-
-def _spoken_summary(one: Decisions, summary: str) -> str:
-    """For a reader who hears the picture."""
-    return ". ".join([summary, *decision_findings(one)]) + "."
 
 
 def _hosts_panel(one: Decisions) -> list[str]:
@@ -187,7 +189,7 @@ def _hosts_panel(one: Decisions) -> list[str]:
     bars = [_two_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
     height = axis.at(one.gpus)
     parts += [mark for marks, _ in bars for mark in marks]
-    parts.append(f'<line class="want" x1="{x0}" x2="{x0 + PANEL_W}" y1="{height:.1f}" y2="{height:.1f}"/>')
+    parts.append(_level_line("want", x0, height))
     parts += [number for _, numbers in bars for number in numbers]
     for index, row in enumerate(one.planes):
         label = f"{row.planes}×{row.radix}"
@@ -205,9 +207,8 @@ def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) 
     middle = left + slot / 2
     for x, hosts, kind in ((middle - width, row.most_hosts[0], "a"), (middle + 2, row.most_hosts[1], "b")):
         top, base = axis.at(hosts), TOP + PANEL_H
-        pale = " pale" if hosts < wanted else ""
-        size = f'width="{width:.1f}" height="{base - top:.1f}"'
-        marks.append(f'<rect class="{kind}{pale}" x="{x:.1f}" y="{top:.1f}" {size}/>')
+        style = f"{kind} pale" if hosts < wanted else kind
+        marks.append(svg_element("rect", class_=style, x=x, y=top, width=width, height=base - top))
         edge, anchor = (x + width, "end") if kind == "a" else (x, "start")
         numbers.append(words(edge, top - 4, format_count(hosts), "soft small", anchor))
     return marks, numbers
@@ -236,7 +237,7 @@ def _load(one: Decisions) -> list[str]:
     points = []
     for row, short in zip(one.loads, ("1 flow", "16 QPs", f"{one.paths} paths", "packets"), strict=True):
         x, y = across.at(row.units_per_link), up.at(row.worst_of_fabric)
-        parts.append(f'<circle class="b" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
+        parts.append(svg_element("circle", class_="b", cx=x, cy=y, r=4.5))
         points.append((x, y, f"{short} {row.worst_of_fabric:.2f}"))
     parts += labels(points, right=x0 + PANEL_W)
     parts.append(scale_below(x0, "random units per uplink"))
@@ -259,7 +260,7 @@ def _lost_panel(one: Decisions) -> list[str]:
     up = Axis(low=low, high=10 ** math.ceil(math.log10(high)), start=TOP + PANEL_H, end=TOP)
     head = Heading(name="3. Recovery at the edge", finding=decision_findings(one)[2], scale="GPU-hours lost per day")
     first, last = (across.at(bound) for bound in CONVERGES_S)
-    band = f'<rect class="band" x="{first:.1f}" y="{TOP}" width="{last - first:.1f}" height="{PANEL_H}"/>'
+    band = svg_element("rect", class_="band", x=first, y=TOP, width=last - first, height=PANEL_H)
     parts = [band, *frame(x0, head, up, up.decades(), count=True)]
     parts += ticks_below(across, across.decades(2), format_seconds)
     parts.append(curve("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
@@ -277,4 +278,4 @@ def _chosen_point(one: Decisions, across: Axis, up: Axis) -> list[str]:
     x, y = across.at(one.recovery_s or across.low), up.at(max(hours, up.low))
     anchor = "end" if x > across.start + 0.6 * PANEL_W else "start"
     label = f"{format_seconds(one.recovery_s)}: {show_hours(hours)}"
-    return [f'<circle class="a" cx="{x:.1f}" cy="{y:.1f}" r="5"/>', words(x, y - 11, label, "ink", anchor)]
+    return [svg_element("circle", class_="a", cx=x, cy=y, r=5), words(x, y - 11, label, "ink", anchor)]

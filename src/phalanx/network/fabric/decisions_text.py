@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.io.tables import folded_table
 from phalanx.network.fabric.decisions import Decisions, PlaneRow, RecoveryRow
 from phalanx.network.fabric.fabric_text import (
     count,
@@ -11,7 +12,6 @@ from phalanx.network.fabric.fabric_text import (
     formula,
     percent,
     show_budget,
-    table,
 )
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.failure_budget import SHIELD_S, sprays
@@ -38,7 +38,7 @@ def _planes_text(one: Decisions, width: int | None) -> str:
     return "\n".join(
         [
             f"1. Planes and radix: L tiers of k ports join 2·(k/2)^L hosts; {one.gpus:,} GPUs, {one.nic_gbps:g} Gb/s:",
-            table([head, *rows], left=2, width=width),
+            folded_table([head, *rows], left=2, width=width),
             *([f"  this: {one.fabric.name}, as it stands"] if one.own not in one.planes else []),
             *(f"  {name}: {words}" for name, words in ratios.items() if words),
         ]
@@ -85,7 +85,7 @@ def _loads_text(one: Decisions, width: int | None) -> str:
     return "\n".join(
         [
             f"2. Packets instead of flows: {one.fabric.t0_up} uplinks, {one.fabric.planes * one.fabric.t0:,} T0s",
-            table([head, *rows], width=width),
+            folded_table([head, *rows], width=width),
             "  random paths alone leave the worst link above line rate: skipping marked paths is what removes that",
         ]
     )
@@ -105,10 +105,10 @@ def _latency_text(one: Decisions, width: int | None) -> str:
         for row in one.recoveries
     ]
     remarks = [_row_remark(one, row) for row in one.recoveries]
-    lines = [line + end for line, end in zip(table([head, *rows]).splitlines(), ["", *remarks], strict=True)]
+    lines = [line + end for line, end in zip(folded_table([head, *rows]).splitlines(), ["", *remarks], strict=True)]
     if width is not None and max(map(len, lines)) > width:
         noted = [(*row, remark.strip()) for row, remark in zip(rows, remarks, strict=True)]
-        lines = table([(*head, ""), *noted], width=width).splitlines()
+        lines = folded_table([(*head, ""), *noted], width=width).splitlines()
     return "\n".join(
         [
             f"3. Recovery at the edge: a step waits for the slowest of {one.gpus:,} transfers, "

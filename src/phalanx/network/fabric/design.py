@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
-from phalanx.network.fabric.bill import FabricBill, Loss, fabric_bill, failure_loss
+from phalanx.network.fabric.fabric_bill import FabricBill, Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import KINDS, MOST_LIDS, Fabric, Switch, addresses, needs_routers
 from phalanx.network.fabric.failure_budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
 from phalanx.network.fabric.sizing import (

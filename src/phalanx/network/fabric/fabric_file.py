@@ -45,7 +45,7 @@ class FabricFile:
 
 def read_fabric_file(path: Path) -> FabricFile:
     """The values of a file; raises UserError with all that is wrong in it."""
-    reading = _Reading(file=read_toml(path))
+    reading = _FabricReading(file=read_toml(path))
     reading.check_keys()
     found = FabricFile(
         name=reading.text("name", "my fabric") or one_line(path.stem)[:MOST_NAME],
@@ -70,7 +70,7 @@ def read_fabric_file(path: Path) -> FabricFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Reading:
+class _FabricReading:
     """Reads on after a mistake, with a value that nobody will see."""
 
     file: TomlFile
@@ -186,7 +186,10 @@ def parse_fabric(text: str) -> Fabric:
         return _from_file(Path(text))
     if text.lower().startswith("clos"):
         return _parse_short_form(text)
-    raise _unknown_fabric(text)
+    near = nearest(text, named_fabrics())
+    names = ", ".join(named_fabrics())
+    fix = f"did you mean {near}?" if near else f"use {EXAMPLE}, a .toml file, or one of {names}"
+    raise mistake("fabric", f'"{text[:80]}" is not a fabric', fix=fix)
 
 
 def _parse_short_form(text: str, *, name: str = "") -> Fabric:
@@ -283,10 +286,3 @@ def _own_switch(asked: FabricFile, ports: Switch) -> Switch:
     """The switch of a file that says what its box is called, draws and costs."""
     name, box = (f"{asked.box} {ports.name}", asked.box) if asked.box else (ports.name, ports.box)
     return replace(ports, name=name, box=box, watts=asked.watts, usd=asked.usd, kind=asked.kind)
-
-
-def _unknown_fabric(text: str) -> UserError:
-    near = nearest(text, named_fabrics())
-    names = ", ".join(named_fabrics())
-    fix = f"did you mean {near}?" if near else f"use {EXAMPLE}, a .toml file, or one of {names}"
-    return mistake("fabric", f'"{text[:80]}" is not a fabric', fix=fix)

@@ -1,15 +1,16 @@
-"""Tables and paragraphs of plain text, as wide as they need or as narrow as a terminal."""
+"""Fabrics, designs and budgets as pages of text, as wide as they need or as narrow as a terminal."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
-from phalanx.network.fabric.bill import Loss, fabric_bill, failure_loss
+from phalanx.io.tables import folded_table
 from phalanx.network.fabric.decisions import Decisions, PlaneRow
 from phalanx.network.fabric.design import Design, nominal_ratio
+from phalanx.network.fabric.fabric_bill import Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, addresses, needs_routers
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
@@ -24,47 +25,6 @@ from phalanx.units import format_money, format_seconds, plural
 
 PAGE = 119  # columns of prose where nobody says how wide the page is
 LEAST = 20  # narrower than any terminal: a slip
-
-Rows = Sequence[Sequence[str]]
-
-
-def table(rows: Rows, *, left: int = 1, width: int | None = None) -> str:
-    """Columns as wide as their widest cell; the first `left` to the left, the others to the right.
-
-    Where that is wider than `width`, the columns come in blocks below each other, each with the first column again.
-
-    >>> print(table([("a", "one", "two"), ("b", "1", "2")], width=6))
-    a  one
-    b    1
-    <BLANKLINE>
-    a  two
-    b    2
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n\n".join(_table_lines(rows, columns, widths, left) for columns in _column_blocks(widths, width))
-
-
-def _table_lines(rows: Rows, columns: Sequence[int], widths: Sequence[int], left: int) -> str:
-    lines = (
-        "  ".join(
-            row[column].ljust(widths[column]) if column < left else row[column].rjust(widths[column])
-            for column in columns
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _column_blocks(widths: Sequence[int], width: int | None) -> Iterator[list[int]]:
-    """The first column and as many others as fit, at least one, until all were."""
-    block, used = [0], widths[0]
-    for column in range(1, len(widths)):
-        if width is not None and len(block) > 1 and used + 2 + widths[column] > width:
-            yield block
-            block, used = [0], widths[0]
-        block.append(column)
-        used += 2 + widths[column]
-    yield block
 
 
 def wrapped(words: str, width: int | None = None) -> list[str]:
@@ -195,7 +155,7 @@ def show_designs(found: Sequence[Design], *, top: int, width: int | None = None)
         lines = _merged_rows(list(group))
         name = "full bisection" if ratio == 1 else f"{ratio:g}:1 oversubscribed at T0"
         more = f", {len(lines) - top} more with --top {len(lines)}" if len(lines) > top else ""
-        parts.append(f"\n{name}{more}\n" + table([_HEAD, *lines[:top]], width=width))
+        parts.append(f"\n{name}{more}\n" + folded_table([_HEAD, *lines[:top]], width=width))
     parts.append("\n".join(["", *wrapped(STAR, width), *wrapped(LEGEND, width)]))
     return "\n".join(parts)
 
@@ -247,6 +207,9 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
     tiers = ("NIC-T0", "T0-T1", "T1-T2", "T2-T3")
     deep = "one tier" if fabric.tiers == 1 else plural(fabric.tiers, "tier")
     boxes = [f"{fabric.planes * n:,} T{i}" for i, n in enumerate((fabric.t0, fabric.t1, fabric.t2, fabric.t3)) if n]
+    # With rails a GPU reaches the other rails of these servers by NVLink and one switch.
+    reached = min(fabric.hosts, fabric.rails * fabric.hosts_per_t0)
+    by_rail = "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
     rows = [
         ("hosts", f"{fabric.hosts:,} NICs of {fabric.nic_gbps:g} Gb/s"),
         ("planes", f"{fabric.planes} of {fabric.port_gbps:g} Gb/s, each {deep} of {fabric.switch.name}"),
@@ -259,13 +222,13 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
             f"{parts.optics_800g:,.0f} 800G modules ({parts.optics:,} link ends), {plural(parts.cables, 'cable')}",
         ),
         ("paths", _paths_text(fabric)),
-        ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{_by_rail(fabric)}"),
+        ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{by_rail}"),
         *_failure_rows(fabric, lost),
         ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
         ("cost", money(parts.usd)),
         ("spare ports", f"{parts.spare_ports:,}"),
     ]
-    page = table([(f"  {name}", value) for name, value in rows], left=2)
+    page = folded_table([(f"  {name}", value) for name, value in rows], left=2)
     return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
 
 
@@ -280,7 +243,8 @@ def _subnet_rows(fabric: Fabric) -> list[tuple[str, str]]:
 def _ports_text(fabric: Fabric) -> str:
     if fabric.tiers == 1:
         return f"{fabric.t0_down} down, none up"
-    return f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {_rails_text(fabric)}"
+    rails_text = "no rails" if fabric.rails == 1 else f"{fabric.rails} rails"
+    return f"{fabric.t0_down} down, {fabric.t0_up} up ({fabric.oversubscription:.3g}:1), {rails_text}"
 
 
 def _paths_text(fabric: Fabric) -> str:
@@ -296,10 +260,11 @@ def _failure_rows(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
     )
     if fabric.tiers == 1:
         return [("one failure takes", f"{nic}, {t0}")]
+    t2_text = "" if lost.t2 is None else f", T2 {percent(lost.t2)} of what a pod sends beyond it"
     return [
         ("one failure takes", f"{nic}, T0-T1 link {percent(lost.t0_t1_link)} of"),
         ("", f"its T0's uplinks in a plane, {t0},"),
-        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{_t2_text(lost)}"),
+        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{t2_text}"),
     ]
 
 
@@ -314,7 +279,7 @@ def show_budget(fabric: Fabric, one: FailureBudget) -> str:
     usual = one.conventional
     return "\n".join(
         [
-            table([head, *rows]),
+            folded_table([head, *rows]),
             f"  lost at these rates ({one.failures_per_day:.3g} a day), of the cluster:",
             f"    conventional: {_lost_text(usual)} (routes are new after {format_seconds(CONVERGE_S)}; a lost "
             f"NIC link "
@@ -371,20 +336,6 @@ def percent(share: float) -> str:
 def money(usd: tuple[float, float] | None) -> str:
     """A range of dollars, or a question mark."""
     return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
-
-
-def _t2_text(lost: Loss) -> str:
-    return "" if lost.t2 is None else f", T2 {percent(lost.t2)} of what a pod sends beyond it"
-
-
-def _by_rail(fabric: Fabric) -> str:
-    """With rails a GPU reaches the other rails of these servers by NVLink and one switch."""
-    reached = min(fabric.hosts, fabric.rails * fabric.hosts_per_t0)
-    return "" if fabric.rails == 1 else f", {reached:,} with a step over NVLink first"
-
-
-def _rails_text(fabric: Fabric) -> str:
-    return "no rails" if fabric.rails == 1 else f"{fabric.rails} rails"
 
 
 def count(number: int) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from phalanx.errors import mistake
 from phalanx.hardware.failures import llama_device_days
-from phalanx.network.fabric.bill import fabric_bill, failure_loss
+from phalanx.network.fabric.fabric_bill import fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.units import DAY_S, HOUR_S
 

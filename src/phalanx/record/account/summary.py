@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, text
@@ -38,6 +38,8 @@ POINTS = 4000  # buckets behind medians and sums; up to as many steps they are e
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
     """A quantity as predicted and as measured; None where it is not known."""
+
+    JSON_PROPERTIES: ClassVar = ("error",)
 
     predicted: float | None = None
     measured: float | None = None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.io.tables import text_table
 from phalanx.io.values import at, integer, number, printable
@@ -42,6 +42,8 @@ class Side:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """One value that is not the same; None where a side has none."""
+
+    JSON_PROPERTIES: ClassVar = ("change",)
 
     section: str
     key: str

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from phalanx.io.style import REPORT_CSS
-from phalanx.io.svg import PLANNED_STYLE, PlotLine, axis_format, line_plot, stacked_bar
+from phalanx.io.svg import PLANNED_STYLE, PlotLine, axis_format, line_plot, stacked_bar, svg_element
+from phalanx.io.tables import HtmlCell, html_table
 from phalanx.io.values import printable
 from phalanx.record.account.summary import LayoutResult, Pair, Summary
 from phalanx.record.archive.history import Curve
@@ -136,20 +137,17 @@ def _block_html(block: Block) -> str:
 
 
 def _table(table: Table) -> str:
-    number = [' class="n"' if column in table.right else "" for column in range(len(table.head))]
-    head = "".join(f'<th scope="col"{kind}>{escape(cell)}</th>' for cell, kind in zip(table.head, number, strict=True))
-    lines = []
-    for place, row in enumerate(table.rows):
-        cells = zip(row, number, strict=True)
-        made = "".join(f"<td{kind or _width_class(cell)}>{_cell_html(cell)}</td>" for cell, kind in cells)
-        kind = ' class="alarm"' if place in table.alarms else ""
-        lines.append(f"<tr{kind}>{made}</tr>")
-    body = "\n".join(lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    number = ["n" if column in table.right else "" for column in range(len(table.head))]
+    head = [HtmlCell(escape(cell), kind) for cell, kind in zip(table.head, number, strict=True)]
+    rows = [
+        [HtmlCell(_cell_html(cell), kind or _width_class(cell)) for cell, kind in zip(row, number, strict=True)]
+        for row in table.rows
+    ]
+    return f'<div class="scroll">{html_table(rows, head=head, alarms=table.alarms)}</div>'
 
 
 def _width_class(cell: Cell) -> str:
-    return ' class="long"' if isinstance(cell, str) and len(cell) > MOST_UNBROKEN else ""
+    return "long" if isinstance(cell, str) and len(cell) > MOST_UNBROKEN else ""
 
 
 def _cell_html(cell: Cell) -> str:
@@ -157,9 +155,8 @@ def _cell_html(cell: Cell) -> str:
         rest = max(0.0, cell.whole - sum(size for _, size in cell.parts))
         return stacked_bar([*cell.parts, ("rest", rest)], height=10).replace('"stack"', '"cell"')
     if isinstance(cell, ColourKey):
-        kind = escape(cell.name.replace(" ", "-"), quote=True)
-        square = f'<rect class="part {kind}" width="10" height="10"/>'
-        return f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true">{square}</svg>{escape(cell.name)}'
+        square = svg_element("rect", class_=f"part {cell.name.replace(' ', '-')}", width=10, height=10)
+        return svg_element("svg", square, class_="swatch", viewBox="0 0 10 10", aria_hidden="true") + escape(cell.name)
     return escape(cell)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from phalanx.io.tables import markdown_table, markdown_text, text_bar, text_table
+from phalanx.io.tables import markdown_table, markdown_text, text_bar, text_table, two_part_bar
 from phalanx.io.values import printable
 from phalanx.record.account.summary import Summary
 from phalanx.record.report.run_report import RunReport
@@ -67,8 +67,8 @@ def _text_cell(cell: Cell) -> str:
     if isinstance(cell, Bar):
         if len(cell.parts) == 1:
             return text_bar(cell.parts[0][1] / cell.whole, BAR_WIDTH)
-        sizes = [round(min(1.0, size / cell.whole) * BAR_WIDTH) for _, size in cell.parts]
-        return "".join(mark * size for mark, size in zip("█░", sizes, strict=True))
+        (_, first), (_, second) = cell.parts
+        return two_part_bar(first / cell.whole, second / cell.whole, BAR_WIDTH)
     return cell.name if isinstance(cell, ColourKey) else cell
 
 

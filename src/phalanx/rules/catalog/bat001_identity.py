@@ -6,7 +6,7 @@ from phalanx.errors import Problem
 from phalanx.job.schema import Batch
 from phalanx.rules.catalog.top001_degrees import is_batch
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import StepFacts
+from phalanx.rules.facts.log_facts import StepFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural

@@ -6,7 +6,7 @@ import math
 
 from phalanx.rules.catalog.tel_measured import steps_of
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import NoiseFacts
+from phalanx.rules.facts.log_facts import NoiseFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural

@@ -10,7 +10,7 @@ from phalanx.plan.reliability import daly_interval, overhead
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
 from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured, unmeasured_rate, unsaid
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import LogFacts, Spread
+from phalanx.rules.facts.log_facts import LogFacts, Spread
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.ckp_drills import SUITE, drilled, is_asked
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import proofs
-from phalanx.rules.facts.log import CheckpointFacts
+from phalanx.rules.facts.drill_facts import proofs
+from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 

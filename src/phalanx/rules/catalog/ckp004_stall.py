@@ -7,7 +7,7 @@ import math
 from phalanx.rules.catalog.intervals import SaveCost, interval_edits, planned_cost, suits
 from phalanx.rules.catalog.shared import job_s, unsaid
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import CheckpointFacts
+from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes, plural

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.ckp_drills import SUITE, is_asked, missing
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import proofs
+from phalanx.rules.facts.drill_facts import proofs
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.flt_shared import drilled as newest
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import why_none
+from phalanx.rules.facts.drill_facts import why_none
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 
 SUITE = "phalanx drill JOB --suite"

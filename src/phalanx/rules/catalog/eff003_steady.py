@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, wall_s
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import LogFacts, StepFacts
+from phalanx.rules.facts.log_facts import LogFacts, StepFacts
 from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural

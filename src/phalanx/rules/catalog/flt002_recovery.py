@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.rules.catalog.flt_shared import counted, high, how_to_see, no_drill, per_failure, which_drills, with_ranks
 from phalanx.rules.catalog.shared import MARGIN, beyond
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural

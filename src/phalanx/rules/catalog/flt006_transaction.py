@@ -6,8 +6,8 @@ import math
 
 from phalanx.rules.catalog.flt_shared import drilled, how_to_see, no_drill, with_ranks
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import DrillFacts
-from phalanx.rules.facts.log import DigestFacts, LogFacts
+from phalanx.rules.facts.drill_facts import DrillFacts
+from phalanx.rules.facts.log_facts import DigestFacts, LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import DrillFacts, proof, proofs, why_none
+from phalanx.rules.facts.drill_facts import DrillFacts, proof, proofs, why_none
 from phalanx.rules.outcome import Impact
 from phalanx.units import format_seconds, plural
 

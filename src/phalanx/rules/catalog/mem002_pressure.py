@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import LogFacts, MonitorFacts
+from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes, plural

@@ -7,7 +7,7 @@ import math
 from phalanx.rules.catalog.shared import MARGIN, beyond_count
 from phalanx.rules.catalog.tel_measured import file_of
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import StepFacts
+from phalanx.rules.facts.log_facts import StepFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural

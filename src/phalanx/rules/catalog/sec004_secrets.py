@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import GrammarFacts
+from phalanx.rules.facts.log_facts import GrammarFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import CheckpointFacts, Spread
+from phalanx.rules.facts.log_facts import CheckpointFacts, Spread
 
 # A timeout that is proposed is twice the longest silence: a save that is predicted from the disk's bandwidth, or seen a
 # few times, may well take longer once. House.

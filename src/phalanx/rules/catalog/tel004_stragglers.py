@@ -7,8 +7,8 @@ from pathlib import PurePath
 from phalanx.record.account.stragglers import Straggler
 from phalanx.rules.catalog.tel_measured import file_of, known, steps_of, still_reading
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drills import proofs
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.drill_facts import proofs
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.tel_measured import file_of, known, steps_of
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural

@@ -6,7 +6,7 @@ import math
 
 from phalanx.plan.layout import Layout
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log import LogFacts
+from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Outcome, Spot, exempt, unknown
 from phalanx.units import format_seconds
 

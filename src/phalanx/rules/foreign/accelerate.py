@@ -69,7 +69,9 @@ def translate(config: Conversion) -> None:
     if passes := config.whole("gradient_accumulation_steps"):
         config.put("batch.accumulation", passes, "gradient_accumulation_steps")
     _dimensions(config)
-    _compiled(config)
+    backend = config.text("dynamo_backend")
+    if backend:
+        config.put("train.compile", backend not in ("no", "none"), "dynamo_backend")
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
     note = "DEEPSPEED_TIMEOUT, 30 minutes" if kind == "deepspeed" else "torch's for NCCL, 10 minutes"
     config.assume("comm.init_timeout_s", limit, note)
@@ -184,9 +186,3 @@ def _dimensions(config: Conversion) -> None:
     if config.int_of("parallel.context") > 1:
         kind = kinds.get(config.text(f"{p}cp_comm_strategy"), "allgather")
         config.put("parallel.context_kind", kind, f"{p}cp_comm_strategy")
-
-
-def _compiled(config: Conversion) -> None:
-    backend = config.text("dynamo_backend")
-    if backend:
-        config.put("train.compile", backend not in ("no", "none"), "dynamo_backend")

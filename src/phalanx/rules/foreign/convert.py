@@ -19,8 +19,8 @@ from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
 from phalanx.rules.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
+from phalanx.rules.foreign.config_files import read_arguments, read_tree
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, Leaf, their_keys, value_text
-from phalanx.rules.foreign.files import read_arguments, read_tree
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
 from phalanx.units import format_seconds, plural
 
@@ -61,7 +61,8 @@ def convert_config(
     devices = found.devices if found is not None else config.machines[0] * config.machines[1]
     complete_job(config, devices=devices, settings=overrides, habits=habits_of(trainer.name))
     _cluster(config, spec, found, named=bool(cluster))
-    _batch(config)
+    if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
+        config.need("does not say how many sequences a step takes", GIVE_BATCH)
     changed: dict[str, Any] = config.practice
     practice = replace(habits_of(trainer.name), **changed)
     return _converted(config, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
@@ -112,11 +113,6 @@ def _cluster(config: Conversion, spec: str, found: Cluster | None, *, named: boo
         config.values["cluster.file"] = JobSetting(value=os.path.relpath(spec, Path(config.file).parent), note=note)
     else:
         config.values["cluster.spec"] = JobSetting(value=spec, note=note)
-
-
-def _batch(config: Conversion) -> None:
-    if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
-        config.need("does not say how many sequences a step takes", GIVE_BATCH)
 
 
 def _converted(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.errors import mistake
+from phalanx.io.files import read_head
 
 TREES = (".json", ".yaml", ".yml")
 # Words of which a file of each trainer has at least two.
@@ -75,9 +76,14 @@ def trainer_of_file(path: Path) -> str:
     if path.suffix == ".toml":
         return _best(_toml_words(path), ".toml")
     if path.suffix in TREES:
-        words = _tree_words(path)
+        from phalanx.rules.foreign.config_files import read_tree
+
+        words = {key.partition(".")[0] for key in read_tree(path)}
         return "megatron" if "MODEL_ARGS" in words else _best(words, path.suffix) or _nobody(path)
-    return "megatron" if _has_flags(path) else ""
+    # Two of Megatron's flags; a job file with such a line would not be TOML.
+    text = read_head(path, MOST_LOOKED).decode("utf-8", errors="replace")
+    has_flags = sum(flag in text for flag in FLAGS) >= 2
+    return "megatron" if has_flags else ""
 
 
 def _toml_words(path: Path) -> set[str]:
@@ -87,26 +93,10 @@ def _toml_words(path: Path) -> set[str]:
     return set() if words & OURS else words
 
 
-def _tree_words(path: Path) -> set[str]:
-    from phalanx.rules.foreign.files import read_tree
-
-    return {key.partition(".")[0] for key in read_tree(path)}
-
-
 def _best(words: Iterable[str], ending: str) -> str:
     counts = {name: len(SIGNS[name] & set(words)) for name in FITS[ending]}
     name = max(counts, key=lambda one: counts[one])
     return name if counts[name] >= 2 else ""
-
-
-def _has_flags(path: Path) -> bool:
-    """Two of Megatron's flags; a job file with such a line would not be TOML."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MOST_LOOKED).decode("utf-8", errors="replace")
-    except OSError:
-        return False
-    return sum(flag in text for flag in FLAGS) >= 2
 
 
 def _nobody(path: Path) -> str:

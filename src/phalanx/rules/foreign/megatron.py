@@ -134,7 +134,9 @@ def translate(config: Conversion) -> None:
     config.names |= {_canonical(key): key for key in config.leaves if key.startswith("--") and " " not in key}
     _aside(config)
     _machines(config)
-    _algorithm(config)
+    words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
+    if (word := config.text("env.NCCL_ALGO")) in words:
+        config.put("comm.algorithm", words[word], "env.NCCL_ALGO")
     mcore.translate(config)
     config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
 
@@ -174,9 +176,3 @@ def _machines(config: Conversion) -> None:
             config.skip(name, "the launcher says the same")
     if (again := config.whole("max_restarts")) is not None:
         config.put("fault.restarts", again + 1, "max_restarts", note="torchrun --max-restarts, and the first start")
-
-
-def _algorithm(config: Conversion) -> None:
-    words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
-    if (word := config.text("env.NCCL_ALGO")) in words:
-        config.put("comm.algorithm", words[word], "env.NCCL_ALGO")

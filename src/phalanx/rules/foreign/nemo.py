@@ -163,14 +163,17 @@ UNMAPPED = megatron.UNMAPPED | {
 def translate(config: Conversion) -> None:
     """Fill the conversion."""
     _interpolate(config)
-    _machines(config)
+    hosts, each = config.whole("trainer.num_nodes"), config.whole("trainer.devices")
+    config.machines = (hosts or 0, each if each and each > 0 else 0)
+    config.used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
     _trainer(config)
     _optimizer_of_one(config)
     _model(config)
     _precision(config)
     for key in config.leaves:
         _place(config, key)
-    _distributed_adam(config)
+    if "distributed" in config.text("optimizer") and "optimizer" in config.read_as:
+        config.rename("use_distributed_optimizer", config.read_as["optimizer"].key, True)
     mcore.translate(config, whole=False)
     _amp(config)
     _chunk(config)
@@ -235,12 +238,6 @@ def _shadowed(config: Conversion) -> None:
             config.skip(key, f"{held.key} says the same")
         else:
             config.lacks(key, f"{held.key} goes before it")
-
-
-def _machines(config: Conversion) -> None:
-    hosts, each = config.whole("trainer.num_nodes"), config.whole("trainer.devices")
-    config.machines = (hosts or 0, each if each and each > 0 else 0)
-    config.used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
 
 
 def _trainer(config: Conversion) -> None:
@@ -317,11 +314,6 @@ def _amp(config: Conversion) -> None:
         config.put("precision.grad_reduce", "fp32", key, note=note)
         config.practice.pop("sums_in", None)
     config.used(key, by="precision.grad_reduce")
-
-
-def _distributed_adam(config: Conversion) -> None:
-    if "distributed" in config.text("optimizer") and "optimizer" in config.read_as:
-        config.rename("use_distributed_optimizer", config.read_as["optimizer"].key, True)
 
 
 def _chunk(config: Conversion) -> None:

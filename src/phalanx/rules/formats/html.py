@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from phalanx.io.style import REPORT_CSS
+from phalanx.io.tables import HtmlCell, html_table
 from phalanx.io.values import printable
 from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake
 from phalanx.rules.judge import CheckReport, Finding
@@ -54,6 +55,8 @@ def _fragment_item(finding: Finding, report: CheckReport) -> str:
 
 def _report(report: CheckReport) -> str:
     problems = "\n".join(_finding_html(one, report) for one in report.problems)
+    rows = [_row_cells(one) for one in report.findings]
+    table = f'<div class="scroll">{html_table(rows, head=("rule", "verdict", "what", "where"))}</div>'
     return "\n".join(
         (
             f"<h1>{_escaped_text(report.target)}</h1>",
@@ -61,7 +64,7 @@ def _report(report: CheckReport) -> str:
             _tiles_html(report),
             *(f"<p>{_escaped_text(one)}</p>" for one in report.notes),
             f"<h2>Findings</h2>\n{problems or '<p>None.</p>'}",
-            f"<h2>Every rule</h2>\n{_table(report)}",
+            f"<h2>Every rule</h2>\n{table}",
             _unmapped_html(report),
         )
     )
@@ -106,32 +109,25 @@ def _finding_html(finding: Finding, report: CheckReport) -> str:
     return f'<div class="finding {finding.severity}">{"".join(parts)}</div>'
 
 
-def _table(report: CheckReport) -> str:
-    rows = "".join(_row_html(one) for one in report.findings)
-    head = "<tr><th>rule</th><th>verdict</th><th>what</th><th>where</th></tr>"
-    return f'<div class="scroll"><table>{head}{rows}</table></div>'
-
-
-def _row_html(finding: Finding) -> str:
+def _row_cells(finding: Finding) -> tuple[HtmlCell, ...]:
     verdict = finding.verdict if finding.outcome.applies else "does not apply"
     reason = f" ({finding.reason})" if finding.reason else ""
     return (
-        f"<tr><td>{finding.rule.id} {_escaped_text(finding.rule.slug)}</td>"
-        f'<td class="verdict-{finding.verdict}">{verdict}</td>'
-        f'<td class="long">{_escaped_text(finding.outcome.what + reason)}</td>'
-        f"<td>{_escaped_text(shown_place(finding))}</td></tr>"
+        HtmlCell(f"{finding.rule.id} {_escaped_text(finding.rule.slug)}"),
+        HtmlCell(verdict, f"verdict-{finding.verdict}"),
+        HtmlCell(_escaped_text(finding.outcome.what + reason), "long"),
+        HtmlCell(_escaped_text(shown_place(finding))),
     )
 
 
 def _unmapped_html(report: CheckReport) -> str:
     if not report.unmapped:
         return ""
-    rows = "".join(
-        f"<tr><td>{_escaped_text(one.key)}</td><td>{_escaped_text(one.value)}</td><td "
-        f'class="long">{_escaped_text(one.why)}</td></tr>'
+    rows = [
+        [HtmlCell(_escaped_text(one.key)), HtmlCell(_escaped_text(one.value)), HtmlCell(_escaped_text(one.why), "long")]
         for one in report.unmapped
-    )
-    return f'<h2>Not checked</h2>\n<div class="scroll"><table>{rows}</table></div>'
+    ]
+    return f'<h2>Not checked</h2>\n<div class="scroll">{html_table(rows)}</div>'
 
 
 def _escaped_text(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +11,10 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as Tree
 
+from phalanx.io.codec import json_text, json_values
 from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
-from phalanx.rules.formats.text import finite, fix_lines, report_dict, shown_cost, shown_place, summary_of
+from phalanx.rules.formats.text import fix_lines, report_dict, shown_cost, shown_place, summary_of
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot
 from phalanx.rules.rule import LETTERS, Rule
@@ -50,7 +50,7 @@ def render_json(reports: Sequence[CheckReport]) -> str:
     """The document, with a last line break."""
     documents = [report_dict(one) for one in reports]
     whole = documents[0] if len(documents) == 1 else {"reports": documents}
-    return visible_json(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+    return visible_json(json_text(whole, indent=2)) + "\n"
 
 
 # A report as SARIF 2.1.0, which code scanners show beside the lines of the job file.
@@ -66,7 +66,7 @@ MOST_TEXT = 1000
 def render_sarif(reports: Sequence[CheckReport], *, root: str, version: str) -> str:
     """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(reports, root, version)]}
-    return visible_json(json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+    return visible_json(json_text(log, indent=2)) + "\n"
 
 
 def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
@@ -114,12 +114,15 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
 def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, seen: Counter[str]) -> dict[str, Any]:
     is_open = finding.verdict == "unknown"
     kind, level = ("open", "none") if is_open else ("fail", SARIF_LEVEL[finding.severity])
+    outcome = finding.outcome
+    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
+    sarif_message = "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
     result = {
         "ruleId": finding.rule.id,
         "ruleIndex": index,
         "kind": kind,
         "level": level,
-        "message": {"text": _sarif_message(finding, report)},
+        "message": {"text": sarif_message},
         "locations": [_sarif_location(finding, root)],
         "partialFingerprints": {"phalanxFinding/v1": _finding_fingerprint(finding, root, seen)},
         "properties": _sarif_properties(finding),
@@ -128,12 +131,6 @@ def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, 
         waiver = {"kind": "inSource", "status": "accepted", "justification": printable(finding.reason)}
         result["suppressions"] = [waiver]
     return result
-
-
-def _sarif_message(finding: Finding, report: CheckReport) -> str:
-    outcome = finding.outcome
-    lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
-    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)
 
 
 def _sarif_location(finding: Finding, root: str) -> dict[str, Any]:
@@ -155,11 +152,11 @@ def _finding_fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str
 def _sarif_properties(finding: Finding) -> dict[str, Any]:
     outcome = finding.outcome
     found = {
-        "value": finite(outcome.value),
-        "threshold": finite(outcome.threshold),
+        "value": json_values(outcome.value),
+        "threshold": json_values(outcome.threshold),
         "unit": outcome.unit or None,
-        "points": finite(outcome.impact.points),
-        "usd": finite(outcome.impact.usd),
+        "points": json_values(outcome.impact.points),
+        "usd": json_values(outcome.impact.usd),
     }
     return {name: value for name, value in found.items() if value is not None}
 

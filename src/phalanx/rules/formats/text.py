@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from phalanx.io.codec import json_values
 from phalanx.io.values import printable
 from phalanx.rules.judge import CheckReport, Finding, is_remark
 from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
@@ -179,13 +180,13 @@ def report_dict(report: CheckReport) -> dict[str, Any]:
         "scaling": report.scaling,
         "devices": report.devices,
         "evidence": report.evidence,
-        "usd": finite(report.usd),
+        "usd": json_values(report.usd),
         "counts": counts_of(report),
         "errors": report.errors,
         "exit_code": report.exit_code,
         "findings": [finding_dict(one) for one in report.findings],
         "notes": list(report.notes),
-        "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in report.unmapped],
+        "unmapped": json_values(report.unmapped),
     }
 
 
@@ -207,18 +208,14 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
         "severity": finding.severity,
         "what": outcome.what,
         "formula": list(outcome.formula),
-        "value": finite(outcome.value),
-        "threshold": finite(outcome.threshold),
+        "value": json_values(outcome.value),
+        "threshold": json_values(outcome.threshold),
         "unit": outcome.unit,
         "file": finding.file,
         "line": finding.line,
-        "impact": {
-            "points": finite(outcome.impact.points),
-            "usd": finite(outcome.impact.usd),
-            "note": outcome.impact.note,
-        },
+        "impact": json_values(outcome.impact),
         "fix": fix_of(outcome),
-        "edits": [{"key": one.key, "value": one.value, "safe": one.safe, "note": one.note} for one in outcome.edits],
+        "edits": json_values(outcome.edits),
         "reason": finding.reason,
         "applies": outcome.applies,
     }
@@ -243,11 +240,6 @@ def findings_columns(findings: Sequence[Finding]) -> dict[str, list[Any]]:
         "origin": lambda one: one.rule.origin,
     }
     return {name: [read(one) for one in findings] for name, read in columns.items()}
-
-
-def finite(value: Scalar) -> Scalar:
-    """A number that JSON can hold, or None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fix_of(outcome: Outcome) -> str:
@@ -283,13 +275,10 @@ def shown_cost(impact: Impact, job_usd: float | None) -> str:
         parts.append(f"{_points_text(impact.points)} of effective training time")
     if impact.usd is not None and math.isfinite(impact.usd):
         of = f" of this {format_money(job_usd)} job" if job_usd else ""
-        parts.append(f"{_dollars_text(impact.usd)}{of}")
+        dollars_text = "less than a cent" if 0 < impact.usd < 0.01 else f"about {format_money(impact.usd)}"
+        parts.append(f"{dollars_text}{of}")
     statement = ", ".join(parts)
     return f"{statement}: {impact.note}" if statement and impact.note else statement or impact.note
-
-
-def _dollars_text(usd: float) -> str:
-    return "less than a cent" if 0 < usd < 0.01 else f"about {format_money(usd)}"
 
 
 def _points_text(points: float) -> str:

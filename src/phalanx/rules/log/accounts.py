@@ -17,7 +17,7 @@ from phalanx.record.account.stragglers import Scores, scores
 from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.rules.facts.log import Spread
+from phalanx.rules.facts.log_facts import Spread
 from phalanx.rules.log.sums import Histogram
 from phalanx.units import HOUR_S
 

@@ -13,7 +13,7 @@ from phalanx.io.files import Spot
 from phalanx.io.values import integer
 from phalanx.record.account.stragglers import AXES
 from phalanx.record.event_schema import EventColumns
-from phalanx.rules.facts.log import DigestFacts
+from phalanx.rules.facts.log_facts import DigestFacts
 
 MOST_HELD = 2**17  # digests that are remembered, some 25 MB; then those of every second step
 MOST_MEMBERSHIPS = 16_384
@@ -119,7 +119,9 @@ class Digests:
                 continue
             epoch, step = epochs[place] or 0, steps[place]
             if witness:
-                self._distance(step)
+                if self._last is not None and step > self._last and len(self._gaps) < MOST_GAPS:
+                    self._gaps[step - self._last] += 1
+                self._last = step
             holder = where.holder(epoch, rank)
             if holder is None:
                 self._alone += where.knows(epoch)
@@ -132,11 +134,6 @@ class Digests:
         self.stale += count
         self.stale_spot = self.stale_spot or spot
         self.is_reported = True
-
-    def _distance(self, step: int) -> None:
-        if self._last is not None and step > self._last and len(self._gaps) < MOST_GAPS:
-            self._gaps[step - self._last] += 1
-        self._last = step
 
     def _add(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
         held = self._held.setdefault(key, {})

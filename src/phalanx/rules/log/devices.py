@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.io.values import integer, number, printable
 from phalanx.record.account.cost import MOST_J
 from phalanx.record.event_schema import EventColumns
-from phalanx.rules.facts.log import MonitorFacts, PeerFacts
+from phalanx.rules.facts.log_facts import MonitorFacts, PeerFacts
 from phalanx.rules.log.sums import Histogram, Hours
 
 MOST_SOURCES = 16
@@ -152,7 +152,7 @@ class Monitors:
         )
 
 
-class Peers:
+class PeerDelays:
     """Of all ranks together."""
 
     def __init__(self) -> None:

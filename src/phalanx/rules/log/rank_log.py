@@ -13,7 +13,7 @@ from phalanx.record.event_batches import EventBatch, EventFeed, EventParser, Lin
 from phalanx.record.event_schema import EventColumns, known_kinds
 from phalanx.record.events import Event
 from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Key, LoggedMemberships
-from phalanx.rules.log.devices import Gaps, Meter, Monitors, Peers
+from phalanx.rules.log.devices import Gaps, Meter, Monitors, PeerDelays
 from phalanx.rules.log.grammar import BACK_S, Grammar
 from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
 from phalanx.rules.log.secrets import Secrets
@@ -34,7 +34,7 @@ class Counted:
         self.memberships = memberships
         self.lines, self.grammar, self.secrets = EventParser(), Grammar(), Secrets()
         self.digests, self.clocks = Digests(), Clocks()
-        self.monitors, self.peers, self.saves = Monitors(), Peers(), Saves()
+        self.monitors, self.peers, self.saves = Monitors(), PeerDelays(), Saves()
         self.steps = Steps()
 
 
@@ -127,7 +127,10 @@ class RankLog:
         elif kind == "monitor":
             self.monitor_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.monitors.take(columns, self.meter)
-            self._retries(columns)
+            # Counted since the process began: the newest is the most, but for a process that took its place.
+            known = [one for one in columns.get("allocation_retries") if one is not None]
+            if known:
+                self.retries = max(self.retries or 0, *known)
         elif kind == "peers":
             self.peer_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.peers.take(columns)
@@ -160,12 +163,6 @@ class RankLog:
         self.telemetry_s, self.steps = None, 0
         if self._is_witness:
             self._all.steps.begin_layout()
-
-    def _retries(self, columns: EventColumns) -> None:
-        """Counted since the process began: the newest is the most, but for a process that took its place."""
-        known = [one for one in columns.get("allocation_retries") if one is not None]
-        if known:
-            self.retries = max(self.retries or 0, *known)
 
     # ---- order
 

@@ -13,7 +13,7 @@ from phalanx.io.files import Spot
 from phalanx.io.values import integer, number
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import COMMIT, Run
-from phalanx.rules.facts.log import CheckpointFacts
+from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.log.sums import Histogram
 
 MOST_STEPS = 65_536  # commits that are remembered

@@ -11,8 +11,8 @@ import numpy as np
 
 from phalanx.io.files import Spot
 from phalanx.record.event_schema import EventColumns, Floats
-from phalanx.rules.facts.log import NoiseFacts, StepFacts
-from phalanx.rules.log.sums import Histogram, Sample
+from phalanx.rules.facts.log_facts import NoiseFacts, StepFacts
+from phalanx.rules.log.sums import Histogram, SeriesSample
 
 WARM_UP = 5  # steps of a membership that no timing counts: NVRx leaves out as many
 MOST_SIZES = 256  # of batches
@@ -36,11 +36,11 @@ class Steps:
         self._zero_norm = 0
         self._zero_norm_spot: Spot | None = None
         self._jumps = (Jump("loss"), Jump("grad_norm"))
-        self._noise = Noise()
+        self._noise = NoiseSteps()
 
     def begin_layout(self) -> None:
         """Another layout: how long its steps take, and of how many tokens, is counted anew."""
-        self._durations, self._drift = Histogram(), Sample()
+        self._durations, self._drift = Histogram(), SeriesSample()
         self._steady_s = self._data_s = self._tokens_steady = 0.0
         self._sizes: dict[int, int] | None = {}
         self._size_lines: dict[int, Spot] = {}
@@ -60,7 +60,10 @@ class Steps:
         self._batches(columns, file, lines)
         skipped = columns.get("skipped")
         if any(skipped) or self._row:
-            self._skips(skipped)
+            for one in skipped:
+                self._row = self._row + 1 if one is True else 0
+                self._skipped += one is True
+                self._most_in_row = max(self._most_in_row, self._row)
         self._finite(columns, skipped, file, lines)
         self._moves(columns, skipped, file, lines)
         for jump in self._jumps:
@@ -110,12 +113,6 @@ class Steps:
                 self._sizes[size] = 0
                 self._size_lines[size] = Spot(file=file, line=lines[column.index(size)])
             self._sizes[size] += column.count(size)
-
-    def _skips(self, skipped: Sequence[Any]) -> None:
-        for one in skipped:
-            self._row = self._row + 1 if one is True else 0
-            self._skipped += one is True
-            self._most_in_row = max(self._most_in_row, self._row)
 
     def _finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """A number that is not finite is written as null, and was not skipped."""
@@ -239,11 +236,11 @@ KEPT = 512  # steps that a restart may go back by and still be followed
 State = tuple[float, float, float]  # running means of trace and squared norm, and the usual size
 
 
-class Noise:
+class NoiseSteps:
     """Takes the steps of the witness."""
 
     def __init__(self) -> None:
-        self._gaps, self._values = Histogram(), Sample()
+        self._gaps, self._values = Histogram(), SeriesSample()
         self._count = 0
         self._last_step: float | None = None
         self._last: float | None = None

@@ -22,7 +22,7 @@ from phalanx.record.account.stragglers import places
 from phalanx.record.archive.history import MANY_RANKS, RunHistory, spread
 from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.run import Run, is_run_over
-from phalanx.rules.facts.log import GrammarFacts, LogFacts, StepFacts
+from phalanx.rules.facts.log_facts import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
 from phalanx.rules.log.agreement import LoggedMemberships, skew, skips_differ
 from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.rules.facts.log import Spread
+from phalanx.rules.facts.log_facts import Spread
 from phalanx.units import HOUR_S
 
 LOWEST, HIGHEST = 1e-9, 1e12
@@ -68,7 +68,7 @@ class Histogram:
         return Spread(count=self.count, mean=self.total / self.count, p50=p50, p95=p95, p99=p99, most=self.most)
 
 
-class Sample:
+class SeriesSample:
     """Every n-th of a series, n doubling when there are too many: evenly spread over all of it."""
 
     __slots__ = ("_count", "_every", "values")

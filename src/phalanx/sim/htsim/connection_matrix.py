@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.io.files import FileTooLargeError, read_bounded
 from phalanx.sim.packets.schedule import NONE, Schedule
 from phalanx.sim.traffic_matrix import Flows
 
@@ -18,7 +19,7 @@ DIGITS = 15  # beyond these a number is a slip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class MatrixLine:
     """The words of a line, and where it stands."""
 
     path: Path
@@ -52,13 +53,13 @@ class Line:
         return self.wrong(f'there is no "{word[:40]}"', fix=f"did you mean {near}?" if near else f"use {choices}")
 
 
-def read_lines(path: Path, *, most_bytes: int) -> list[Line]:
+def read_lines(path: Path, *, most_bytes: int) -> list[MatrixLine]:
     """Lines with words, without comments; raises UserError for what is no such file."""
-    found: list[Line] = []
+    found: list[MatrixLine] = []
     for number, text in enumerate(_read_matrix(path, most_bytes).splitlines(), start=1):
         words = tuple(text.split("#", 1)[0].split())
         if words:
-            found.append(Line(path=path, number=number, words=words))
+            found.append(MatrixLine(path=path, number=number, words=words))
     if not found:
         raise mistake(str(path), "is empty", fix="a .topo and a .cm begin with Nodes N")
     return found
@@ -66,13 +67,12 @@ def read_lines(path: Path, *, most_bytes: int) -> list[Line]:
 
 def _read_matrix(path: Path, most_bytes: int) -> str:
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(most_bytes + 1)
+        raw = read_bounded(path, most_bytes)
+    except FileTooLargeError as error:
+        raise mistake(str(path), str(error), fix="check the path") from None
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or str(error)
         raise mistake(str(path), f"cannot be read: {what[:120]}", fix="check the path and its permissions") from None
-    if len(raw) > most_bytes:
-        raise mistake(str(path), f"is larger than {most_bytes / 2**20:g} MiB", fix="check the path")
     try:
         return raw.decode("ascii")
     except UnicodeDecodeError as error:
@@ -118,7 +118,7 @@ class Trigger:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class DeadLink:
     """A dead link of a switch; of AGG it is an uplink."""
 
     switch: str
@@ -133,7 +133,7 @@ class Matrix:
     nodes: int
     connections: tuple[Connection, ...]
     triggers: tuple[Trigger, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[DeadLink, ...] = ()
 
     def flows(self) -> Flows:
         """The connections as flows."""
@@ -189,25 +189,27 @@ class Matrix:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Reading:
+class _MatrixReading:
     """What was read so far."""
 
     counts: dict[str, int] = field(default_factory=dict)
     connections: list[Connection] = field(default_factory=list)
     triggers: dict[int, Trigger] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    used: dict[int, Line] = field(default_factory=dict)  # triggers, where they are first named
+    failures: list[DeadLink] = field(default_factory=list)
+    used: dict[int, MatrixLine] = field(default_factory=dict)  # triggers, where they are first named
 
 
 def read_cm(path: Path) -> Matrix:
     """The matrix of a file; raises UserError with file and line."""
-    reading = _Reading()
+    reading = _MatrixReading()
     for line in read_lines(path, most_bytes=MOST_BYTES):
         first = line.words[0]
         if "->" in first:
             _take_connection(reading, line)
         elif first in COUNTS:
-            _count(reading, line)
+            if line.words[0] in reading.counts:
+                raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
+            reading.counts[line.words[0]] = line.whole(1, least=2 if line.words[0] == "Nodes" else 0, most=10**9)
         elif first in _READERS:
             _READERS[first](reading, line)
         else:
@@ -221,13 +223,7 @@ def read_cm(path: Path) -> Matrix:
     )
 
 
-def _count(reading: _Reading, line: Line) -> None:
-    if line.words[0] in reading.counts:
-        raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
-    reading.counts[line.words[0]] = line.whole(1, least=2 if line.words[0] == "Nodes" else 0, most=10**9)
-
-
-def _take_connection(reading: _Reading, line: Line) -> None:
+def _take_connection(reading: _MatrixReading, line: MatrixLine) -> None:
     source, target = _connection_ends(reading, line)
     values: dict[str, int] = {}
     start: float | None = None
@@ -263,7 +259,7 @@ def _take_connection(reading: _Reading, line: Line) -> None:
     )
 
 
-def _connection_ends(reading: _Reading, line: Line) -> tuple[int, int]:
+def _connection_ends(reading: _MatrixReading, line: MatrixLine) -> tuple[int, int]:
     ends = line.words[0].split("->")
     if len(ends) != 2 or not all(end.isdecimal() and len(end) <= 9 for end in ends):
         raise line.wrong(f'"{line.words[0][:40]}" is no connection', fix="write 0->5")
@@ -278,7 +274,7 @@ def _connection_ends(reading: _Reading, line: Line) -> tuple[int, int]:
     return source, target
 
 
-def _start_time(line: Line, at: int) -> float:
+def _start_time(line: MatrixLine, at: int) -> float:
     try:
         start = float(line.words[at][:40])
     except (IndexError, ValueError):
@@ -288,7 +284,7 @@ def _start_time(line: Line, at: int) -> float:
     return start
 
 
-def _take_trigger(reading: _Reading, line: Line) -> None:
+def _take_trigger(reading: _MatrixReading, line: MatrixLine) -> None:
     ident, kind, count, at = 0, "", 0, 1
     while at < len(line.words):
         word = line.words[at]
@@ -308,7 +304,7 @@ def _take_trigger(reading: _Reading, line: Line) -> None:
     reading.triggers[ident] = Trigger(ident=ident, kind=kind, count=count)
 
 
-def _take_failure(reading: _Reading, line: Line) -> None:
+def _take_failure(reading: _MatrixReading, line: MatrixLine) -> None:
     kind, numbers = "", {}
     for at in range(1, len(line.words), 2):
         word = line.words[at]
@@ -320,13 +316,13 @@ def _take_failure(reading: _Reading, line: Line) -> None:
             raise line.unknown(word, ("switch_type", "switch_id", "link_id"))
     if kind not in SWITCHES or len(numbers) != 2:
         raise line.wrong("no failure of a link", fix="write failure switch_type AGG switch_id 0 link_id 0")
-    reading.failures.append(Failure(switch=kind, number=numbers["switch_id"], link=numbers["link_id"]))
+    reading.failures.append(DeadLink(switch=kind, number=numbers["switch_id"], link=numbers["link_id"]))
 
 
-_READERS: dict[str, Callable[[_Reading, Line], None]] = {"trigger": _take_trigger, "failure": _take_failure}
+_READERS: dict[str, Callable[[_MatrixReading, MatrixLine], None]] = {"trigger": _take_trigger, "failure": _take_failure}
 
 
-def _check_matrix(reading: _Reading, path: Path) -> None:
+def _check_matrix(reading: _MatrixReading, path: Path) -> None:
     real = {
         "Connections": len(reading.connections),
         "Triggers": len(reading.triggers),
@@ -346,7 +342,7 @@ def _check_matrix(reading: _Reading, path: Path) -> None:
     _check_triggers(reading)
 
 
-def _check_triggers(reading: _Reading) -> None:
+def _check_triggers(reading: _MatrixReading) -> None:
     """Connections that would wait for ever."""
     waited = {one.trigger for one in reading.connections} - {0}
     pulls = Counter(one.recv_done or one.send_done for one in reading.connections)

@@ -15,7 +15,7 @@ from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.sizing import MOST_NIC_GBPS
 from phalanx.network.fabric.switch_catalogue import unnamed
-from phalanx.sim.htsim.connection_matrix import Line, read_lines
+from phalanx.sim.htsim.connection_matrix import MatrixLine, read_lines
 
 MOST_BYTES = 1 << 20  # a page of text
 MOST_NODES = 10**7
@@ -60,7 +60,7 @@ class _File:
     path: Path
     head: dict[str, int] = field(default_factory=dict)
     tiers: list[dict[str, int]] = field(default_factory=list)
-    lines: dict[tuple[int, str], Line] = field(default_factory=dict)  # tier -1 is the head
+    lines: dict[tuple[int, str], MatrixLine] = field(default_factory=dict)  # tier -1 is the head
 
     def wrong(self, tier: int, word: str, what: str, *, why: str = "", fix: str = "") -> UserError:
         line = self.lines.get((tier, word))
@@ -102,7 +102,7 @@ def _parse_topology(path: Path) -> _File:
     return file
 
 
-def _take(file: _File, found: dict[int, dict[str, int]], current: int, word: str, line: Line) -> None:
+def _take(file: _File, found: dict[int, dict[str, int]], current: int, word: str, line: MatrixLine) -> None:
     if (current, word) in file.lines:
         raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
     file.lines[current, word] = line

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.network.fabric.bill import failure_loss
+from phalanx.network.fabric.fabric_bill import failure_loss
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,

@@ -50,20 +50,20 @@ class Forecast:
     fabric: str | None  # whose links and switches fail at rates of their own
     planes: int
     edge: bool  # recovery at the edge of the network
-    effective: Spread  # at the expected rates: what is left is luck
+    effective: ForecastSpread  # at the expected rates: what is left is luck
     sites: SiteRange | None  # the same plan at other sites; None where every rate and time is the user's own
     formula: float  # plan.reliability.effective_time
     phases: tuple[PhaseShare, ...]
     lost: Mapping[str, Mapping[str, float]]
     rates: tuple[Rate, ...]
-    interruptions: Spread
+    interruptions: ForecastSpread
     by_cause: Mapping[str, float]  # interruptions of a run
     planned: float
     borne: float
     spares: int
-    spares_used: Spread
+    spares_used: ForecastSpread
     spares_short: float  # share of runs in which all spares were out at once
-    longest_gap_s: Spread
+    longest_gap_s: ForecastSpread
     gave_up: float  # incidents of a run that fault.restarts would end
     rent_usd: tuple[float, float, float] | None  # of all days, spares included, at the low, middle and high price
     lost_usd: tuple[float, float, float] | None  # of that, for time that did not train
@@ -191,7 +191,7 @@ RUNS = 0.80  # that the range of runs holds: the same share as of sites (hardwar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class ForecastSpread:
     """A number over all runs: its mean with a 90 % confidence interval, and the range that 80 % of runs fall in."""
 
     mean: float
@@ -201,7 +201,7 @@ class Spread:
     run_high: float
 
 
-def spread(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> Spread:
+def spread(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> ForecastSpread:
     """Student's interval of the mean, within `least` and `most`, and the middle 80 % of the values.
 
     One value says nothing about how sure it is: its interval is NaN.
@@ -218,7 +218,7 @@ def spread(values: Sequence[float], *, least: float = 0.0, most: float = math.in
         half = float(stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) / math.sqrt(len(numbers)))
         low, high = max(least, mean - half), min(most, mean + half)
     run_low, run_high = np.quantile(numbers, [(1 - RUNS) / 2, (1 + RUNS) / 2])
-    return Spread(mean=mean, low=low, high=high, run_low=float(run_low), run_high=float(run_high))
+    return ForecastSpread(mean=mean, low=low, high=high, run_low=float(run_low), run_high=float(run_high))
 
 
 # What would help: the same failures met with one thing changed at a time.
@@ -235,7 +235,7 @@ class Lever:
     """One change, and what it adds to the effective training time, as a share with its confidence."""
 
     name: str
-    gain: Spread
+    gain: ForecastSpread
 
 
 def changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolicy]]:
@@ -284,7 +284,7 @@ class LossWay:
 
     on_loss: str
     is_chosen: bool
-    effective: Spread
+    effective: ForecastSpread
     lost_s: float  # per unexpected interruption, of the job's time
     lost_tokens: float  # the same in tokens
 

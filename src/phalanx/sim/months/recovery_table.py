@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import ALL_NETWORK
-from phalanx.sim.months.forecast import SiteRange, Spread, forecast_months
+from phalanx.sim.months.forecast import ForecastSpread, SiteRange, forecast_months
 from phalanx.sim.months.policy import MonthsPolicy
 from phalanx.sim.months.simulate_run import RunOutcome
 from phalanx.units import DAY_S, HOUR_S, format_money, plural
@@ -24,7 +24,7 @@ class RecoveryTableRow:
 
     recovery_s: float
     edge: bool
-    effective: Spread
+    effective: ForecastSpread
     sites: SiteRange | None  # the same at other sites; None where the rates are the user's own
     interruptions_per_day: float
     network_lost: float

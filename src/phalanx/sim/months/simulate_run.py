@@ -18,7 +18,7 @@ from phalanx.sim.months.policy import UNNOTICED_S, MonthsPolicy, RunProgress
 from phalanx.units import DAY_S
 
 
-class Clock:
+class MonthsClock:
     """Simulated seconds. Actions of one instant run in the order they were asked for.
 
     >>> clock, seen = Clock(), []
@@ -146,7 +146,7 @@ class _Run:
     """What holds now: is the job up, since when, in which phase, with how many hosts."""
 
     def __init__(self, policy: MonthsPolicy, random: np.random.Generator) -> None:
-        self.clock = Clock()
+        self.clock = MonthsClock()
         self._policy, self._ledger = policy, TimeLedger()
         # A source for each, so that another policy meets the same failures: differences between policies are theirs.
         failing, self._planning, self._random = random.spawn(3)

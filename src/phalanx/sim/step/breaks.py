@@ -21,8 +21,8 @@ from phalanx.network.fabric.failure_budget import (
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.sim.fabric_links import BrokenParts
-from phalanx.sim.step.paths import Transport
-from phalanx.sim.step.report import StepReport, step_report
+from phalanx.sim.step.axis_paths import PathTransport
+from phalanx.sim.step.step_report import SimulatedStep, step_report
 
 PARTS = {
     "link": "a T0-T1 link",
@@ -79,13 +79,13 @@ def aftermath(
     *,
     edge: bool,
     outage_s: float | None = None,
-    healthy: StepReport | None = None,
+    healthy: SimulatedStep | None = None,
 ) -> Aftermath:
     """One failure of the first part of its kind; `healthy` is the step without it, where that is known."""
     senders = edge and sprays(fabric)  # who leave what is lost
     lost = broken(fabric, kind, edge=senders)
-    healthy = healthy or step_report(plan, fabric, Transport(edge=edge))
-    hit = step_report(plan, fabric, Transport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
+    healthy = healthy or step_report(plan, fabric, PathTransport(edge=edge))
+    hit = step_report(plan, fabric, PathTransport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
     touched = sum(path.touched for path in hit.paths)
     away_s = OUTAGE_S[kind] if outage_s is None else outage_s
     still_s = 0.0
@@ -158,7 +158,7 @@ def go_back_n(loss: float, gbps: float) -> float:
     return 1.0 / (1.0 + loss * gbps * 1e9 * ROUND_TRIP_S / PACKET_BITS)
 
 
-def _timeouts_s(plan: Plan, hit: StepReport) -> float:
+def _timeouts_s(plan: Plan, hit: SimulatedStep) -> float:
     """Expected wait for acknowledgements of one lossy connection in a step: at least, for others may be hit too."""
     counts = (bursts(plan.layout, hit.layers, path.axis) for path in hit.paths if path.touched)
     return GREY_LOSS * ACK_TIMEOUT_S * max(counts, default=0.0)

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from phalanx.io.tables import text_table
+from phalanx.sim.step.axis_paths import HASHED_QPS, SPRAYED_PATHS
 from phalanx.sim.step.breaks import GREY_LOSS, PARTS, Aftermath
-from phalanx.sim.step.paths import HASHED_QPS, SPRAYED_PATHS
-from phalanx.sim.step.report import Line, StepReport
-from phalanx.sim.step.timeline import BUBBLE, DEVICE, Span, Timeline
+from phalanx.sim.step.step_report import Line, SimulatedStep
+from phalanx.sim.step.step_timeline import BUBBLE, DEVICE, Span, Timeline
 from phalanx.units import format_seconds, plural
 
 COLUMNS = 72
@@ -69,7 +69,7 @@ def _main_letter(column: dict[str, float]) -> str:
 NOTHING = 5e-4  # of the step: smaller differences are not explained
 
 
-def step_text(report: StepReport) -> str:
+def step_text(report: SimulatedStep) -> str:
     """The step, where its time goes beside the plan, and why the two differ."""
     apart = report.step_s / report.plan_step_s - 1.0
     parts = [
@@ -91,7 +91,7 @@ def step_text(report: StepReport) -> str:
     return "\n".join(parts)
 
 
-def _fabric_text(report: StepReport) -> str:
+def _fabric_text(report: SimulatedStep) -> str:
     f = report.fabric
     if report.derived:
         return f"unspecified: one non-blocking plane, {f.nic_gbps:g} Gb/s per device (choose one with --fabric)"
@@ -102,12 +102,12 @@ def _fabric_text(report: StepReport) -> str:
     return f"{f.name}: {f.hosts:,} NICs of {f.nic_gbps:g} Gb/s, {planes}, {tiers}, {route}{unused}"
 
 
-def _table_unit(report: StepReport) -> tuple[str, float]:
+def _table_unit(report: SimulatedStep) -> tuple[str, float]:
     """Name and size of the unit of the table."""
     return ("seconds", 1.0) if report.step_s >= 1.0 else ("milliseconds", 1e-3)
 
 
-def _table_lines(report: StepReport) -> list[str]:
+def _table_lines(report: SimulatedStep) -> list[str]:
     unit_s = _table_unit(report)[1]
     rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
     rows += [_table_row(line, unit_s) for line in report.lines]
@@ -132,7 +132,7 @@ def _change_text(value: float) -> str:
     return f"{value:+.4f}" if abs(value) >= 5e-5 else "-"
 
 
-def _reason_lines(report: StepReport) -> list[str]:
+def _reason_lines(report: SimulatedStep) -> list[str]:
     reported = [
         f"  {line.name}: {moves}; {line.why}"
         for line in report.lines

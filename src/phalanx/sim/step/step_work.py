@@ -18,7 +18,7 @@ from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import FETCHED_BYTES, StepTimes, stage_layers
 from phalanx.plan.weights import RankWeights, rank_weights
-from phalanx.sim.step.paths import crosses_network
+from phalanx.sim.step.axis_paths import crosses_network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +170,7 @@ LAYER_PARTS = (*COMPUTE_PARTS, "tensor_s", "context_s", "expert_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class LayerPass:
     """One direction through one layer."""
 
     compute_s: float
@@ -178,15 +178,15 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class StepWork:
     """A step. Passes are per layer; stage i holds `layers[i]` of them, the last one also the head."""
 
     schedule: str
     layers: tuple[int, ...]
     chunks: int
     micros: int
-    forward: Pass
-    backward: Pass
+    forward: LayerPass
+    backward: LayerPass
     weight_s: float  # the part of a layer's backward that may wait (zero-bubble)
     head_forward_s: float
     head_backward_s: float
@@ -216,7 +216,7 @@ class Work:
         return last if chunk == self.chunks - 1 else (layers - last) / (self.chunks - 1)
 
 
-def work(q: StepQuestion, groups: traffic.Groups) -> Work:
+def work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
     """The step of a plan with its traffic over `groups`."""
     c, f, layout = q.cases, q.request.profile, q.plan.layout
     done = compute_seconds(c, q.request.physics, f)
@@ -225,13 +225,13 @@ def work(q: StepQuestion, groups: traffic.Groups) -> Work:
     forward_s, backward_s, weight_s = _layer_seconds(q, done)
     host_micro_s, host_step_s = _host_seconds(q)
     most = sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
-    return Work(
+    return StepWork(
         schedule=layout.schedule,
         layers=layers,
         chunks=layout.virtual_pipeline,
         micros=layout.accumulation,
-        forward=Pass(compute_s=forward_s, inner=inner[0]),
-        backward=Pass(compute_s=backward_s, inner=inner[1]),
+        forward=LayerPass(compute_s=forward_s, inner=inner[0]),
+        backward=LayerPass(compute_s=backward_s, inner=inner[1]),
         weight_s=weight_s if layout.schedule == "zero-bubble" and layout.pipeline > 1 else 0.0,
         head_forward_s=one(done.head.forward) * q.pace("matmul_s"),
         head_backward_s=one(done.head.backward) * q.pace("matmul_s"),

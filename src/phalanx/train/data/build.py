@@ -33,7 +33,7 @@ from phalanx.job.dataset import (
 )
 from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
 from phalanx.train.data.fetch import only_builder
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.progress import BuildProgress
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.data.tokenizer import (
     LEAST_VOCAB,
@@ -54,7 +54,7 @@ FIRST_LOOK = 100  # records after which that share means something
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class TextOrigin:
     """A file or folder to read, and how often its samples are to be seen beside the others'."""
 
     path: Path
@@ -67,7 +67,7 @@ class Origin:
 class Recipe:
     """Everything that decides what a dataset holds."""
 
-    origins: tuple[Origin, ...]
+    origins: tuple[TextOrigin, ...]
     tokenizer: Path | None = None
     vocab: int = VOCAB
     heldout: float = 0.01
@@ -78,7 +78,7 @@ class Recipe:
 
 
 @dataclass(kw_only=True, slots=True)
-class _State:
+class _BuildState:
     """What is finished, as stored beside the shards after each of them."""
 
     fingerprint: str
@@ -90,7 +90,7 @@ class _State:
 
 
 def build_dataset(
-    recipe: Recipe, out: Path, progress_for: Callable[[int], Progress], *, wait_s: float = 0.0, reuse: bool = False
+    recipe: Recipe, out: Path, progress_for: Callable[[int], BuildProgress], *, wait_s: float = 0.0, reuse: bool = False
 ) -> Manifest:
     """Make the dataset `out`; raises UserError for bad input and SystemFailure for a full disk or another builder.
 
@@ -127,7 +127,7 @@ def build_dataset(
 class _Work:
     """One build in its partial folder."""
 
-    def __init__(self, recipe: Recipe, files: list[list[Path]], folder: Path, progress: Progress) -> None:
+    def __init__(self, recipe: Recipe, files: list[list[Path]], folder: Path, progress: BuildProgress) -> None:
         self.recipe, self.files, self.folder, self.progress = recipe, files, folder, progress
         self.state = self._resume()
 
@@ -148,17 +148,18 @@ class _Work:
             sources=tuple(self.state.sources),
             block_bytes=BLOCK_BYTES,
         )
-        _check_result(manifest, self.recipe)
+        if not manifest.total("tokens", "train"):
+            raise _nothing(self.recipe)
         return manifest
 
-    def _resume(self) -> _State:
+    def _resume(self) -> _BuildState:
         """The stored state if it is of the same inputs; whatever it does not name is removed."""
         fingerprint = _fingerprint(self.recipe, self.files)
         state = _stored(self.folder / STATE)
         known = state is not None and state.fingerprint == fingerprint
         if state is not None and not known:
             self.progress.note("note: the sources or options changed since the unfinished build; starting over")
-        fresh = state if state is not None and known else _State(fingerprint=fingerprint)
+        fresh = state if state is not None and known else _BuildState(fingerprint=fingerprint)
         keep = {STATE, TOKENIZER} if known else set()
         for source in fresh.sources:
             keep |= {name for shard in source.shards for name in (shard.file, shard.index_file, shard.block_file)}
@@ -187,7 +188,7 @@ class _Work:
         sample = HashSample(self.recipe.sample_bytes)
         self.progress.begin("choosing text for the tokenizer")
         for origin, files in zip(self.recipe.origins, self.files, strict=True):
-            watch = _Watch(origin, self.recipe.reading, Tally())
+            watch = _SourceCount(origin, self.recipe.reading, Tally())
             for record in _records(files, self.recipe.reading):
                 watch.see(record)
                 if record.text and record.text.strip() and not held_out(record.text, self.recipe.heldout):
@@ -200,7 +201,7 @@ class _Work:
         self.progress.note(f"training a tokenizer of {self.recipe.vocab:,} on {plural(len(texts), 'document')}")
         return train_tokenizer(texts, self.recipe.vocab)
 
-    def _source(self, number: int, origin: Origin, files: list[Path], tokenizer: TextTokenizer) -> None:
+    def _source(self, number: int, origin: TextOrigin, files: list[Path], tokenizer: TextTokenizer) -> None:
         source = self._begin(number, origin)
         if source is None:
             for path in files:
@@ -209,7 +210,7 @@ class _Work:
         records = _records(files, self.recipe.reading)
         for record in itertools.islice(records, source.tally.records):
             self.progress.advance(record.read_bytes, skipped=True)
-        watch = _Watch(origin, self.recipe.reading, source.tally)
+        watch = _SourceCount(origin, self.recipe.reading, source.tally)
         chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
         try:
             for batch in _batches(records, min(BATCH_BYTES, 2 * self.recipe.shard_tokens)):
@@ -227,7 +228,7 @@ class _Work:
             chunk.abandon()
             raise
 
-    def _begin(self, number: int, origin: Origin) -> Source | None:
+    def _begin(self, number: int, origin: TextOrigin) -> Source | None:
         """The source as far as it is done, put last in the state; None when it is finished."""
         state = self.state
         if number < len(state.sources):
@@ -285,10 +286,10 @@ class _Chunk:
             writer.abandon()
 
 
-class _Watch:
+class _SourceCount:
     """Counts what a source gives, and says early when a field seems misspelt."""
 
-    def __init__(self, origin: Origin, reading: Reading, tally: Tally) -> None:
+    def __init__(self, origin: TextOrigin, reading: Reading, tally: Tally) -> None:
         self.origin, self.reading, self.tally = origin, reading, tally
         self._fault = ""
 
@@ -355,7 +356,7 @@ def check_recipe(recipe: Recipe) -> None:
         raise UserError(problems)
 
 
-def _bad_origins(origins: Sequence[Origin]) -> Iterator[Problem]:
+def _bad_origins(origins: Sequence[TextOrigin]) -> Iterator[Problem]:
     if not origins:
         yield Problem(
             where="SOURCE", what="none is given", fix="name files or folders, or use --corpus offline-english"
@@ -396,11 +397,6 @@ def _check_out(out: Path) -> None:
     raise mistake(str(out), what, why="a build never changes what is there", fix="remove it, or name another folder")
 
 
-def _check_result(manifest: Manifest, recipe: Recipe) -> None:
-    if not manifest.total("tokens", "train"):
-        raise _nothing(recipe)
-
-
 def _nothing(recipe: Recipe) -> UserError:
     where = ", ".join(str(origin.path) for origin in recipe.origins)[:200]
     fix = "look at the sources, or cut them in more documents with --split-on blank"
@@ -434,11 +430,11 @@ def _free_bytes(folder: Path) -> int | None:
         return None
 
 
-def _stored(path: Path) -> _State | None:
+def _stored(path: Path) -> _BuildState | None:
     """The state of an unfinished build; a damaged one is as good as none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return _State(**{**raw, "sources": [source_from(source) for source in raw["sources"]]})
+        return _BuildState(**{**raw, "sources": [source_from(source) for source in raw["sources"]]})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

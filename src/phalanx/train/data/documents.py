@@ -94,7 +94,7 @@ def read_records(path: Path, reading: Reading) -> Iterator[Record]:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
 
 
-class _Stream:
+class _FileStream:
     """A file read as bytes, unpacked if need be, that knows how much of the file on disk is behind it."""
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class _Stream:
         before, self.seen = self.seen, here
         return here - before
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _FileStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +118,7 @@ class _Stream:
 
 
 def _read_text(path: Path, reading: Reading) -> Iterator[Record]:
-    with _Stream(path) as stream:
+    with _FileStream(path) as stream:
         head = stream.bytes.read(HEAD_BYTES)
         _check_text(path, head)
         head = head.removeprefix(b"\xef\xbb\xbf")
@@ -240,7 +240,7 @@ def _whole_characters(data: bytes) -> int:
 
 
 def _read_lines(path: Path, reading: Reading) -> Iterator[Record]:
-    with _Stream(path) as stream:
+    with _FileStream(path) as stream:
         number = 0
         while line := stream.bytes.readline(LONGEST_LINE_BYTES):
             number += 1

@@ -13,7 +13,7 @@ TERMINAL_S = 0.5
 LOG_S = 10.0
 
 
-class Progress:
+class BuildProgress:
     """Counts bytes read and tokens made; `total_bytes` may be low where files are packed, and 100 % is never passed."""
 
     def __init__(self, stream: TextIO, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,6 +64,6 @@ class Progress:
             self._stream.flush()
 
 
-def on_stderr(total_bytes: int) -> Progress:
+def on_stderr(total_bytes: int) -> BuildProgress:
     """The usual progress of a command."""
-    return Progress(sys.stderr, total_bytes)
+    return BuildProgress(sys.stderr, total_bytes)

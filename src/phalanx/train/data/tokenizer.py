@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import Problem, UserError, mistake
+from phalanx.io.files import read_bounded
 from phalanx.job.dataset import LEAST_VOCAB as LEAST_VOCAB
+from phalanx.job.dataset import MOST_TOKENIZER_BYTES
 
 END_OF_TEXT = "<|endoftext|>"
 # What released tokenizers call the end of a document: GPT-2 and Qwen, Llama 2, Llama 3, Gemma, BERT.
@@ -67,8 +69,8 @@ def pieces(text: str) -> list[str]:
 def load_tokenizer(path: Path, *, end_of_text: str = "") -> TextTokenizer:
     """A tokenizer from its file."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path, MOST_TOKENIZER_BYTES).decode()
+    except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise mistake(str(path), what, fix="name a tokenizer.json") from error
     return TextTokenizer(text, where=str(path), end_of_text=end_of_text)

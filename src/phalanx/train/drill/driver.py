@@ -74,7 +74,9 @@ class FaultDriver:
             self._note(event)
         for event in self._ranks.read():
             if event["event"] == "step":
-                self._begin()
+                if self._first_s is None:
+                    self._first_s = time.monotonic()
+                    firings.start_clock(self._run)
                 self.step, self._moved_s = int(event["step"]), time.monotonic()
         now = time.monotonic()
         for entry in [entry for entry in self._later if entry[0] <= now]:
@@ -105,11 +107,6 @@ class FaultDriver:
             agent = parent_of(int(member.get("pid") or 0))
             if agent is not None and agent > 1:
                 self._agents[str(member["host"])] = agent
-
-    def _begin(self) -> None:
-        if self._first_s is None:
-            self._first_s = time.monotonic()
-            firings.start_clock(self._run)
 
     def _is_due(self, fault: Fault) -> bool:
         if self._first_s is None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.io.codec import from_message
 from phalanx.io.files import replace_text
 from phalanx.record.run import Run, read_json
 from phalanx.train.drill.faults import Fault
@@ -102,8 +103,8 @@ def new_firings(run: Run, seen: set[str]) -> list[Firing]:
         if path.name in seen:
             continue
         try:
-            found.append(Firing(**json.loads(path.read_text(encoding="utf-8"))))
-        except (ValueError, TypeError, OSError):
+            found.append(from_message(Firing, json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, OSError):
             continue
         seen.add(path.name)
     return sorted(found, key=lambda fired: fired.t_s)

@@ -154,7 +154,10 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
         if event["event"] == "step" and epoch is not None:
             _add_step(epoch, event)
         elif event["event"] == "ready" and epoch is not None:
-            _add_ready(epoch, event)
+            # What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back.
+            source = str(event.get("source") or epoch.source)
+            epoch.found[int(event["rank"])] = (int(event.get("step") or 0), source)
+            epoch.restore_step, epoch.source = epoch.found[int(event["rank"])]
         elif event["event"] == "checkpoint" and event.get("path"):
             history.checkpoints.append(event)
     _chain(history)
@@ -204,13 +207,6 @@ def _epoch(event: Event) -> EpochHistory:
     )
 
 
-def _add_ready(epoch: EpochHistory, event: Event) -> None:
-    """What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back."""
-    source = str(event.get("source") or epoch.source)
-    epoch.found[int(event["rank"])] = (int(event.get("step") or 0), source)
-    epoch.restore_step, epoch.source = epoch.found[int(event["rank"])]
-
-
 def _add_step(epoch: EpochHistory, event: Event) -> None:
     step = int(event["step"])
     one = epoch.steps.setdefault(step, StepExecution(epoch=epoch.number, step=step, world=epoch.world))
@@ -231,7 +227,9 @@ def _chain(history: DrillHistory) -> None:
         epoch.undone = chain[epoch.restore_step :]
         del chain[epoch.restore_step :]
         for step, one in sorted(epoch.steps.items()):
-            lineage = one.lineage = _child(lineage, epoch.membership_key, step, skipped=one.skipped)
+            text = json.dumps([lineage, epoch.membership_key, step, one.skipped])
+            child = hashlib.sha256(text.encode()).hexdigest()[:16]
+            lineage = one.lineage = child
             if step == len(chain):
                 chain.append(one)
             if (epoch.number, step + 1) in commits:
@@ -245,11 +243,6 @@ def _lineage_at(chain: list[StepExecution], epoch: EpochHistory, saved: Mapping[
     if epoch.source == "disk" and step in saved:
         return saved[step]
     return chain[step - 1].lineage if step <= len(chain) else f"unknown {epoch.number}"
-
-
-def _child(parent: str, membership_key: str, step: int, *, skipped: bool) -> str:
-    text = json.dumps([parent, membership_key, step, skipped])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def layout_sequence(history: DrillHistory) -> list[dict[str, Any]]:

@@ -107,7 +107,10 @@ class Injector(DrillHooks):
         if name == "begin":
             for fault in self._due("disk"):
                 if self._claim(fault):
-                    self._fill_disk(fault)
+                    if fault.how == "limit":
+                        limit_files(for_s=fault.for_s)
+                    else:
+                        self._full_until = time.monotonic() + fault.for_s
         if name == "data" and time.monotonic() < self._full_until:
             raise OSError(errno.ENOSPC, "No space left on device (drill)")
 
@@ -198,12 +201,6 @@ class Injector(DrillHooks):
         now = time.monotonic()
         self._slowed = [(until, seconds) for until, seconds in self._slowed if now < until]
         time.sleep(sum(seconds for _, seconds in self._slowed))
-
-    def _fill_disk(self, fault: Fault) -> None:
-        if fault.how == "limit":
-            limit_files(for_s=fault.for_s)
-        else:
-            self._full_until = time.monotonic() + fault.for_s
 
 
 def _place(fault: Fault) -> str:

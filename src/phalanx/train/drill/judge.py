@@ -152,7 +152,9 @@ def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None
         total += len(counts)
         silent = [rank for rank in range(epoch.world if epoch else 0) if rank not in reported]
         unknown += bool(silent)
-        holders = _holders(epoch)
+        # Ranks that learn from the same sequences, as those of a tensor or pipeline group do.
+        data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
+        holders = max(1, epoch.world // max(1, data)) if epoch is not None else 1
         if silent and not _fell(history, one, silent):
             wrong.append(f"step {one.step}: rank {_few(silent)} did not record its samples")
         elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
@@ -174,12 +176,6 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
     if not partial and (fewer := most - counts):
         return f"{plural(len(fewer), 'sample')} of the batch missing, such as {_few(sorted(fewer))}"
     return ""
-
-
-def _holders(epoch: EpochHistory | None) -> int:
-    """Ranks that learn from the same sequences, as those of a tensor or pipeline group do."""
-    data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
-    return max(1, epoch.world // max(1, data)) if epoch is not None else 1
 
 
 def judge_fencing(history: DrillHistory) -> Verdict:

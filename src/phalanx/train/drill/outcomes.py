@@ -73,7 +73,10 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
     if asked and not found:
         wrong, text = ["nothing was tried"], f"0 of {plural(asked, 'fault')} fired"
     elif not must and not late:
-        text = f"no fault fired that needs noticing: {_why_none(found)}"
+        passes = sum(FAULT_KINDS[one.kind].ends for one in found)
+        counts = ((len(found) - passes, "harmless"), (passes, "that pass by themselves"))
+        why_none = ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
+        text = f"no fault fired that needs noticing: {why_none}"
     if wrong or not late:
         return Verdict(name=name, ok=not wrong, evidence=evidence_text(text, wrong))
     reported = (
@@ -84,12 +87,6 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
         return Verdict(name=name, ok=True, evidence=f"{text}; {len(late):,} more fired too late to be judged")
     evidence = f"{text + '; ' if must else ''}{reported}{more}: use more steps or an earlier fault"
     return Verdict(name=name, ok=False, judged=False, evidence=evidence)
-
-
-def _why_none(found: Sequence[FaultOutcome]) -> str:
-    passes = sum(FAULT_KINDS[one.kind].ends for one in found)
-    counts = ((len(found) - passes, "harmless"), (passes, "that pass by themselves"))
-    return ", ".join(f"{count} {text}" for count, text in counts if count) or "none was asked for"
 
 
 def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: float) -> dict[int, Event]:

@@ -24,9 +24,9 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 from phalanx.train import prepare
-from phalanx.train.data.build import Origin, Recipe, build_dataset
+from phalanx.train.data.build import TextOrigin, Recipe, build_dataset
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import Progress
+from phalanx.train.data.progress import BuildProgress
 from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.history import DrillHistory, read_history
 from phalanx.train.drill.perform import DrillResult, DrillSettings, perform_drill
@@ -74,9 +74,9 @@ class OutsideStage:
         text = self.folder / "text.txt"
         words = "\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(900))
         text.write_text(words, encoding="utf-8")
-        recipe = Recipe(origins=(Origin(path=text),), vocab=300, heldout=0.1, reading=Reading(split_on="blank"))
+        recipe = Recipe(origins=(TextOrigin(path=text),), vocab=300, heldout=0.1, reading=Reading(split_on="blank"))
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            build_dataset(recipe, self.data, lambda size: Progress(nowhere, size))
+            build_dataset(recipe, self.data, lambda size: BuildProgress(nowhere, size))
 
     # ---- runs with faults ------------------------------------------------------------------------------------------
 

@@ -103,10 +103,7 @@ def _not_fired(texts: Sequence[str]) -> str:
 
 def _verdicts(result: DrillResult) -> str:
     rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
-    wide = max((len(word) for word, _, _ in rows), default=0)
-    return "\n".join(
-        ["verdicts", *(f"  {word:<{max(6, wide)}} {name:<29} {evidence}" for word, name, evidence in rows)]
-    )
+    return "\n".join(["verdicts", *text_table(rows, indent=2)])
 
 
 def _beside(numbers: DrillNumbers) -> str:

@@ -68,7 +68,7 @@ class TrialPass:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class CompiledComparison:
     """Compiled beside eager, the same on every rank but for `worst`."""
 
     loss: float
@@ -108,7 +108,7 @@ def code_key(engine: Engine) -> str:
     return f"{place_name(engine.meshes)} {engine.settings} {engine.shape}"
 
 
-def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> Comparison | str:
+def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> CompiledComparison | str:
     """Compute the first micro-batch compiled and eager; why it could not be done, where it could not.
 
     Every rank must call this together, before its first step.
@@ -123,7 +123,7 @@ def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.
     return _compare(engine, compiled, eager)
 
 
-def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Comparison:
+def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> CompiledComparison:
     apart_P = (compiled.norms_P - eager.norms_P).square()
     mine_P = torch.tensor([float(shard.owner) for shard in engine.shards], dtype=torch.float64, device=apart_P.device)
     names = [shard.name for shard in engine.shards]
@@ -152,7 +152,7 @@ def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> Compariso
         unclear = f"the eager gradient norm is {eager_norm:g}, the compiled one {norm:g}"
     elif not eager_norm and not norm:
         unclear = "the gradient is zero"
-    return Comparison(
+    return CompiledComparison(
         loss=loss / valid,
         eager_loss=eager_loss / valid,
         grad_norm=norm,
@@ -283,7 +283,7 @@ def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
     return f"an eager micro-batch may need {format_bytes(need_most)}, {format_bytes(short)} more than is free"
 
 
-def compiled_refusal(found: Comparison, *, compute: str, where: str) -> UserError:
+def compiled_refusal(found: CompiledComparison, *, compute: str, where: str) -> UserError:
     """What a person is told when compiled code is wrong; the same words on every rank."""
     off = max(found.loss_difference, found.gradient_difference, key=lambda one: math.inf if math.isnan(one) else one)
     return mistake(
@@ -319,7 +319,7 @@ def cache_folder() -> str:
         return "TORCHINDUCTOR_CACHE_DIR"
 
 
-def event_fields(found: Comparison | str) -> dict[str, Any]:
+def event_fields(found: CompiledComparison | str) -> dict[str, Any]:
     """What the record tells of it."""
     if isinstance(found, str):
         return {"passed": None, "reason": found}

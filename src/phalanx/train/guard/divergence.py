@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from phalanx.train.guard.verdict import DigestClaim, Divergence, judge_claims
+from phalanx.train.guard.divergence_verdict import DigestClaim, Divergence, judge_claims
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 SHORT = 8  # bytes of a digest on the wire: two of 2^20 sets would be alike by chance once in 2^24 jobs
@@ -156,7 +156,10 @@ class ReplicaGuard:
         """The claims of all ranks on sets that have copies."""
         copied = [one for one in sets if one.replicas > 1]
         if self._most_sets < 0:
-            self._most_sets = _most(len(copied))
+            found = torch.tensor([len(copied)])
+            if _world() > 1:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            self._most_sets = int(found.item())
         if not self._most_sets:
             return []
         mine = torch.zeros(self._most_sets, 3, dtype=torch.int64)
@@ -207,13 +210,6 @@ def _gather(mine: torch.Tensor) -> list[torch.Tensor]:
     everyone = [torch.empty_like(mine) for _ in range(_world())]
     dist.all_gather(everyone, mine)
     return everyone
-
-
-def _most(count: int) -> int:
-    found = torch.tensor([count])
-    if _world() > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found.item())
 
 
 def _world() -> int:

@@ -15,7 +15,7 @@ from phalanx.plan.auto_settings import digest_every
 from phalanx.train.callbacks import Callback
 from phalanx.train.engine import StepRequest
 from phalanx.train.guard.compiled import (
-    Comparison,
+    CompiledComparison,
     code_key,
     compare_compiled,
     compiled_refusal,
@@ -23,7 +23,7 @@ from phalanx.train.guard.compiled import (
     is_comparison_due,
 )
 from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
-from phalanx.train.guard.verdict import Divergence, settle_divergence
+from phalanx.train.guard.divergence_verdict import Divergence, settle_divergence
 from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.rank_control import UntrustedState
 from phalanx.train.telemetry.clock import compiled_s
@@ -55,7 +55,7 @@ class CompiledCodeCheck(Callback):
             compile_s=compiled_s() - compiled,
             **event_fields(found),
         )
-        if isinstance(found, Comparison) and not found.passes:
+        if isinstance(found, CompiledComparison) and not found.passes:
             raise compiled_refusal(found, compute=engine.settings.compute, where="train.compile")
         control.compared.add(code_key(engine))
         control.progress(step, Phase.BUILDING)

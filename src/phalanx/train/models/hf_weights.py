@@ -34,7 +34,7 @@ IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class WeightEntry:
     """One tensor of the folder, as its file's header describes it."""
 
     file: Path
@@ -175,7 +175,10 @@ def _write_shards(
         index = {"metadata": {"total_size": total}, "weight_map": where}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
         names.append(INDEX)
-    _remove_others(folder, names)
+    # An older export in another number of files would be read in place of this one.
+    for path in [*folder.glob("model-?????-of-?????.safetensors"), folder / SINGLE, folder / INDEX]:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
     return [folder / name for name in names]
 
 
@@ -192,13 +195,6 @@ def _pack(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _remove_others(folder: Path, keep: Sequence[str]) -> None:
-    """An older export in another number of files would be read in place of this one."""
-    for path in [*folder.glob("model-?????-of-?????.safetensors"), folder / SINGLE, folder / INDEX]:
-        if path.name not in keep:
-            path.unlink(missing_ok=True)
-
-
 def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
     expected = {name for match in known for name in match.ours}
     problems = [
@@ -209,18 +205,20 @@ def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
         raise UserError(problems)
 
 
-def _listed_entries(folder: Path) -> dict[str, Entry]:
+def _listed_entries(folder: Path) -> dict[str, WeightEntry]:
     """Every tensor of the folder by its name in the file."""
-    found: dict[str, Entry] = {}
+    found: dict[str, WeightEntry] = {}
     for path in _files(folder):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 part = file.get_slice(name)
-                found[name] = Entry(file=path, name=name, size=tuple(part.get_shape()), dtype=str(part.get_dtype()))
+                found[name] = WeightEntry(
+                    file=path, name=name, size=tuple(part.get_shape()), dtype=str(part.get_dtype())
+                )
     return found
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
+def _entries(folder: Path) -> dict[str, WeightEntry]:
     """Every tensor of the folder; GPT-2 files without the "transformer." prefix are given it."""
     found = _listed_entries(folder)
     if "wte.weight" in found:
@@ -270,7 +268,7 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _check(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Mapping[str, Entry]) -> None:
+def _check(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Mapping[str, WeightEntry]) -> None:
     """All that is missing, too much, of another size or not a float, at once."""
     expected = _their_sizes(shape, known)
     given = {name: entry for name, entry in entries.items() if not (shape.tied and name == "lm_head.weight")}

@@ -12,7 +12,7 @@ from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.compact import CompactAdamW
 from phalanx.train.optim.muon import Muon, takes_muon
-from phalanx.train.optim.own import OwnOptimizer
+from phalanx.train.optim.own_optimizer import OwnOptimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 __all__ = ["Optimizer", "build_optimizer"]

@@ -105,7 +105,8 @@ class Block8Moment:
     def encode(self, value: torch.Tensor, die: torch.Tensor) -> Kept:
         """Between two neighbouring codes, the upper one with the probability that keeps the mean."""
         wide = value.to(torch.float32)
-        scales = _block_max(wide)
+        padded = torch.nn.functional.pad(wide, (0, -wide.numel() % BLOCK))
+        scales = padded.view(-1, BLOCK).abs().amax(dim=1)
         share = wide.abs() / self._spread(scales, wide.numel()).clamp_min(torch.finfo(torch.float32).tiny)
         exact = torch.log2(share) / self._step + self.levels
         below = exact.floor()
@@ -142,11 +143,6 @@ def readable_moment(form: MomentFormat, kept: Kept, like: torch.Tensor) -> torch
     """A moment as a float tensor of its parameter's shape: the kept tensor itself where that is float."""
     flat = form.decode(kept, working_dtype(like.dtype)) if len(kept) > 1 else kept[0]
     return flat.view(like.shape)
-
-
-def _block_max(flat: torch.Tensor) -> torch.Tensor:
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK))
-    return padded.view(-1, BLOCK).abs().amax(dim=1)
 
 
 # Stochastic rounding whose dice depend only on the step and the element's place in the whole tensor.

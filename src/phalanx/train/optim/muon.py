@@ -79,7 +79,9 @@ class Muon:
             keep(
                 self._momentum[i], self._form.encode(momentum.reshape(-1), high_bits(rounding_bits(shard, self.steps)))
             )
-        return grad.add(momentum, alpha=self._keep).to(_cheap(grad))
+        # bf16 on a GPU is enough for the iterations (Jordan et al.); elsewhere it would be slower.
+        cheap = torch.bfloat16 if grad.is_cuda and grad.dtype == torch.float32 else grad.dtype
+        return grad.add(momentum, alpha=self._keep).to(cheap)
 
     def state(self) -> list[TensorShard]:
         """The momentum of every matrix, then the state of the rest."""
@@ -127,8 +129,3 @@ def _alike(shards: Sequence[TensorShard]) -> list[list[int]]:
         key = (shard.shape, shard.tensor.dtype, tuple(sorted(shard.groups.items(), key=lambda one: one[0])))
         found.setdefault(key, []).append(i)
     return list(found.values())
-
-
-def _cheap(grad: torch.Tensor) -> torch.dtype:
-    """bf16 on a GPU is enough for the iterations (Jordan et al.); elsewhere it would be slower."""
-    return torch.bfloat16 if grad.is_cuda and grad.dtype == torch.float32 else grad.dtype

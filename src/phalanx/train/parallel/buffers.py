@@ -22,7 +22,7 @@ from phalanx.train.guard.divergence import fold_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Slot:
+class BufferSlot:
     """Where a buffer is registered, and the storage that checkpoints and other ranks know it by."""
 
     name: str
@@ -37,7 +37,7 @@ class Statistics:
     """The running statistics of one batch norm, with what they were after the last step on all ranks."""
 
     norm: _BatchNorm
-    slots: tuple[Slot, ...]  # running_mean, running_var, num_batches_tracked
+    slots: tuple[BufferSlot, ...]  # running_mean, running_var, num_batches_tracked
     before: tuple[torch.Tensor, ...]
 
 
@@ -114,7 +114,7 @@ class BufferExchange:
         self.remember()
         return [slot.name for slot in moved]
 
-    def _moved(self, slots: Sequence[Slot]) -> list[Slot]:
+    def _moved(self, slots: Sequence[BufferSlot]) -> list[BufferSlot]:
         """Those that changed on some rank."""
         if not slots:
             return []
@@ -124,20 +124,20 @@ class BufferExchange:
         return [slot for slot, flag in zip(slots, flags.tolist(), strict=True) if flag]
 
 
-def _slots(model: nn.Module) -> list[Slot]:
+def _slots(model: nn.Module) -> list[BufferSlot]:
     """Every buffer once, under its first name."""
-    found: dict[int, Slot] = {}
+    found: dict[int, BufferSlot] = {}
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name, saved = f"{prefix}.{key}" if prefix else key, key not in module._non_persistent_buffers_set
-                found.setdefault(id(buffer), Slot(name=name, module=module, key=key, tensor=buffer, saved=saved))
+                found.setdefault(id(buffer), BufferSlot(name=name, module=module, key=key, tensor=buffer, saved=saved))
     return list(found.values())
 
 
-def _norms(slots: Sequence[Slot]) -> Iterable[Statistics]:
+def _norms(slots: Sequence[BufferSlot]) -> Iterable[Statistics]:
     """Batch norms that each data rank keeps for itself; SyncBatchNorm has already seen all ranks."""
-    by_module: dict[int, dict[str, Slot]] = {}
+    by_module: dict[int, dict[str, BufferSlot]] = {}
     for slot in slots:
         by_module.setdefault(id(slot.module), {})[slot.key] = slot
     for of_module in by_module.values():
@@ -182,7 +182,7 @@ def _combine(norms: Sequence[Statistics], group: ProcessGroup) -> None:
             slot.tensor.copy_(value.view(slot.tensor.shape))
 
 
-def _send_first(slots: Sequence[Slot], group: ProcessGroup) -> None:
+def _send_first(slots: Sequence[BufferSlot], group: ProcessGroup) -> None:
     """Data rank 0's buffers to all, as one message of bytes."""
     flat = torch.cat([slot.tensor.contiguous().view(-1).view(torch.uint8) for slot in slots])
     dist.broadcast(flat, group=group, group_src=0)

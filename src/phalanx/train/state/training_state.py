@@ -14,7 +14,7 @@ from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.train.engine import Engine
 from phalanx.train.model_stages import copy_weights
 from phalanx.train.models.hf_weights import read_hf, read_named
-from phalanx.train.models.own import PREFIX
+from phalanx.train.models.own_model import PREFIX
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.paths import Location

@@ -25,7 +25,7 @@ from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import ParallelDims
 from phalanx.train.telemetry.peers import Peers
-from phalanx.train.telemetry.sensors import Reading, Sensors, sensors_of
+from phalanx.train.telemetry.sensors import SensorReading, Sensors, sensors_of
 from phalanx.train.telemetry.sharing import (
     SECRET_BYTES,
     DeviceCard,
@@ -82,7 +82,7 @@ class Monitor:
         if not self._abandoned:
             self._events.write("monitor", epoch=self._epoch, **fields)
 
-    def _fields(self, reading: Reading) -> dict[str, Any]:
+    def _fields(self, reading: SensorReading) -> dict[str, Any]:
         if reading.energy_j is not None:
             self._energy_j = (self._energy_j or 0.0) + reading.energy_j
         return {**asdict(reading), "energy_j": self._energy_j}

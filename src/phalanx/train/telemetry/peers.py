@@ -106,7 +106,7 @@ def _mac(key: bytes, body: bytes) -> bytes:
 
 
 @dataclass(kw_only=True, slots=True)
-class Pair:
+class PeerPair:
     """This rank and one neighbour, since the last event."""
 
     peer: int
@@ -166,7 +166,7 @@ class Peers:
         self._events, self._directory, self._rank, self._epoch = events, directory, rank, epoch
         self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
         self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
-        self._pairs = {peer: Pair(peer=peer, axis=axis) for axis, peer in neighbours(rank, dims).items()}
+        self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in neighbours(rank, dims).items()}
         self._sock = _open(address)
         self._ours, self._wake = socket.socketpair()
         self._until_s = time.monotonic() + FIND_S

@@ -18,7 +18,7 @@ from phalanx.train.telemetry.sharing import Sharers, gpu_uuid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class SensorReading:
     """One sample; None is what this host cannot measure. Energy is what was taken since the sample before."""
 
     utilization: float | None = None
@@ -37,7 +37,7 @@ class Reading:
 class Sensors(Protocol):
     """Of one process, over all its memberships."""
 
-    def read(self, sharers: Sharers) -> Reading:
+    def read(self, sharers: Sharers) -> SensorReading:
         """Look now; so many ranks of the job share the host and the device."""
 
 
@@ -52,12 +52,12 @@ class CpuSensors:
         held_bytes = anonymous_bytes(root) or 0
         self._first_bytes = first_bytes(held_bytes) if root == Path("/") else held_bytes
 
-    def read(self, sharers: Sharers) -> Reading:
+    def read(self, sharers: Sharers) -> SensorReading:
         """Memory is what the process took since it began to train; the limit is this rank's share of the host's."""
         utilization = self._activity.share(sharers.host)
         held_bytes, stall = anonymous_bytes(self._root), memory_stall(self._root)
         taken_j, mean_w = self._energy.read(utilization, sharers.host)
-        return Reading(
+        return SensorReading(
             utilization=utilization,
             utilization_source=self._activity.source,
             memory_bytes=None if held_bytes is None else max(0, held_bytes - self._first_bytes),
@@ -78,13 +78,13 @@ class GpuSensors:
         self._activity = gpu_activity(meter)
         self._energy = _Meter(gpu_energy(meter, power_w))
 
-    def read(self, sharers: Sharers) -> Reading:
+    def read(self, sharers: Sharers) -> SensorReading:
         """Memory is what the allocator holds; the pressure is the share of the GPU that anybody holds."""
         utilization = self._activity.share(sharers.host)
         stats = torch.cuda.memory_stats(self._device)
         used_bytes, limit_bytes, source = self._memory()
         taken_j, mean_w = self._energy.read(utilization, sharers.device)
-        return Reading(
+        return SensorReading(
             utilization=utilization,
             utilization_source=self._activity.source,
             memory_bytes=int(stats.get("reserved_bytes.all.current", 0)),

@@ -155,7 +155,10 @@ class TimelineSampler:
             self.opening_s = began_s - entered_s
             yield found
             ended_s = time.perf_counter()
-            self._close(stack)
+            try:
+                stack.close()
+            except Exception as error:
+                self._give_up(error)
         try:
             if self._every:
                 calls = timed_by(kernels, tap.calls, began_s=began_s) if self._device.type == "cuda" else tap.calls
@@ -190,12 +193,6 @@ class TimelineSampler:
         if not self._every or not (self._steps == FIRST or (number and number % self._every == 0)):
             return False
         return self._spent_s <= SHARE * (time.perf_counter() - self._began_s)
-
-    def _close(self, stack: ExitStack) -> None:
-        try:
-            stack.close()
-        except Exception as error:
-            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._every = 0

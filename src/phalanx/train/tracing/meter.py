@@ -18,7 +18,7 @@ RESOLUTION = 1.001
 BORN = {"forward": "activations"}
 
 
-class MemoryMeter:
+class StorageMeter:
     """Follows storages from their making to their end. Knows nothing of what is in them but what `claim` says."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class MemoryMeter:
         self.peak_bytes, self._looked, self.peak_parts = 0, 0.0, {}
         self._mark()
 
-    def __enter__(self) -> MemoryMeter:
+    def __enter__(self) -> StorageMeter:
         # FSDP2 frees and refills the gathered weights by resizing their storage, which no operator shows.
         original = torch.UntypedStorage.resize_
         meter = self

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.tracing.log import PHASES, MemoryPeak, RankTrace, TracedOperation, TraceGroup
-from phalanx.train.tracing.meter import HOST, MemoryMeter
+from phalanx.train.tracing.meter import HOST, StorageMeter
 from phalanx.train.tracing.operators import count_flops, flop_kind, group_of, kind_of, payload_of, peer_of, tensors_of
 from phalanx.train.tracing.shortcuts import RunOperator, run_plainly
 
@@ -37,7 +37,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, run: RunOperator = run_plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
-        self.meter = MemoryMeter()
+        self.meter = StorageMeter()
         self._log: list[TracedOperation] = []
         self._flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._groups: dict[tuple[str, str], TraceGroup] = {}
@@ -158,7 +158,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._called(kind, op, args, out)
             return out
         self._in_batch = False
-        self._made(out)
+        for tensor in tensors_of(out):
+            wide = tensor.ndim > 1 and tensor.shape[-1] in self._widths
+            self.meter.see(tensor, "logits" if wide else "")
         if self._on:
             what = flop_kind(op)
             if what:
@@ -184,11 +186,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forward_begins(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1 and not self._updating:
             self.meter.phase = "forward"
-
-    def _made(self, out: Any) -> None:
-        for tensor in tensors_of(out):
-            wide = tensor.ndim > 1 and tensor.shape[-1] in self._widths
-            self.meter.see(tensor, "logits" if wide else "")
 
     def _called(self, kind: str, op: Any, args: tuple[Any, ...], out: Any) -> None:
         group = self._group(group_of(op, args), kind)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from phalanx.io.tables import text_table
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import map_axes
 from phalanx.plan.memory import MEMORY_ERROR
@@ -33,35 +35,38 @@ def render_rank(trace: RankTrace) -> str:
     return "\n".join(lines)
 
 
-def render_short(trace: RankTrace) -> str:
-    """One line, for a table of ranks."""
-    sent = sum(operation.sent_bytes for operation in trace.operations)
-    return (
-        f"  {trace.rank:>8,}  {_ranges(trace.stages):<14}{len(trace.layers):>7}{len(trace.operations):>12,}"
-        f"{format_bytes(sent):>10}{_pflop(trace.total_flops):>12}{format_bytes(trace.peak.nbytes):>10}"
-        f"  {trace.peak.phase:<10}{format_seconds(trace.seconds):>8}"
-    )
+SHORT_HEAD = ("rank", "stages", "layers", "operations", "sent", "FLOPs", "peak", "in", "traced")
 
 
-SHORT_HEAD = (
-    f"  {'rank':>8}  {'stages':<14}{'layers':>7}{'operations':>12}{'sent':>10}{'FLOPs':>12}{'peak':>10}"
-    f"  {'in':<10}{'traced':>8}"
-)
+def render_ranks(traces: Sequence[RankTrace]) -> list[str]:
+    """A table with a line for each rank."""
+    rows = [
+        (
+            f"{one.rank:,}",
+            _ranges(one.stages),
+            str(len(one.layers)),
+            f"{len(one.operations):,}",
+            format_bytes(sum(operation.sent_bytes for operation in one.operations)),
+            _pflop(one.total_flops),
+            format_bytes(one.peak.nbytes),
+            one.peak.phase,
+            format_seconds(one.seconds),
+        )
+        for one in traces
+    ]
+    return text_table([SHORT_HEAD, *rows], right=(0, 2, 3, 4, 5, 6, 8), indent=2)
 
 
 def render_against(lines: Sequence[PlanLine]) -> str:
     """The comparison with the plan, a mark where it is out of its limit."""
-    head = f"  {'':<15}{'':<24}{'plan':>12}{'trace':>12}{'difference':>12}"
-    body = []
+    rows = [("", "", "plan", "trace", "difference", "")]
     for line in lines:
         show = format_count if line.kind == "FLOPs" else format_bytes
         word = "within" if line.agrees else "more than"
-        mark = f"  {word} {line.limit:.0%}" if line.limit else ""
-        body.append(
-            f"  {line.kind:<15}{line.name:<24}{show(line.planned):>12}{show(line.traced):>12}"
-            f"{line.difference:>+12.1%}{mark}"
-        )
-    return "\n".join(["AGAINST THE PLAN", head, *body])
+        mark = f"{word} {line.limit:.0%}" if line.limit else ""
+        difference = f"{line.difference:+.1%}"
+        rows.append((line.kind, line.name, show(line.planned), show(line.traced), difference, mark))
+    return "\n".join(["AGAINST THE PLAN", *text_table(rows, right=(2, 3, 4), indent=2)])
 
 
 def render_fit(fit: TracedFit, *, recompute: str) -> str:
@@ -85,40 +90,43 @@ def _messages(trace: RankTrace) -> list[str]:
     table = message_rows(trace)
     if not table:
         return ["", "  MESSAGES  none: one rank"]
-    head = (
-        f"  {'axis':<12}{'ranks':>7}{'stride':>8}  {'operation':<16}{'phase':<11}{'calls':>8}"
-        f"{'payload':>11}{'sent':>11}"
-    )
-    body = [
-        f"  {row.axis:<12}{row.ranks:>7,}{row.stride:>8,}  {row.kind:<16}{row.phase:<11}{row.calls:>8,}"
-        f"{format_bytes(row.nbytes):>11}{format_bytes(row.sent_bytes):>11}"
+    rows = [
+        (
+            row.axis,
+            f"{row.ranks:,}",
+            f"{row.stride:,}",
+            row.kind,
+            row.phase,
+            f"{row.calls:,}",
+            format_bytes(row.nbytes),
+            format_bytes(row.sent_bytes),
+        )
         for row in table
     ]
-    total = sum(row.sent_bytes for row in table)
-    last = f"  {'all':<12}{'':>15}  {'':<27}{len(trace.operations):>8,}{'':>11}{format_bytes(total):>11}"
-    return ["", "MESSAGES PER STEP", head, *body, last]
+    head = ("axis", "ranks", "stride", "operation", "phase", "calls", "payload", "sent")
+    total = format_bytes(sum(row.sent_bytes for row in table))
+    last = ("all", "", "", "", "", f"{len(trace.operations):,}", "", total)
+    return ["", "MESSAGES PER STEP", *text_table([head, *rows, last], right=(1, 2, 5, 6, 7), indent=2)]
 
 
 def _flops(trace: RankTrace) -> list[str]:
-    body = [
-        f"  {phase:<12}" + "".join(f"{kind} {_pflop(count):<16}" for kind, count in kinds.items())
+    rows = [
+        (phase, ", ".join(f"{kind} {_pflop(count)}" for kind, count in kinds.items()))
         for phase, kinds in trace.flops.items()
         if any(kinds.values())
     ]
-    return ["", "FLOPS PER STEP", *body, f"  {'all':<12}{_pflop(trace.total_flops)}"]
+    return ["", "FLOPS PER STEP", *text_table([*rows, ("all", _pflop(trace.total_flops))], indent=2)]
 
 
 def _memory(trace: RankTrace) -> list[str]:
     peak = trace.peak
-    body = [
-        f"  {part:<13}{format_bytes(peak.parts_bytes[part]):>10}{peak.parts_bytes[part] / peak.nbytes:>8.1%}"
-        for part in MEMORY_PARTS
-        if peak.parts_bytes.get(part)
-    ]
+    parts = [(part, size) for part in MEMORY_PARTS if (size := peak.parts_bytes.get(part))]
+    rows = [(part, format_bytes(size), f"{size / peak.nbytes:.1%}") for part, size in parts]
+    table = text_table([*rows, ("peak", format_bytes(peak.nbytes), "")], right=(1, 2), indent=2)
     notes = f"  between steps {format_bytes(peak.rest_bytes)}"
     if peak.host_bytes:
         notes += f"; on the host {format_bytes(peak.host_bytes)}"
-    return ["", f"PEAK MEMORY, in {peak.phase}", *body, f"  {'peak':<13}{format_bytes(peak.nbytes):>10}", notes]
+    return ["", f"PEAK MEMORY, in {peak.phase}", *table, notes]
 
 
 def _pflop(value: float) -> str:
@@ -149,6 +157,8 @@ AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner give
 class PlanLine:
     """One quantity, predicted and traced. `limit` is 0 where the line only explains another."""
 
+    JSON_PROPERTIES: ClassVar = ("difference", "agrees")
+
     kind: str  # communication, FLOPs, memory
     name: str
     planned: float
@@ -169,6 +179,8 @@ class PlanLine:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedFit:
     """Whether the fullest traced rank fits its device: what it needs, and what it may fill."""
+
+    JSON_PROPERTIES: ClassVar = ("fits",)
 
     traced_bytes: float
     buffers_bytes: float  # of communication and workspaces, which a trace does not see: as planned

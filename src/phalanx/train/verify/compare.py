@@ -65,7 +65,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class OutcomeDifference:
     """The first thing that differs."""
 
     what: str  # the name of a tensor, or "loss", "gradient norm", "held-out loss"
@@ -87,7 +87,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class OutcomeComparison:
     """The largest differences, and the first one beyond the bounds if there is any."""
 
     loss: float
@@ -96,10 +96,10 @@ class Comparison:
     gradient: float
     parameter: float
     worst_parameter: str
-    first: Difference | None
+    first: OutcomeDifference | None
 
 
-def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = Bounds()) -> Comparison:  # noqa: B008 (frozen)
+def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = Bounds()) -> OutcomeComparison:  # noqa: B008 (frozen)
     """How far `found` is from `wanted`; shares of the value where the bounds are such."""
     last = _apart(found.params[-1], wanted.params[-1]) if wanted.params else {}
     worst = max(last, key=lambda name: last[name], default="")
@@ -110,7 +110,7 @@ def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds =
     else:
         pairs = zip(found.grads, wanted.grads, strict=False)
         gradient = max((max(_apart(a, b).values(), default=0.0) for a, b in pairs), default=0.0)
-    return Comparison(
+    return OutcomeComparison(
         loss=_most(found.losses, wanted.losses, relative=relative),
         norm=_most(found.norms, wanted.norms, relative=relative),
         evaluation=_most(*(_per_token(one.evaluations) for one in (found, wanted)), relative=relative),
@@ -121,24 +121,26 @@ def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds =
     )
 
 
-def _differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds) -> Iterator[Difference]:
+def _differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds) -> Iterator[OutcomeDifference]:
     """In the order in which a step computes: the first is nearest to the cause."""
     pairs = zip(_per_token(found.evaluations), _per_token(wanted.evaluations), strict=True)
     before = [_size(a, b, bounds) for a, b in pairs]
     if before and not before[0] <= bounds.loss:
-        yield Difference(what="held-out loss", kind="value", step=0, size=before[0])
+        yield OutcomeDifference(what="held-out loss", kind="value", step=0, size=before[0])
     for index in range(len(wanted.losses)):
         yield from _step_differences(found, wanted, bounds, index)
     if before and not before[-1] <= bounds.loss * bounds.later:
-        yield Difference(what="held-out loss", kind="value", step=len(wanted.losses), size=before[-1])
+        yield OutcomeDifference(what="held-out loss", kind="value", step=len(wanted.losses), size=before[-1])
     if found.quarrels:
-        yield Difference(what=found.quarrels[0], kind="copies", step=0, size=0.0, others=len(found.quarrels) - 1)
+        yield OutcomeDifference(what=found.quarrels[0], kind="copies", step=0, size=0.0, others=len(found.quarrels) - 1)
 
 
-def _step_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds, index: int) -> Iterator[Difference]:
+def _step_differences(
+    found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds, index: int
+) -> Iterator[OutcomeDifference]:
     step, more = index + 1, bounds.later if index else 1.0
     if not (size := _size(found.losses[index], wanted.losses[index], bounds)) <= bounds.loss * more:
-        yield Difference(what="loss", kind="value", step=step, size=size)
+        yield OutcomeDifference(what="loss", kind="value", step=step, size=size)
     if index < min(len(found.grads), len(wanted.grads)):
         if not bounds.rounding:
             reference = wanted.grads[index]
@@ -148,7 +150,7 @@ def _step_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds,
             shares = _first_shares(found.grads[0], wanted.grads[0], bounds)
             yield from _tensor_difference("gradient", shares, dict.fromkeys(shares, bounds.gradient), step)
     if not (size := _size(found.norms[index], wanted.norms[index], bounds)) <= bounds.norm * more:
-        yield Difference(what="gradient norm", kind="value", step=step, size=size)
+        yield OutcomeDifference(what="gradient norm", kind="value", step=step, size=size)
     if bounds.parameter is not None:
         limits = dict.fromkeys(wanted.params[index], bounds.parameter)
         yield from _tensor_difference("parameter", _apart(found.params[index], wanted.params[index]), limits, step)
@@ -171,11 +173,11 @@ def _size(found: float, wanted: float, bounds: Bounds) -> float:
 
 def _tensor_difference(
     kind: str, sizes: Mapping[str, float], limits: Mapping[str, float], step: int
-) -> Iterator[Difference]:
+) -> Iterator[OutcomeDifference]:
     """Last tensors first: backward reaches them first."""
     wrong = [name for name in reversed(list(limits)) if not sizes[name] <= limits[name]]
     if wrong:
-        yield Difference(
+        yield OutcomeDifference(
             what=wrong[0], kind=kind, step=step, size=sizes[wrong[0]], others=len(wrong) - 1, of=len(limits)
         )
 

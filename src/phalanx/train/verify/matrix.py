@@ -19,7 +19,7 @@ from phalanx.job.schema import SECTIONS, Batch, Data, Job, Parallel, Precision, 
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward, trainer_problems
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
+from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
 from phalanx.train.verify.small_trial import GENTLE_LR, reference_trial
 from phalanx.train.verify.trial import Trial, TrialOutcome
 
@@ -250,7 +250,7 @@ def bounds_of(case: MatrixCase) -> Bounds:
     return Bounds.rounded(case.precision, also=COMPRESSED.get(case.compression, 0.0))
 
 
-def judge_case(case: MatrixCase, found: TrialOutcome, wanted: TrialOutcome) -> Comparison:
+def judge_case(case: MatrixCase, found: TrialOutcome, wanted: TrialOutcome) -> OutcomeComparison:
     """How far a case is from its reference.
 
     PowerSGD sends approximations of rank 4: their norm is another, and only the losses are held, to a twentieth.

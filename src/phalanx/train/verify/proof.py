@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.io.tables import text_table
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.train.models.support import refuse_untrainable
 from phalanx.train.settings import Settings, refuse_layout
-from phalanx.train.verify.compare import Bounds, Comparison, compare_outcomes
-from phalanx.train.verify.ranks import LIMIT_S, RankPlace
+from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
+from phalanx.train.verify.ranks import LIMIT_S, TrialPlace
 from phalanx.train.verify.small_trial import (
     SizeChange,
     eager_trial,
@@ -45,8 +46,8 @@ class LayoutProof:
     optimizer: str
     changes: list[SizeChange]
     left_out: list[str]
-    comparison: Comparison
-    again: Comparison | None  # of a second start, which finds the compiled code of the first in its cache
+    comparison: OutcomeComparison
+    again: OutcomeComparison | None  # of a second start, which finds the compiled code of the first in its cache
     cached: int  # graphs that the second start found there, of all ranks
     bounds: Bounds
     one_s: float
@@ -89,7 +90,7 @@ def prove_layout(
     refuse_ranks(terms, ranks=small.devices, gpus=gpus)
     bounds = Bounds() if terms.precision == EXACT else Bounds.rounded(terms.precision)
     with tempfile.TemporaryDirectory(prefix="phalanx-compiled-") as folder:
-        place = RankPlace(
+        place = TrialPlace(
             shared=terms.device == "cuda" and small.devices > gpus,
             environ={CACHE: folder} if trial.settings.compile else {},
         )
@@ -166,13 +167,11 @@ def _verdict(proof: LayoutProof) -> str:
 
 
 def _axes(proof: LayoutProof) -> list[str]:
-    rows = [f"  {'axis':<18}{'real':>8}{'proven':>8}"]
-    for name in AXES:
-        real, small = getattr(proof.layout, name), getattr(proof.small, name)
-        if real > 1 or name == "data":
-            rows.append(f"  {name:<18}{real:>8,}{small:>8,}")
-    rows.append(f"  {'ranks':<18}{proof.layout.devices:>8,}{proof.small.devices:>8,}")
-    return rows
+    shown = [name for name in AXES if getattr(proof.layout, name) > 1 or name == "data"]
+    rows = [(name, getattr(proof.layout, name), getattr(proof.small, name)) for name in shown]
+    rows.append(("ranks", proof.layout.devices, proof.small.devices))
+    cells = [(name, f"{real:,}", f"{small:,}") for name, real, small in rows]
+    return text_table([("axis", "real", "proven"), *cells], right=(1, 2), indent=2)
 
 
 def _differences(proof: LayoutProof) -> list[str]:
@@ -190,9 +189,8 @@ def _differences(proof: LayoutProof) -> list[str]:
             rows.append(("parameters", "parameter", _number(bounds.parameter, bounds)))
     head = "relative difference" if bounds.rounding else "largest difference"
     runs = [one for one in (proof.comparison, proof.again) if one is not None]
-    return [f"  {head:<{len(head)}}{'found':>8}  allowed"] + [
-        f"  {name:<{len(head)}}{max(getattr(one, key) for one in runs):>8.0e}  {allowed}" for name, key, allowed in rows
-    ]
+    cells = [(name, f"{max(getattr(one, key) for one in runs):.0e}", allowed) for name, key, allowed in rows]
+    return text_table([(head, "found", "allowed"), *cells], right=(1,), indent=2)
 
 
 def _allowed(size: float, bounds: Bounds) -> str:

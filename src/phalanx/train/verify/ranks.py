@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
+class TrialPlace:
     """Where ranks run, and with what in their environment."""
 
     device: str = "cpu"  # or "cuda"
@@ -53,7 +53,7 @@ class RankPlace:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-CORES = RankPlace()
+CORES = TrialPlace()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class RankTask:
     store: str
     rank: int
     world: int
-    place: RankPlace
+    place: TrialPlace
     limit_s: float
     debug: bool
 
@@ -106,7 +106,7 @@ def run_ranks(
     *arguments: object,
     limit_s: float = LIMIT_S,
     debug: bool = True,
-    place: RankPlace = CORES,
+    place: TrialPlace = CORES,
 ) -> list[T]:
     """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import Problem
+from phalanx.io.codec import from_message, json_values
 from phalanx.units import plural
 
 
@@ -57,20 +58,12 @@ class Divergence:
 
     def to_json(self) -> dict[str, Any]:
         """For messages between processes."""
-        return asdict(self) | {"digests": {str(rank): digest for rank, digest in self.digests.items()}}
+        return dict(json_values(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Divergence:
         """What `to_json` gave."""
-        return cls(
-            step=int(data["step"]),
-            kind=str(data["kind"]),
-            suspects=tuple(int(rank) for rank in data["suspects"]),
-            certain=bool(data["certain"]),
-            boxes=str(data["boxes"]),
-            digests={int(rank): str(digest) for rank, digest in data["digests"].items()},
-            tensors=tuple(str(name) for name in data["tensors"]),
-        )
+        return from_message(cls, data)
 
 
 def judge_claims(step: int, claims: Sequence[DigestClaim]) -> Divergence | None:

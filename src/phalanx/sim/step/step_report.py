@@ -12,9 +12,17 @@ from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.traffic import Groups
-from phalanx.sim.step.paths import AxisPath, Transport, axis_paths, check_size, derived_fabric, on_fabric, used_axes
-from phalanx.sim.step.step_work import COMPUTE_PARTS, StepQuestion, Work, ask_plan, one, work
-from phalanx.sim.step.timeline import BUBBLE, Timeline, check_spans, simulate_timeline
+from phalanx.sim.step.axis_paths import (
+    AxisPath,
+    PathTransport,
+    axis_paths,
+    check_size,
+    derived_fabric,
+    on_fabric,
+    used_axes,
+)
+from phalanx.sim.step.step_timeline import BUBBLE, Timeline, check_spans, simulate_timeline
+from phalanx.sim.step.step_work import COMPUTE_PARTS, StepQuestion, StepWork, ask_plan, one, work
 from phalanx.units import plural
 
 COMPUTE = "compute_s"
@@ -47,7 +55,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
+class SimulatedStep:
     """A simulated step."""
 
     job: str
@@ -72,12 +80,12 @@ class StepReport:
         return min((path.share for path in self.paths), default=1.0)
 
 
-def step_report(plan: Plan, fabric: Fabric | None, transport: Transport | None = None) -> StepReport:
+def step_report(plan: Plan, fabric: Fabric | None, transport: PathTransport | None = None) -> SimulatedStep:
     """The plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
-    return _report(ask_plan(plan), fabric, transport or Transport())
+    return _report(ask_plan(plan), fabric, transport or PathTransport())
 
 
-def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> StepReport:
+def _report(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
@@ -87,7 +95,7 @@ def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> Step
     groups = on_fabric(q.groups, paths, fabric, nic=one(q.request.physics.nic))
     planned, here = work(q, q.groups), work(q, groups)
     ordered, timeline = simulate_timeline(planned), simulate_timeline(here)
-    return StepReport(
+    return SimulatedStep(
         job=plan.job.name,
         layout=plan.layout.name,
         devices=devices,
@@ -107,10 +115,13 @@ def _report(q: StepQuestion, named: Fabric | None, transport: Transport) -> Step
 
 
 def _report_lines(
-    q: StepQuestion, here: Work, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
+    q: StepQuestion, here: StepWork, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
     stage = timeline.busiest
-    planned = _planned(q.plan)
+    # The plan's seconds of each line; all compute is one.
+    parts = q.plan.prediction.breakdown_s
+    compute = sum(parts[name] for name in (*COMPUTE_PARTS, "head_s"))
+    planned = {part: compute if part == COMPUTE else parts[part] for part in LINES}
     lines = []
     for part in LINES:
         exposed, wire = timeline.device_s[stage].get(part, 0.0), timeline.wire_s[stage].get(part, 0.0)
@@ -132,13 +143,6 @@ def _report_lines(
     return tuple(lines)
 
 
-def _planned(plan: Plan) -> dict[str, float]:
-    """The plan's seconds of each line; all compute is one."""
-    parts = plan.prediction.breakdown_s
-    compute = sum(parts[name] for name in (*COMPUTE_PARTS, "head_s"))
-    return {part: compute if part == COMPUTE else parts[part] for part in LINES}
-
-
 def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], part: str) -> str:
     """What the simulation does otherwise than the plan on this line."""
     if part in (COMPUTE, "optimizer_s", "overhead_s"):
@@ -154,7 +158,7 @@ def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], 
     return network
 
 
-def _why_waiting(here: Work) -> str:
+def _why_waiting(here: StepWork) -> str:
     """Why stages wait for each other otherwise than by the plan's formula of equal stages."""
     least, most = min(here.layers), max(here.layers)
     layers = f"{most}" if least == most else f"{least} to {most}"

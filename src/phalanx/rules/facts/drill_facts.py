@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.io.files import read_head
 from phalanx.io.values import at, integer, number, printable
 from phalanx.record.drill import (
     FOREIGN,
@@ -170,11 +171,7 @@ def _records(root: Path) -> Iterator[Path]:
 
 def _may_be_record(path: Path) -> bool:
     """Whether a JSON file begins like a record: a folder of runs may hold others."""
-    try:
-        with path.open("rb") as file:
-            return b'"v"' in file.read(64)
-    except OSError:  # not ours to read; the others may be
-        return False
+    return b'"v"' in read_head(path, 64)
 
 
 def _changed_s(path: Path) -> float:

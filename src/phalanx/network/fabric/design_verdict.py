@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
-from phalanx.network.fabric.design import WHERE, Design, DesignRequest, design_fabrics, nominal_ratio
-from phalanx.network.fabric.fabric_text import money, percent, show_designs, show_hours, table, wrapped
+from phalanx.io.tables import folded_table
+from phalanx.network.fabric.design import Design, nominal_ratio
+from phalanx.network.fabric.fabric_text import money, percent, show_hours, wrapped
 from phalanx.network.fabric.fabric_types import ETHERNET, INFINIBAND, Fabric
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
@@ -234,7 +235,7 @@ def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
     head = (*_HEAD, *(("step", "slower, a day") if job else ()), f"all, {prices.years:g} years")
     rows = [_option_row(option, job=job) for option in one.options]
     said = wrapped(" ".join(_verdict_sentences(one)), width)
-    return "\n".join([*said, "", table([head, *rows], left=2, width=width), *wrapped(notes, width)])
+    return "\n".join([*said, "", folded_table([head, *rows], left=2, width=width), *wrapped(notes, width)])
 
 
 def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
@@ -266,7 +267,13 @@ def _verdict_sentences(one: DesignVerdict) -> list[str]:
         _lost_text(fabric, costs),
     ]
     if costs.step_s is not None:
-        said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{_slower_text(one)}.")
+        # Beside the quickest design that was simulated.
+        quickest = one.role("quickest step")
+        mine, best = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
+        slower_text = (
+            f", {percent(mine / best - 1)} more than on the quickest" if mine and best else ", the quickest of all"
+        )
+        said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{slower_text}.")
     described = [_against_pick(pick, option) for option in one.options[1:] if option.role in _DESCRIBED]
     return [*said, *described, _price_range_text(one)]
 
@@ -307,20 +314,15 @@ def _fabric_kind(fabric: Fabric) -> tuple[object, ...]:
     return fabric.planes, fabric.tiers, fabric.switch.name, fabric.rails, round(fabric.oversubscription, 3)
 
 
-def _slower_text(one: DesignVerdict) -> str:
-    """Beside the quickest design that was simulated."""
-    quickest = one.role("quickest step")
-    mine, best = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
-    return f", {percent(mine / best - 1)} more than on the quickest" if mine and best else ", the quickest of all"
-
-
 _DESCRIBED = (*OTHER_KIND.values(), "best of another box", "one plane", "full bisection", "2:1", "4:1", "quickest step")
 
 
 def _against_pick(pick: Option, other: Option) -> str:
     """One sentence: what another option saves or costs beside the pick."""
     more = other.economics.total_usd - pick.economics.total_usd
-    name = f"{_role_text(other)} ({_fabric_words(other.design.fabric, role=other.role)})"
+    names = {"one plane": "One plane", "best of another box": "Another box", "quickest step": "The quickest step"}
+    role_text = names.get(other.role, other.role[0].upper() + other.role[1:])
+    name = f"{role_text} ({_fabric_words(other.design.fabric, role=other.role)})"
     if other.economics.step_s is None and other.role in ("2:1", "4:1"):
         saved = pick.economics.usd - other.economics.usd
         return f"{name} saves {format_money(saved)} if the job can bear it: --job JOB tells."
@@ -343,11 +345,6 @@ def _why_cheaper(pick: Option, other: Option) -> str:
     return f" ({', '.join(described)})" if described else ""
 
 
-def _role_text(option: Option) -> str:
-    names = {"one plane": "One plane", "best of another box": "Another box", "quickest step": "The quickest step"}
-    return names.get(option.role, option.role[0].upper() + option.role[1:])
-
-
 def _fabric_words(fabric: Fabric, *, role: str = "") -> str:
     """In words, without what the role says already."""
     planes = "one plane" if fabric.planes == 1 else plural(fabric.planes, "plane")
@@ -356,34 +353,3 @@ def _fabric_words(fabric: Fabric, *, role: str = "") -> str:
     full = "" if fabric.oversubscription <= 1 or role in ("2:1", "4:1") else f", {fabric.oversubscription:.2g}:1"
     where = tiers if role == "one plane" else f"{planes} in {tiers}"
     return f"{where} of {fabric.switch.name}{full}{rails}"
-
-
-# A design with its verdict, as Python asks for it.
-
-TOP = 6  # designs of each oversubscription that a page shows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DesignResult:
-    """Every fabric that joins the GPUs, and which to take; `choose_design` None where prices decide nothing."""
-
-    designs: tuple[Design, ...]
-    verdict: DesignVerdict | None
-
-    def __str__(self) -> str:
-        """The page that `phalanx fabric design` prints."""
-        chosen = f"{show_verdict(self.verdict)}\n\n" if self.verdict is not None else ""
-        return chosen + show_designs(self.designs, top=TOP)
-
-    def __repr__(self) -> str:
-        """One line."""
-        pick = self.verdict.pick.design if self.verdict is not None else self.designs[0]
-        return f"<DesignResult {pick.fabric.name}, the pick of {len(self.designs)}>"
-
-
-def design_fabric(wish: DesignRequest, *, prices: Prices | None = None) -> DesignResult:
-    """Find every fabric for what is asked, and choose one; raises UserError where no switch joins so many GPUs."""
-    chosen = prices or Prices()
-    check_prices(chosen, where=WHERE)
-    found = design_fabrics(wish)
-    return DesignResult(designs=found, verdict=choose_design(found, chosen))

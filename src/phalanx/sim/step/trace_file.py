@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from phalanx.sim.step.report import StepReport
-from phalanx.sim.step.timeline import BACKGROUND, BUBBLE, DEVICE, SENDS, Handover, Span
+from phalanx.sim.step.step_report import SimulatedStep
+from phalanx.sim.step.step_timeline import BACKGROUND, BUBBLE, DEVICE, SENDS, Handover, Span
 
 TRACKS = (DEVICE, "link", "nic", SENDS, BACKGROUND)
 FIRST = 1  # Perfetto takes process and thread 0 for the idle task
@@ -18,7 +18,7 @@ MOST_EVENTS = 500_000  # about 70 MB, which Perfetto still opens at once
 WORK = ("compute_s", "optimizer_s", "overhead_s")  # what a device does; the rest it waits for
 
 
-def trace_json(report: StepReport, *, link: str = "NVLink") -> str:
+def trace_json(report: SimulatedStep, *, link: str = "NVLink") -> str:
     """The whole step as text; of a longer one the first MOST_EVENTS spans."""
     names = {
         DEVICE: "device",

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from phalanx.io.tables import text_table
 from phalanx.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.api.fabric_traffic import FabricTraffic
+    from phalanx.api.fabric_inputs import FabricTraffic
 
 
 def incast_text(traffic: FabricTraffic) -> list[str]:
@@ -94,11 +95,7 @@ def _word_starts(text: str, word: str) -> list[int]:
 
 
 def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
-    widths = [max(len(cells[at]) for _, cells in rows) for at in range(len(rows[0][1]))]
-    return [
-        f"  {name:<16}" + "".join(f"  {cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True))
-        for name, cells in rows
-    ]
+    return text_table([(name, *cells) for name, cells in rows], right=range(1, 1 + len(rows[0][1])), indent=2)
 
 
 def _head_line(one: dict[str, Any], *, broken: bool = True) -> str:
@@ -202,10 +199,12 @@ def settled_text(found: dict[str, Any]) -> str:
 
 
 def packet_text(one: dict[str, Any]) -> str:
+    after = one["converge_s"]
+    recovery_text = f"{one['recovery']}, {format_seconds(after)}" if after is not None else str(one["recovery"])
     rows = [
         ("", one["transport"]),
         ("paths per flow", f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1"),
-        ("recovery", _recovery_text(one)),
+        ("recovery", recovery_text),
         ("done, mean", _finished_share(one, "mean_s")),
         ("done, 99 %", _finished_share(one, "p99_s")),
         ("done, last", _last_packet(one)),
@@ -218,8 +217,7 @@ def packet_text(one: dict[str, Any]) -> str:
     ]
     if one["finished_flows"] < one["flows"]:
         rows.append(("flows unfinished", f"{one['flows'] - one['finished_flows']:,}"))
-    wide = max(len(cell) for _, cell in rows)
-    table = [f"  {name:<17}  {cell:>{wide}}" for name, cell in rows if cell]
+    table = text_table([row for row in rows if row[1]], right=(1,), indent=2)
     return "\n".join([_flow_head(one), f"  broken: {_broken_text(one)}", *table])
 
 
@@ -227,11 +225,6 @@ def _planes_text(one: dict[str, Any]) -> str:
     if one["planes"] == 1:
         return ""
     return f"{one['planes_simulated']} of {one['planes']}" + (", alike" if one["planes_simulated"] == 1 else "")
-
-
-def _recovery_text(one: dict[str, Any]) -> str:
-    after = one["converge_s"]
-    return f"{one['recovery']}, {format_seconds(after)}" if after is not None else str(one["recovery"])
 
 
 def _finished_share(one: dict[str, Any], key: str) -> str:

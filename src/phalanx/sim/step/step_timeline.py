@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from phalanx.errors import mistake
 from phalanx.plan.layout import Layout
-from phalanx.sim.step.step_work import Inner, Work
+from phalanx.sim.step.step_work import Inner, StepWork
 
 GRADIENT, SHARD, SEND = "gradient_s", "shard_s", "pipeline_send_s"
 # Passes of a step, each about five spans: 500,000 took 9 s of CPU and 0.7 GB (2026-11-15), and --break runs ten steps.
@@ -47,7 +47,7 @@ def check_spans(layout: Layout, layers: int) -> None:
     )
 
 
-def simulate_timeline(work: Work) -> Timeline:
+def simulate_timeline(work: StepWork) -> Timeline:
     """Run one step."""
     stages = [Lanes(number) for number in range(work.stages)]
     for lanes in stages:
@@ -60,7 +60,7 @@ def simulate_timeline(work: Work) -> Timeline:
     return _finish(work, stages, tuple(pipeline.handovers))
 
 
-def _gather_parameters(work: Work, lanes: Lanes) -> None:
+def _gather_parameters(work: StepWork, lanes: Lanes) -> None:
     """Updated parameters arrive (ZeRO-1 and 2) while the first forward runs, as far as they may."""
     shared = work.sharing[lanes.stage]
     forward_s = work.layers[lanes.stage] * work.forward.compute_s
@@ -69,7 +69,7 @@ def _gather_parameters(work: Work, lanes: Lanes) -> None:
     lanes.busy(shared.gather_s - hidden, "wait for parameters", GRADIENT)
 
 
-def _finish(work: Work, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
+def _finish(work: StepWork, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
     """Gradients that could not hide, the norm that all stages wait for, the update."""
     for lanes in stages:
         shared = work.sharing[lanes.stage]
@@ -94,7 +94,7 @@ def _finish(work: Work, stages: list[Lanes], handovers: tuple[Handover, ...]) ->
 class _Pipeline:
     """Stages that hand activations forward and gradients back; a pipeline of one stage is the plain case."""
 
-    def __init__(self, work: Work, stages: list[Lanes]) -> None:
+    def __init__(self, work: StepWork, stages: list[Lanes]) -> None:
         self.work, self.stages = work, stages
         shape = {"stages": work.stages, "chunks": work.chunks, "micros": work.micros}
         self.left = [deque(order(work.schedule, lanes.stage, **shape)) for lanes in stages]
@@ -157,19 +157,16 @@ class _Pipeline:
         later = 0.0 if forward else work.weight_s
         seconds = layers * (each.compute_s - later) + head
         if seconds > 0:
-            self._take_up(lanes, task)
+            # The pass that begins now uses what another stage sent.
+            sent = self.sent.get((task.kind, task.micro, self._place(lanes.stage, task.chunk)))
+            if sent is not None:
+                self.handovers.append(Handover(*sent, lanes.stage, lanes.now_s))
         lanes.run(seconds, each.inner, layers, name)
         if later > 0:
             self.weights[lanes.stage].append(task)
         elif not forward:
             self._reduce(lanes, task, start)
         self._send(lanes, task, name)
-
-    def _take_up(self, lanes: Lanes, task: Task) -> None:
-        """The pass that begins now uses what another stage sent."""
-        sent = self.sent.get((task.kind, task.micro, self._place(lanes.stage, task.chunk)))
-        if sent is not None:
-            self.handovers.append(Handover(*sent, lanes.stage, lanes.now_s))
 
     def _send(self, lanes: Lanes, task: Task, name: str) -> None:
         step = 1 if task.kind == "F" else -1
@@ -204,7 +201,7 @@ class _Pipeline:
 class _Sharded:
     """ZeRO-3 without a pipeline: layer by layer, the next layer's parameters under way while this one computes."""
 
-    def __init__(self, work: Work, lanes: Lanes) -> None:
+    def __init__(self, work: StepWork, lanes: Lanes) -> None:
         self.work, self.lanes = work, lanes
         self.gather_s = work.sharing[0].layer_gather_s
         self.scatter_s = work.sharing[0].layer_scatter_s
@@ -259,7 +256,13 @@ def order(schedule: str, stage: int, *, stages: int, chunks: int, micros: int) -
     backward = _schedule_units("B", stages=stages, chunks=chunks, micros=micros)
     if schedule == "gpipe":
         return forward + backward
-    return _one_forward_one_backward(forward, backward, _warm_up(stage, stages, chunks, len(forward)))
+    # Forward passes before the first backward (Narayanan et al., arXiv:2104.04473, section 2.2).
+    behind = stages - stage - 1
+    warm_up = min(len(forward), behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
+    made = forward[:warm_up]
+    for one, other in zip(forward[warm_up:], backward, strict=False):
+        made += [one, other]
+    return made + backward[len(forward) - warm_up :]
 
 
 def _schedule_units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros: int) -> list[Task]:
@@ -270,19 +273,6 @@ def _schedule_units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros
         for chunk in range(chunks) if kind == "F" else reversed(range(chunks)):
             made += [Task(kind, micro, chunk) for micro in group]
     return made
-
-
-def _warm_up(stage: int, stages: int, chunks: int, total: int) -> int:
-    """Forward passes before the first backward (Narayanan et al., arXiv:2104.04473, section 2.2)."""
-    behind = stages - stage - 1
-    return min(total, behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
-
-
-def _one_forward_one_backward(forward: list[Task], backward: list[Task], warm: int) -> list[Task]:
-    made = forward[:warm]
-    for one, other in zip(forward[warm:], backward, strict=False):
-        made += [one, other]
-    return made + backward[len(forward) - warm :]
 
 
 # One stage of the pipeline while a step runs: its device, its wires, and where the device's time went.

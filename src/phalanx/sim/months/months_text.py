@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import ALL_NETWORK
-from phalanx.sim.months.forecast import Forecast, PhaseShare, Spread
+from phalanx.sim.months.forecast import Forecast, ForecastSpread, PhaseShare
 from phalanx.sim.months.policy import MonthsPolicy
 from phalanx.sim.months.simulate_run import PHASES
 from phalanx.units import DAY_S, format_count, format_money, format_seconds, plural
@@ -73,7 +73,7 @@ def _network_text(made: Forecast) -> str:
     return f"{name}; conventional recovery (see --edge-recovery)"
 
 
-def _ranges_text(one: Spread, sites: tuple[float, float] | None, form: str) -> str:
+def _ranges_text(one: ForecastSpread, sites: tuple[float, float] | None, form: str) -> str:
     """What other sites would see, and what of it is luck; a single run shows no luck."""
     luck = "" if math.isnan(one.low) else f"run-to-run luck: {one.run_low:{form}} to {one.run_high:{form}}"
     if sites is None:

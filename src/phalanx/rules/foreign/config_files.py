@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.errors import UserError, mistake
+from phalanx.errors import mistake
 from phalanx.io.files import read_text
 from phalanx.io.toml import read_toml
 from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, leaves_of, value_text
@@ -25,13 +25,9 @@ Steps = tuple[str | int, ...]
 def read_tree(path: Path) -> dict[str, Leaf]:
     """The leaves of a file, by its ending; raises UserError for what is not a small file of its kind."""
     if path.suffix == ".toml":
-        return _toml(path)
+        source = read_toml(path, noun="job file")
+        return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
     return _json(path) if path.suffix == ".json" else _yaml(path)
-
-
-def _toml(path: Path) -> dict[str, Leaf]:
-    source = read_toml(path, noun="job file")
-    return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
@@ -129,7 +125,10 @@ def _yaml(path: Path) -> dict[str, Leaf]:
     try:
         table = _built(yaml.parse(text, Loader=yaml.SafeLoader), lines, path)
     except yaml.YAMLError as error:
-        raise _not_yaml(path, error) from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        what = str(getattr(error, "problem", None) or "cannot be parsed")
+        raise mistake(where, f"is not YAML: {what[:120]}") from error
     if not isinstance(table, dict):
         raise mistake(str(path), "is not a YAML mapping", fix="a configuration has keys: name: value")
     return leaves_of(table, file=str(path), line=lambda steps: _nearest(lines, steps))
@@ -140,13 +139,6 @@ def _nearest(lines: Mapping[Steps, int], steps: Steps) -> int:
     while steps and steps not in lines:
         steps = steps[:-1]
     return lines.get(steps, 0)
-
-
-def _not_yaml(path: Path, error: Any) -> UserError:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-    what = str(getattr(error, "problem", None) or "cannot be parsed")
-    return mistake(where, f"is not YAML: {what[:120]}")
 
 
 def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object:
@@ -162,7 +154,9 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
             continue
         top = frames[-1] if frames else None
         if top is not None and isinstance(top.inner, dict) and top.key is None:
-            top.key = _name(event, f"{path}:{line}")
+            if type(event).__name__ != "ScalarEvent":
+                raise mistake(f"{path}:{line}", "uses a list or a mapping as a key")
+            top.key = str(event.value)
             if top.key in top.inner:
                 raise mistake(f"{path}:{line}", f"key {value_text(top.key)} is given twice", fix="keep one of the two")
             continue
@@ -177,12 +171,6 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
     if len(roots) > 1:
         raise mistake(str(path), "holds more than one document", fix="split it: a configuration is one")
     return roots[0] if roots else {}
-
-
-def _name(event: Any, where: str) -> str:
-    if type(event).__name__ != "ScalarEvent":
-        raise mistake(where, "uses a list or a mapping as a key")
-    return str(event.value)
 
 
 def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
@@ -295,7 +283,9 @@ def _scan(text: str, script: _Script, *, first_line: int) -> None:
             fresh, exported = True, False
             script.words.append(Word(text=END, line=line))
         elif match.lastgroup == "comment":
-            _batch_line(match.group(), script, line)
+            if found := _SBATCH.match(match.group()):
+                key = f"SBATCH.{found.group(1)}"
+                script.environment[key] = Leaf(key=key, value=found.group(2), line=line)
         elif match.lastgroup == "word":
             exported = _take(match.group(), script, line, fresh=fresh, exported=exported)
             fresh = False
@@ -309,12 +299,6 @@ def _scan_inner(text: str, script: _Script, line: int) -> bool:
     _scan(text, script, first_line=line)
     script.nested -= 1
     return True
-
-
-def _batch_line(text: str, script: _Script, line: int) -> None:
-    if found := _SBATCH.match(text):
-        key = f"SBATCH.{found.group(1)}"
-        script.environment[key] = Leaf(key=key, value=found.group(2), line=line)
 
 
 def _take(raw: str, script: _Script, line: int, *, fresh: bool, exported: bool) -> bool:

@@ -36,7 +36,7 @@ FIRST_T0 = 0  # what breaks is always under, or is, the first T0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transport:
+class PathTransport:
     """Who chooses paths: senders that spray packets and leave dead paths, or a hash per QP that switches redo."""
 
     edge: bool = True
@@ -95,7 +95,7 @@ def used_axes(layout: Layout, *, experts: bool) -> tuple[str, ...]:
 
 
 def axis_paths(
-    fabric: Fabric, groups: Groups, axes: tuple[str, ...], devices: int, transport: Transport
+    fabric: Fabric, groups: Groups, axes: tuple[str, ...], devices: int, transport: PathTransport
 ) -> dict[str, AxisPath]:
     """Every axis that leaves its fast domain."""
     stride = _axis_strides(groups)
@@ -135,7 +135,7 @@ def _axis_strides(groups: Groups) -> dict[str, int]:
     }
 
 
-def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport: Transport) -> AxisPath:
+def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport: PathTransport) -> AxisPath:
     # Planes behave alike: one is solved, and a second time with what is broken in it.
     plane = replace(fabric, planes=1, nic_gbps=fabric.port_gbps)
     links = links_of(plane)
@@ -158,7 +158,9 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
     )
 
 
-def _flow_shares(plane: Fabric, planes: int, source: Ints, target: Ints, transport: Transport) -> tuple[Floats, int]:
+def _flow_shares(
+    plane: Fabric, planes: int, source: Ints, target: Ints, transport: PathTransport
+) -> tuple[Floats, int]:
     """Share of line rate of each flow, over all planes, and how many ran over what is broken."""
     parts, routing = _plane_routing(len(source), planes, edge=transport.edge)
     traffic = flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
