@@ -34,7 +34,9 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_a_second_start_loads_its_own_code_from_the_cache(tmp_path: Path) -> None:
+    # One thread compiles: otherwise every rank starts a pool of processes that import torch.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     for start in ("cold", "warm"):
         commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / start)] for rank in range(2)]
         ranks = [
