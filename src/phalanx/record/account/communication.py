@@ -99,7 +99,7 @@ def communication_lines(found: Communication) -> list[str]:
     lines += [f"library  {one}" for one in found.libraries[:MOST_SHOWN]]
     lines += [f"preloaded  {one}" for one in found.preloaded[:MOST_SHOWN]]
     for one in found.formations[-3:]:
-        lines.append(f"epoch {one.epoch}: process groups in {format_seconds(one.seconds)}")
+        lines.append(f"generation {one.epoch}: process groups made in {format_seconds(one.seconds)}")
         lines += [f"  {_group_line(group)}" for group in one.groups[:MOST_SHOWN]]
     if len(found.formations) > 3:
         lines.append(f"the last 3 of {len(found.formations):,} memberships")

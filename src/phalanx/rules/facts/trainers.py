@@ -76,7 +76,7 @@ PHALANX = Practice(
         "(elastic/host_agent.py)",
         "memory_copies": "docs/vault.md: on another host, and rack if there are two; else with the agent's process",
         "preflight": "docs/security.md: before a host takes part, and before every later membership",
-        "step_transaction": "docs/recovery.md, docs/checkpoints.md: epochs, and the fence of a commit",
+        "step_transaction": "docs/recovery.md, docs/checkpoints.md: generations, and the fence of a commit",
         "bounded_restarts": "docs/recovery.md: fault.restarts",
         "telemetry": "docs/telemetry.md: every series",
         "listens": "docs/security.md: where it listens; loopback on one machine, fault.interface with several hosts",

@@ -62,7 +62,7 @@ def _table(found: Sequence[FaultOutcome]) -> str:
 def _place(one: FaultOutcome) -> str:
     whom = f"rank {one.rank}, " if one.rank >= 0 else ""
     step = f", step {one.step}" if one.step >= 0 else ""
-    return f"{whom}epoch {one.epoch}{step}"
+    return f"{whom}generation {one.epoch}{step}"
 
 
 def _by_kind(found: Sequence[FaultOutcome]) -> str:

@@ -172,7 +172,7 @@ class ReplicaSource:
     @property
     def where(self) -> str:
         """What messages call it."""
-        return f"memory of step {self._choice.step} (epoch {self._choice.epoch})"
+        return f"memory of step {self._choice.step} (generation {self._choice.epoch})"
 
     @property
     def step(self) -> int:

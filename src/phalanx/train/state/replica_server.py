@@ -118,7 +118,7 @@ class ReplicaServer:
         segments = self._vault.generations("guest", int(message["slot"]))
         newest = max([self._epoch, *(found.epoch for one in segments if (found := one.header()) is not None)])
         if needs.epoch < newest:
-            why = f"a copy of epoch {needs.epoch} came after epoch {newest} had begun"
+            why = f"a replica of generation {needs.epoch} came after generation {newest} had begun"
             channel.send({"op": "refused", "why": why})
             return
         with _claim(segments, needs) as segment:

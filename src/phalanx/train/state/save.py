@@ -94,7 +94,7 @@ def save_checkpoint(
     began = time.monotonic()
     if step < 0 or keep < 1 or epoch < 0 or not 0 <= rank < world:
         what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
-        raise mistake("checkpoint", what, fix="step and epoch from 0 on, keep from 1 on, rank below world")
+        raise mistake("checkpoint", what, fix="use step and epoch from 0 on, keep from 1 on, and a rank below world")
     _check_meta(meta)
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()

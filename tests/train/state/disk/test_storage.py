@@ -140,7 +140,7 @@ def test_a_forged_attempt_leads_nowhere(kit, store, url):
         step=1, world=1, attempt="../step-00000002/a1", code="", meta={}, ranks=verify_checkpoint(path).ranks[:1]
     )
     store.pipe_file(f"{path.key}/manifest.json", encode_manifest(forged))
-    with pytest.raises(DamagedCheckpoint, match=r"it is of attempt '\.\./step-00000002/a1', epoch 0"):
+    with pytest.raises(DamagedCheckpoint, match=r"it belongs to attempt '\.\./step-00000002/a1', generation 0"):
         verify_checkpoint(path)
 
 

@@ -142,7 +142,7 @@ def test_a_copy_of_an_older_epoch_is_refused(kit, vaults, job):
     pieces = kit.cut(kit.state(2), 4)[0]
     old[0].put(2, pieces, {}, held=1)
     wait_for(lambda: old[0].trouble, "a fenced rank hears of it")
-    assert old[0].trouble == "a copy of epoch 1 came after epoch 2 had begun"
+    assert old[0].trouble == "a replica of generation 1 came after generation 2 had begun"
     assert old[0].safe_step == 1
     assert {one.step for one in vaults["b"].held() if one.kind == "guest"} == {1}
 
@@ -156,7 +156,7 @@ def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, vaults, j
     )
     zombie.put(9, kit.cut(kit.state(9), 4)[0], {}, held=-1)
     wait_for(lambda: zombie.trouble, "a fenced rank hears of it")
-    assert zombie.trouble == "a copy of epoch 4 came after epoch 5 had begun"
+    assert zombie.trouble == "a replica of generation 4 came after generation 5 had begun"
     zombie.close()
 
 

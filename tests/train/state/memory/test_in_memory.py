@@ -44,7 +44,7 @@ def test_a_source_says_what_was_put(kit, vault):
     kit.put_all(vault, kit.state(), 4, step=7, epoch=2)
     source = kit.source(vault)
     assert (source.step, source.world, source.meta) == (7, 4, {"step": 7})
-    assert source.where == "memory of step 7 (epoch 2)"
+    assert source.where == "memory of step 7 (generation 2)"
     assert source.index(2).meta == {"seed": 7}
     assert [source.count(rank) for rank in range(4)] == [6, 5, 5, 4]  # 5 rows are 2, 2, 1, 0
     assert isinstance(source.index(0).shards[0], StoredShard)
@@ -102,7 +102,7 @@ def test_a_model_of_another_shape_is_refused(kit, vault):
     kit.put_all(vault, {"w": torch.zeros(4, 4)}, 2, step=1)
     with pytest.raises(UserError) as caught:
         load_shards(kit.source(vault), [kit.piece("w", torch.zeros(4, 5))])
-    assert str(caught.value).startswith("memory of step 1 (epoch 1): w is [4, 4] there and [4, 5] in this model")
+    assert str(caught.value).startswith("memory of step 1 (generation 1): w is [4, 4] there and [4, 5] in this model")
 
 
 def test_two_generations_are_used_while_all_ranks_keep_up(kit, vault):
