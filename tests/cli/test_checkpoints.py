@@ -41,7 +41,7 @@ def save(run: Run, step: int, *, run_id: str | None = None) -> Path:
             run.checkpoints,
             step=step,
             attempt="a1",
-            pieces=[shard],
+            shards=[shard],
             meta={"run": run.run_id if run_id is None else run_id, "tokens": 64 * step, "layout": LAYOUT},
             rank=rank,
             world=2,

@@ -80,17 +80,17 @@ class InMemoryCheckpointer:
         """Why the buddy does not have the newest snapshot; empty when all is well."""
         return self._replica.trouble if self._replica is not None else ""
 
-    def reserve(self, pieces: Sequence[TensorShard]) -> None:
+    def reserve(self, shards: Sequence[TensorShard]) -> None:
         """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
         while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
-            self._take(generation, pieces, {}, {})
+            self._take(generation, shards, {}, {})
             taken.append(generation)
 
     def put(
         self,
         step: int,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         meta: Mapping[str, Any],
         *,
         held: int,
@@ -110,7 +110,7 @@ class InMemoryCheckpointer:
             return time.monotonic() - began_s
         generation = self._free(held, busy=tuple(self._busy.values()))
         assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
-        draft = self._take(generation, pieces, meta, rank_meta or {})
+        draft = self._take(generation, shards, meta, rank_meta or {})
         self._check()
         self._kept.append(step)
         self._busy[step] = generation
@@ -131,9 +131,9 @@ class InMemoryCheckpointer:
         return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take(
-        self, generation: int, pieces: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+        self, generation: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> SnapshotDraft:
-        return take_snapshot(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
+        return take_snapshot(self._segments[generation], shards, rank=self._rank, meta=meta, rank_meta=rank_meta)
 
     def _seal(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
         seal_snapshot(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)

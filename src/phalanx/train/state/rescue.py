@@ -184,7 +184,7 @@ def _write_rank(
         place,
         step=copy.wanted.step,
         attempt=f"rescue{generation}.{copy.wanted.step}",
-        pieces=shards,
+        shards=shards,
         meta=index.meta,
         rank=copy.wanted.rank,
         world=copy.world,

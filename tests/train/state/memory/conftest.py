@@ -19,7 +19,7 @@ from phalanx.train.state.replica_server import ReplicaServer
 SECRET = bytes(range(32))
 
 
-def piece(name, tensor, shape=None, start=None, owner=True):
+def shard(name, tensor, shape=None, start=None, owner=True):
     shape = tuple(tensor.shape) if shape is None else tuple(shape)
     start = (0,) * len(shape) if start is None else tuple(start)
     return TensorShard(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
@@ -44,17 +44,17 @@ def cut(tensors, world):
     for name, tensor in tensors.items():
         for rank in range(world):
             if not tensor.dim():
-                ranks[rank].append(piece(name, tensor.clone(), owner=rank == 0))
+                ranks[rank].append(shard(name, tensor.clone(), owner=rank == 0))
                 continue
             rows = -(-tensor.shape[0] // world)
             part = tensor[rank * rows : (rank + 1) * rows].clone()
             begin = min(rank * rows, tensor.shape[0])
-            ranks[rank].append(piece(name, part, tensor.shape, (begin, *[0] * (tensor.dim() - 1))))
+            ranks[rank].append(shard(name, part, tensor.shape, (begin, *[0] * (tensor.dim() - 1))))
     return ranks
 
 
 def emptied(ranks):
-    return [[piece(p.name, torch.ones_like(p.tensor), p.shape, p.start, p.owner) for p in pieces] for pieces in ranks]
+    return [[shard(p.name, torch.ones_like(p.tensor), p.shape, p.start, p.owner) for p in shards] for shards in ranks]
 
 
 def same_bits(one, other):
@@ -75,8 +75,8 @@ def put_all(vault, tensors, world, *, step, epoch=1, held=-1, keepers=None):
     """Every rank puts its part, and all of it is complete."""
     own = keepers is None
     keepers = keepers or [keeper(vault, rank, world, epoch=epoch) for rank in range(world)]
-    for one, pieces in zip(keepers, cut(tensors, world), strict=True):
-        one.put(step, pieces, {"step": step}, held=held, rank_meta={"seed": step})
+    for one, shards in zip(keepers, cut(tensors, world), strict=True):
+        one.put(step, shards, {"step": step}, held=held, rank_meta={"seed": step})
     for one in keepers:
         one._sealer.wait()
         if own:
@@ -112,7 +112,7 @@ def reap(child):
 def kit():
     return SimpleNamespace(
         SECRET=SECRET,
-        piece=piece,
+        shard=shard,
         state=state,
         cut=cut,
         emptied=emptied,

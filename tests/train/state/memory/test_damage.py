@@ -29,10 +29,10 @@ def test_every_flipped_bit_is_found(kit, vault):
         at, bit = rng.choice(places), 1 << rng.randrange(8)
         segment.view()[at] ^= bit
         held = {one.rank for one in vault.held()}
-        pieces = kit.emptied(kit.cut(kit.state(), 1))[0]
+        shards = kit.emptied(kit.cut(kit.state(), 1))[0]
         with pytest.raises(DamagedCheckpoint):
-            load_shards(kit.source(vault, choice=choice), pieces)
-        assert all((one.tensor == 1).all() for one in pieces)  # nothing was filled
+            load_shards(kit.source(vault, choice=choice), shards)
+        assert all((one.tensor == 1).all() for one in shards)  # nothing was filled
         assert held == ({0} if at < HEADER_BYTES else {0, 1})  # a header that is wrong is none
         refused += 1
         segment.view()[at] ^= bit

@@ -66,16 +66,16 @@ def job(kit, vaults, serve):
 
 
 def put(kit, keepers, step, held):
-    for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
-        keeper.put(step, pieces, {"step": step}, held=held)
+    for keeper, shards in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
+        keeper.put(step, shards, {"step": step}, held=held)
     wait_for(lambda: all(k.safe_step == step for k in keepers), [(k.safe_step, k.trouble) for k in keepers])
 
 
 def restored(kit, source, step, world=3):
     right = kit.cut(kit.state(step), world)
-    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load_shards(source, pieces, rank=rank, world=world)
-        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+    for rank, (expected, shards) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load_shards(source, shards, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, shards, strict=True))
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
@@ -139,8 +139,8 @@ def test_a_copy_of_an_older_epoch_is_refused(kit, vaults, job):
     old = job(epoch=1)
     put(kit, old, 1, held=-1)
     job.servers["b"].admit(2)
-    pieces = kit.cut(kit.state(2), 4)[0]
-    old[0].put(2, pieces, {}, held=1)
+    shards = kit.cut(kit.state(2), 4)[0]
+    old[0].put(2, shards, {}, held=1)
     wait_for(lambda: old[0].trouble, "a fenced rank hears of it")
     assert old[0].trouble == "a replica of generation 1 came after generation 2 had begun"
     assert old[0].safe_step == 1
@@ -180,8 +180,8 @@ def test_a_buddy_that_is_away_for_a_while_gets_every_step(kit, vaults, job, serv
     port = job.servers["b"].port
     job.servers["b"].close()
     for step in (2, 3, 4, 5):  # put returns at once, and leaves out what would push out the step that all hold
-        for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
-            assert keeper.put(step, pieces, {"step": step}, held=1) < 1
+        for keeper, shards in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
+            assert keeper.put(step, shards, {"step": step}, held=1) < 1
     assert [keeper.skipped for keeper in keepers] == [2, 2, 2, 2]
     wait_for(lambda: keepers[0].trouble and keepers[1].trouble, "they notice")
     assert keepers[0].trouble.startswith("127.0.0.1 does not take a copy: ")
@@ -229,11 +229,11 @@ def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
         port = int.from_bytes(os.read(reading, 4), "little")
         buddy = ReplicaAddress(host="127.0.0.1", port=port, slot=0)
         keeper = kit.keeper(vaults["a"], 0, 1, slot=0, buddy=buddy)
-        pieces = kit.cut(kit.state(1), 1)[0]
-        keeper.put(1, pieces, {}, held=-1)
+        shards = kit.cut(kit.state(1), 1)[0]
+        keeper.put(1, shards, {}, held=-1)
         wait_for(lambda: keeper.safe_step == 1, keeper.trouble)
         os.kill(child, signal.SIGSTOP)
-        keeper.put(2, pieces, {}, held=1)
+        keeper.put(2, shards, {}, held=1)
         wait_for(lambda: newest(vaults["a"], 0) == 2, "it is sealed here")
         closing = threading.Thread(target=keeper.close, daemon=True)
         closing.start()

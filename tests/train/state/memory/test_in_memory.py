@@ -16,9 +16,9 @@ from phalanx.train.state.save import save_checkpoint
 def load_all(kit, source, tensors, world):
     """Restore into `world` ranks and compare every bit."""
     right = kit.cut(tensors, world)
-    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load_shards(source, pieces, rank=rank, world=world)
-        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+    for rank, (expected, shards) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load_shards(source, shards, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, shards, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
@@ -31,8 +31,8 @@ def test_the_disk_gives_the_same_bits(kit, vault, tmp_path):
     tensors = kit.state(3)
     kit.put_all(vault, tensors, 4, step=3)
     for rank in (3, 2, 1, 0):
-        pieces = kit.cut(tensors, 4)[rank]
-        saved = save_checkpoint(tmp_path, step=3, attempt="a", pieces=pieces, meta={"step": 3}, rank=rank, world=4)
+        shards = kit.cut(tensors, 4)[rank]
+        saved = save_checkpoint(tmp_path, step=3, attempt="a", shards=shards, meta={"step": 3}, rank=rank, world=4)
     for rank in range(3):
         memory, disk = kit.emptied(kit.cut(tensors, 3))[rank], kit.emptied(kit.cut(tensors, 3))[rank]
         load_shards(kit.source(vault), memory, rank=rank, world=3)
@@ -61,11 +61,11 @@ def test_what_is_held_is_told_without_reading_it(kit, vault):
 
 
 def test_the_copy_is_taken_before_put_returns(kit, vault):
-    pieces = kit.cut(kit.state(), 1)[0]
+    shards = kit.cut(kit.state(), 1)[0]
     keeper = kit.keeper(vault, 0, 1)
-    keeper.put(1, pieces, {}, held=-1)
-    for piece in pieces:
-        piece.tensor.zero_()
+    keeper.put(1, shards, {}, held=-1)
+    for shard in shards:
+        shard.tensor.zero_()
     keeper.close()
     load_all(kit, kit.source(vault), kit.state(), 1)
 
@@ -79,11 +79,11 @@ def test_a_copy_of_what_a_collective_left_half_done_never_counts(kit, vault):
             raise Interrupted
 
     keeper = kit.keeper(vault, 0, 1, check=check)
-    (pieces,) = kit.cut(kit.state(), 1)
-    keeper.put(1, pieces, {"step": 1}, held=-1)
+    (shards,) = kit.cut(kit.state(), 1)
+    keeper.put(1, shards, {"step": 1}, held=-1)
     is_over.append(True)
     with pytest.raises(Interrupted):
-        keeper.put(2, pieces, {"step": 2}, held=-1)
+        keeper.put(2, shards, {"step": 2}, held=-1)
     keeper.close()
     assert [one.step for one in vault.held()] == [1]
 
@@ -91,9 +91,9 @@ def test_a_copy_of_what_a_collective_left_half_done_never_counts(kit, vault):
 def test_strided_tensors_are_put_in_row_order(kit, vault):
     weight = torch.randn(5, 3)
     keeper = kit.keeper(vault, 0, 1)
-    keeper.put(1, [kit.piece("w", weight.t().contiguous().t())], {}, held=-1)
+    keeper.put(1, [kit.shard("w", weight.t().contiguous().t())], {}, held=-1)
     keeper.close()
-    target = kit.piece("w", torch.zeros(5, 3))
+    target = kit.shard("w", torch.zeros(5, 3))
     load_shards(kit.source(vault), [target])
     assert torch.equal(target.tensor, weight)
 
@@ -101,7 +101,7 @@ def test_strided_tensors_are_put_in_row_order(kit, vault):
 def test_a_model_of_another_shape_is_refused(kit, vault):
     kit.put_all(vault, {"w": torch.zeros(4, 4)}, 2, step=1)
     with pytest.raises(UserError) as caught:
-        load_shards(kit.source(vault), [kit.piece("w", torch.zeros(4, 5))])
+        load_shards(kit.source(vault), [kit.shard("w", torch.zeros(4, 5))])
     assert str(caught.value).startswith("memory of step 1 (generation 1): w is [4, 4] there and [4, 5] in this model")
 
 
@@ -172,14 +172,14 @@ def test_a_snapshot_that_could_not_be_used_stays_and_is_not_in_the_way(kit, vaul
 
 
 def test_memory_reserved_is_the_memory_used(kit, vault):
-    keeper, pieces = kit.keeper(vault, 0, 1), kit.cut(kit.state(), 1)[0]
-    keeper.reserve(pieces)
+    keeper, shards = kit.keeper(vault, 0, 1), kit.cut(kit.state(), 1)[0]
+    keeper.reserve(shards)
     sizes = [segment.size_bytes for segment in vault.generations("own", 0)]
     assert sizes[0] == sizes[1] > 0
     assert sizes[2] == 0
     assert vault.held() == []
     for step in range(1, 4):
-        keeper.put(step, pieces, {}, held=keeper.safe_step)
+        keeper.put(step, shards, {}, held=keeper.safe_step)
         keeper._sealer.wait()
     keeper.close()
     assert [segment.size_bytes for segment in vault.generations("own", 0)] == sizes
@@ -187,11 +187,11 @@ def test_memory_reserved_is_the_memory_used(kit, vault):
 
 def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit, vault):
     told = []
-    keeper, pieces = kit.keeper(vault, 0, 1, tell=lambda **fields: told.append(fields)), kit.cut(kit.state(), 1)[0]
+    keeper, shards = kit.keeper(vault, 0, 1, tell=lambda **fields: told.append(fields)), kit.cut(kit.state(), 1)[0]
     for step in range(1, GENERATIONS + 3):  # nobody agrees that any of them is safe
-        keeper.put(step, pieces, {}, held=-1)
+        keeper.put(step, shards, {}, held=-1)
         keeper._sealer.wait()
-    keeper.put(9, pieces, {}, held=keeper.safe_step)
+    keeper.put(9, shards, {}, held=keeper.safe_step)
     keeper.close()
     assert told == [
         {"step": 4, "trouble": "", "is_skipped": True, "skipped": 1},
@@ -210,11 +210,11 @@ def test_trouble_is_told_without_keys(kit, vault, monkeypatch):
 
 
 def test_meta_that_is_no_json_is_an_error_of_the_next_put(kit, vault):
-    keeper, pieces = kit.keeper(vault, 0, 1), kit.cut(kit.state(), 1)[0]
-    keeper.put(1, pieces, {"loss": float("nan")}, held=-1)
+    keeper, shards = kit.keeper(vault, 0, 1), kit.cut(kit.state(), 1)[0]
+    keeper.put(1, shards, {"loss": float("nan")}, held=-1)
     keeper._sealer.wait()
     with pytest.raises(ValueError, match="JSON"):
-        keeper.put(2, pieces, {}, held=-1)
+        keeper.put(2, shards, {}, held=-1)
     assert vault.held() == []
     keeper.close()
 
@@ -235,7 +235,7 @@ def test_several_threads_sum_up_the_same(kit, vault, monkeypatch):
 def test_a_gpus_tensors_are_put_and_restored(kit, vault):
     tensors = kit.state(4)
     keeper = kit.keeper(vault, 0, 1)
-    keeper.put(4, [kit.piece(name, tensor.cuda()) for name, tensor in tensors.items()], {}, held=-1)
+    keeper.put(4, [kit.shard(name, tensor.cuda()) for name, tensor in tensors.items()], {}, held=-1)
     keeper.close()
     load_all(kit, kit.source(vault), tensors, 2)
 
@@ -255,7 +255,7 @@ def test_no_memory_is_a_message_and_not_a_signal(kit, vault, monkeypatch):
     monkeypatch.setattr("os.posix_fallocate", full)
     keeper = kit.keeper(vault, 0, 1)
     with pytest.raises(SystemFailure) as caught:
-        keeper.put(1, [kit.piece("w", torch.zeros(1000))], {}, held=-1)
+        keeper.put(1, [kit.shard("w", torch.zeros(1000))], {}, held=-1)
     assert str(caught.value).splitlines() == [
         "checkpoint.memory_every: no 9,376 bytes of host memory for a snapshot: No space left on device",
         "  a rank that falls is restored from it without losing a step",

@@ -22,7 +22,7 @@ from phalanx.elastic.replica_store import ReplicaStore
 torch.set_num_threads(1)
 NAMES = [f"w{place}" for place in range(3)]
 
-def piece(name, value):
+def shard(name, value):
     tensor = torch.full((400, 500), float(value))  # 0.8 MB each: about 1 ms of copying a put, and 1 ms of sums
     return TensorShard(name=name, tensor=tensor, shape=tensor.shape, start=(0, 0), replicas=1, owner=True, groups={})
 
@@ -33,7 +33,7 @@ def rank(vault, epoch, found, report):
     step = 0 if found is None else found.step
     while True:
         step += 1
-        keeper.put(step, [piece(name, step) for name in NAMES], {"step": step}, held=keeper.safe_step)
+        keeper.put(step, [shard(name, step) for name in NAMES], {"step": step}, held=keeper.safe_step)
         os.write(report, keeper.safe_step.to_bytes(8, "little", signed=True))
 
 def newest(vault):
@@ -41,9 +41,9 @@ def newest(vault):
     if not found:
         return None, 0
     source = ReplicaSource(found[0], vault=vault, local_host="here", peers={}, secret=b"")
-    pieces = [piece(name, -1) for name in NAMES]
-    load_shards(source, pieces)
-    values = {float(value) for one in pieces for value in one.tensor.aminmax()}
+    shards = [shard(name, -1) for name in NAMES]
+    load_shards(source, shards)
+    values = {float(value) for one in shards for value in one.tensor.aminmax()}
     assert values == {float(found[0].step)} and source.meta == {"step": found[0].step}, values
     return found[0], len(found)
 
@@ -110,7 +110,7 @@ from phalanx.elastic.replica_store import ReplicaStore
 torch.set_num_threads(1)
 WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32
 
-def piece(rank, value, rows=100):
+def shard(rank, value, rows=100):
     tensor = torch.full((rows, 500), float(value))
     return TensorShard(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0),
                        replicas=1, owner=True, groups={})
@@ -131,7 +131,7 @@ def run_rank(vault, rank, meeting, told):
             dist.all_reduce(safe, dist.ReduceOp.MIN)  # the end of a step
             held, step = int(safe), step + 1
             told[8 * rank : 8 * rank + 8] = held.to_bytes(8, "little", signed=True)
-            keeper.put(step, [piece(rank, step)], {"step": step}, held=held)
+            keeper.put(step, [shard(rank, step)], {"step": step}, held=held)
     except RuntimeError:
         keeper.close()  # a peer is gone; what is copied is completed
 
@@ -165,7 +165,7 @@ def live(seconds, lost, folder):
     held = max(int.from_bytes(told[8 * rank : 8 * rank + 8], "little", signed=True) for rank in range(4))
     found = find_restore_points({left: vault.held()})[0]
     source = ReplicaSource(found, vault=vault, local_host=left, peers={}, secret=SECRET)
-    whole = piece(0, -1, rows=400)
+    whole = shard(0, -1, rows=400)
     load_shards(source, [whole])
     low, high = whole.tensor.aminmax()
     assert low == high == found.step, (low, high, found.step)

@@ -97,8 +97,8 @@ class Cluster:
         self.held = max(self.held, min(keeper.safe_step for keeper in self.keepers))
         self.step += 1
         for rank in self.rng.sample(range(4), 4):
-            pieces = [self.kit.piece("w", torch.tensor([self.step]), (4,), (rank,))]
-            self.keepers[rank].put(self.step, pieces, {}, held=self.held)
+            shards = [self.kit.shard("w", torch.tensor([self.step]), (4,), (rank,))]
+            self.keepers[rank].put(self.step, shards, {}, held=self.held)
             self.check()
             self.run_some(3)
 

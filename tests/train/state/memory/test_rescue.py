@@ -19,9 +19,9 @@ def order_for(*hosts, at_most=None):
 
 def assert_same(kit, tensors, place, world):
     right = kit.cut(tensors, world)
-    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load_shards(place, pieces, rank=rank, world=world)
-        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+    for rank, (expected, shards) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load_shards(place, shards, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, shards, strict=True))
 
 
 def test_the_newest_step_in_memory_becomes_a_checkpoint(kit, vault, tmp_path):
@@ -48,9 +48,9 @@ def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, 
 def test_two_hosts_write_their_ranks_and_the_first_commits(kit, vault, tmp_path):
     here, there = vault, ReplicaStore(4)
     tensors = kit.state(7)
-    for rank, pieces in enumerate(kit.cut(tensors, 4)):
+    for rank, shards in enumerate(kit.cut(tensors, 4)):
         keeper = kit.keeper(here if rank < 2 else there, rank, 4, slot=rank % 2)
-        keeper.put(7, pieces, {"step": 7}, held=-1, rank_meta={"seed": 7})
+        keeper.put(7, shards, {"step": 7}, held=-1, rank_meta={"seed": 7})
         keeper._sealer.wait()
         keeper.close()
     found = {}
