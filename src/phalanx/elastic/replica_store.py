@@ -166,7 +166,7 @@ def _no_memory(size_bytes: int, error: OSError) -> Problem:
     )
 
 
-# The newest that every rank has, one that some have, one being written: docs/vault.md, "Why three".
+# The newest that every rank has, one that some have, one being written: docs/in-memory-checkpoints.md, "Memory".
 GENERATIONS = 3
 
 

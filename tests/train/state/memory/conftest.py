@@ -1,4 +1,4 @@
-"""Small states cut over ranks, a vault or two, and what a rank does with them."""
+"""Small states cut over ranks, a replica store or two, and what a rank does with them."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def same_bits(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
-def keeper(vault, rank, world, *, epoch=1, slot=None, **options):
-    options = {"buddy": None, **options}
+def keeper(replica_store, rank, world, *, epoch=1, slot=None, **options):
+    options = {"peer": None, **options}
     return InMemoryCheckpointer(
-        vault, slot=rank if slot is None else slot, rank=rank, world=world, epoch=epoch, secret=SECRET, **options
+        replica_store, slot=rank if slot is None else slot, rank=rank, world=world, epoch=epoch, secret=SECRET, **options
     )
 
 
-def put_all(vault, tensors, world, *, step, epoch=1, held=-1, keepers=None):
+def put_all(replica_store, tensors, world, *, step, epoch=1, held=-1, keepers=None):
     """Every rank puts its part, and all of it is complete."""
     own = keepers is None
-    keepers = keepers or [keeper(vault, rank, world, epoch=epoch) for rank in range(world)]
+    keepers = keepers or [keeper(replica_store, rank, world, epoch=epoch) for rank in range(world)]
     for one, shards in zip(keepers, cut(tensors, world), strict=True):
         one.put(step, shards, {"step": step}, held=held, rank_meta={"seed": step})
     for one in keepers:
@@ -83,9 +83,9 @@ def put_all(vault, tensors, world, *, step, epoch=1, held=-1, keepers=None):
             one.close()
 
 
-def source(vault, host="here", *, choice=None, peers=None):
-    choice = choice or find_restore_points({host: vault.held()})[0]
-    return ReplicaSource(choice, vault=vault, local_host=host, peers=peers or {}, secret=SECRET)
+def source(replica_store, host="here", *, choice=None, peers=None):
+    choice = choice or find_restore_points({host: replica_store.held()})[0]
+    return ReplicaSource(choice, replica_store=replica_store, local_host=host, peers=peers or {}, secret=SECRET)
 
 
 def fork(work, *arguments):
@@ -126,7 +126,7 @@ def kit():
 
 
 @pytest.fixture
-def vault():
+def replica_store():
     made = ReplicaStore(4)
     yield made
     made.close()
@@ -134,11 +134,11 @@ def vault():
 
 @pytest.fixture
 def serve():
-    """Starts vault servers that end with the test."""
+    """Starts replica servers that end with the test."""
     servers = []
 
-    def start(vault, host="there"):
-        servers.append(ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=host))
+    def start(replica_store, host="there"):
+        servers.append(ReplicaServer(replica_store, secret=SECRET, address="127.0.0.1", host=host))
         return servers[-1]
 
     yield start
