@@ -46,7 +46,9 @@ def state(size_gb: float, device: str) -> list[TensorShard]:
     ]
 
 
-def keeper_of(replica_store: ReplicaStore, rank: int, world: int, peer: ReplicaAddress | None = None) -> InMemoryCheckpointer:
+def keeper_of(
+    replica_store: ReplicaStore, rank: int, world: int, peer: ReplicaAddress | None = None
+) -> InMemoryCheckpointer:
     return InMemoryCheckpointer(replica_store, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, peer=peer)
 
 

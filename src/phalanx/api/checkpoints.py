@@ -79,7 +79,7 @@ class CheckpointList(PublicResult):
         if self.lost_step is not None:
             lines.append(f"missing: step {self.lost_step:,} was saved, and is gone")
         if self.checkpoints and not self.verified:
-            lines.append("sizes and manifests were compared; --verify reads every byte")
+            lines.append("sizes and manifests were compared; --checksum reads every byte")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class CheckpointList(PublicResult):
 
 def _cells(one: SavedCheckpoint, verified: bool) -> tuple[str, ...]:
     entry = one.entry
-    state = "damaged" if entry.damage else "every byte is sound" if verified else "whole"
+    state = "damaged" if entry.damage else "intact, every byte" if verified else "intact"
     return (
         f"{entry.step:,}",
         "-" if one.age_s is None else format_seconds(one.age_s),
@@ -123,7 +123,7 @@ class WeightFolder(PublicResult):
 
     def __str__(self) -> str:
         if not self.verified:
-            return f"{self.path}: exported weights, {plural(self.files, 'file')}; --verify reads every byte"
+            return f"{self.path}: exported weights, {plural(self.files, 'file')}; --checksum reads every byte"
         if self.damage:
             return "\n".join([f"{self.path}: damaged", *self.damage])
         return f"{self.path}: {CHECKSUMS} matches {plural(self.files, 'file')}, every byte"
@@ -134,15 +134,17 @@ class WeightFolder(PublicResult):
         return {"path": str(self.path), "files": self.files, "verified": self.verified, "damage": damage}
 
 
-def checkpoints(path: str | Path | Run, *, verify: bool = False, tell: Tell = silent) -> CheckpointList | WeightFolder:
-    """The checkpoints of a run: steps, sizes of the whole, layouts, age and damage.
+def checkpoints(
+    path: str | Path | Run, *, checksum: bool = False, tell: Tell = silent
+) -> CheckpointList | WeightFolder:
+    """The checkpoints of a run: steps, sizes, layouts, age and damage.
 
-    With `verify` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
+    With `checksum` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
     wrote.
     """
     folder = path.path if isinstance(path, Run) else Path(path)
     if not (folder / "plan.json").is_file() and (folder / CHECKSUMS).is_file():
-        return _weights(folder, verify=verify)
+        return _weights(folder, checksum=checksum)
     found = path if isinstance(path, Run) else open_run(path)
     from phalanx.train.prepare import need_torch
 
@@ -151,7 +153,7 @@ def checkpoints(path: str | Path | Run, *, verify: bool = False, tell: Tell = si
 
     now_s, run_id = time.time(), found.run_id
     entries = list_checkpoints(
-        found.checkpoints, verify=verify, begin=lambda place: tell(f"reading {place}") if verify else None
+        found.checkpoints, verify=checksum, begin=lambda place: tell(f"reading {place}") if checksum else None
     )
     rows = []
     for one in entries:
@@ -162,12 +164,12 @@ def checkpoints(path: str | Path | Run, *, verify: bool = False, tell: Tell = si
     newest = found.committed_step()
     lost = newest if newest is not None and newest not in {one.step for one in entries} else None
     return CheckpointList(
-        run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=verify
+        run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=checksum
     )
 
 
-def _weights(folder: Path, *, verify: bool) -> WeightFolder:
-    if not verify:
+def _weights(folder: Path, *, checksum: bool) -> WeightFolder:
+    if not checksum:
         return WeightFolder(path=folder, files=len(read_checksums(folder)), damage=(), verified=False)
     files, problems = verify_checksums(folder, fix=COPY_AGAIN)
     return WeightFolder(path=folder, files=files, damage=tuple(one.render() for one in problems), verified=True)

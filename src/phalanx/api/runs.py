@@ -288,7 +288,7 @@ def export(
     """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and others.
 
     `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
-    `phalanx.checkpoints(out, verify=True)` compares them.
+    `phalanx.checkpoints(out, checksum=True)` compares them.
     """
     from phalanx.train.prepare import need_torch
 

@@ -91,7 +91,13 @@ class Rank:
         task: LauncherTask | None = None,
         allow_code: bool = False,
     ) -> None:
-        self.run, self.link, self.replica_store, self.host, self.address = open_run(str(run)), link, replica_store, host, address
+        self.run, self.link, self.replica_store, self.host, self.address = (
+            open_run(str(run)),
+            link,
+            replica_store,
+            host,
+            address,
+        )
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         # Its place among the ranks of this machine. By slots, not by ranks: the number of threads changes bits, and
         # ranks come and go.

@@ -74,7 +74,7 @@ PHALANX = Practice(
         "resumes_exactly": "docs/checkpoints.md: what is in it; train/state/training_state.py",
         "heartbeat_s": "docs/recovery.md; rank to agent 0.1 s (elastic/rank_link.py), agent to coordinator 0.25 s "
         "(elastic/host_agent.py)",
-        "memory_copies": "docs/in-memory-checkpoints.md: on another host, and rack if there are two; else with the agent",
+        "memory_copies": "docs/in-memory-checkpoints.md: on another host, and rack if there are two",
         "preflight": "docs/security.md: before a host takes part, and before every later membership",
         "step_transaction": "docs/recovery.md, docs/checkpoints.md: generations, and the fence of a commit",
         "bounded_restarts": "docs/recovery.md: fault.restarts",

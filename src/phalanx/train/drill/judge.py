@@ -167,7 +167,7 @@ def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None
 
 
 def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] | None, partial: bool) -> str:
-    """How a step's samples differ from those it should have; `partial` when a fallen rank left no list."""
+    """How a step's samples differ from those it should have; `partial` when a lost rank left no list."""
     wanted = Counter(counts.keys()) if expected is None else Counter(expected)
     most = Counter({sample: count * holders for sample, count in wanted.items()})
     if more := counts - most:

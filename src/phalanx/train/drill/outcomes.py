@@ -96,7 +96,7 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
     """The incident in which each firing was noticed, by its place in `firings`; none for those that nobody noticed.
 
     An incident belongs to the faults whose rank or host it names, and, of those that came before their time to be
-    noticed was over, to all: processes fall together, and the first that is found is named. A fault that is older than
+    noticed was over, to all: processes fail together, and the first that is found is named. A fault that is older than
     that gets an incident only where no newer fault explains it.
     """
     waiting = {at: one for at, one in enumerate(firings) if FAULT_KINDS[one.kind].ends}

@@ -165,7 +165,9 @@ class ReplicaSource:
         writers: Container[int] | None = None,
     ) -> None:
         self._choice, self._writers = choice, writers
-        self._access = _ReplicaAccess(replica_store=replica_store, local_host=local_host, servers=peers, secret=secret, bind=bind)
+        self._access = _ReplicaAccess(
+            replica_store=replica_store, local_host=local_host, servers=peers, secret=secret, bind=bind
+        )
         self._snapshots: dict[int, SnapshotReader] = {}
         self._lock = threading.Lock()
 
@@ -269,7 +271,9 @@ class SnapshotReader:
 
     def _copy(self, place: ReplicaPlace) -> SnapshotCopy:
         if place.host == self._access.local_host:
-            return LocalReplica(self._access.replica_store.segment(place.kind, place.slot, place.generation), self._wanted)
+            return LocalReplica(
+                self._access.replica_store.segment(place.kind, place.slot, place.generation), self._wanted
+            )
         if place.host not in self._channels:
             self._channels[place.host] = self._access.connect(place.host)
         return RemoteReplica(self._channels[place.host], place, self._wanted)

@@ -105,7 +105,9 @@ def _copies_to_write(
         return _copies_by_host({host: replica_store.held()}, order, newer_than)[host]
     folder.mkdir(exist_ok=True)
     places = {name: index for index, name in enumerate(order.hosts)}
-    replace_text(_file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in replica_store.held()]))
+    replace_text(
+        _file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in replica_store.held()])
+    )
     if host == order.hosts[0]:
         files = {name: _file(folder, order, "held", place) for name, place in places.items()}
         _wait_for(list(files.values()), OTHERS_S)

@@ -67,7 +67,13 @@ def same_bits(one, other):
 def keeper(replica_store, rank, world, *, epoch=1, slot=None, **options):
     options = {"peer": None, **options}
     return InMemoryCheckpointer(
-        replica_store, slot=rank if slot is None else slot, rank=rank, world=world, epoch=epoch, secret=SECRET, **options
+        replica_store,
+        slot=rank if slot is None else slot,
+        rank=rank,
+        world=world,
+        epoch=epoch,
+        secret=SECRET,
+        **options,
     )
 
 

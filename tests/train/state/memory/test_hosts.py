@@ -54,9 +54,7 @@ def job(kit, stores, serve):
         for rank, host in HOSTS.items():
             peer = replica_peer_of(rank, HOSTS)
             where = ReplicaAddress(host="127.0.0.1", port=servers[HOSTS[peer.rank]].port, slot=peer.slot)
-            keepers.append(
-                kit.keeper(stores[host], rank, 4, epoch=epoch, slot=rank % 2, peer=where, restored=restored)
-            )
+            keepers.append(kit.keeper(stores[host], rank, 4, epoch=epoch, slot=rank % 2, peer=where, restored=restored))
         return keepers
 
     start.servers = servers

@@ -133,7 +133,9 @@ def test_a_new_epoch_keeps_what_it_was_restored_from_until_all_hold_more(kit, re
     kit.put_all(replica_store, kit.state(2), 4, step=2)
     kit.put_all(replica_store, kit.state(3), 4, step=3)
     # Rank 2 fell; what slot 2 holds of step 2 is still needed when its process serves as another rank.
-    keepers = [kit.keeper(replica_store, rank, 3, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((2, 0, 1))]
+    keepers = [
+        kit.keeper(replica_store, rank, 3, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((2, 0, 1))
+    ]
     for step in (3, 4):
         kit.put_all(replica_store, kit.state(step), 3, step=step, epoch=2, held=-1, keepers=keepers)
     newest = find_restore_points({"here": replica_store.held()})
@@ -150,7 +152,9 @@ def test_a_new_epoch_keeps_what_it_was_restored_from_until_all_hold_more(kit, re
 def test_ranks_with_and_without_the_old_snapshot_leave_out_the_same_steps(kit, replica_store):
     """A rank in a fresh slot has a generation more to spare, and must not use it: all ranks hold the same steps."""
     kit.put_all(replica_store, kit.state(2), 2, step=2)
-    keepers = [kit.keeper(replica_store, rank, 2, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((0, 3))]
+    keepers = [
+        kit.keeper(replica_store, rank, 2, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((0, 3))
+    ]
     for step in range(3, 9):
         kit.put_all(replica_store, kit.state(step), 2, step=step, epoch=2, held=-1, keepers=keepers)
     held = [{one.step for one in replica_store.held() if one.slot == slot and one.epoch == 2} for slot in (0, 3)]
@@ -187,7 +191,10 @@ def test_memory_reserved_is_the_memory_used(kit, replica_store):
 
 def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit, replica_store):
     told = []
-    keeper, shards = kit.keeper(replica_store, 0, 1, tell=lambda **fields: told.append(fields)), kit.cut(kit.state(), 1)[0]
+    keeper, shards = (
+        kit.keeper(replica_store, 0, 1, tell=lambda **fields: told.append(fields)),
+        kit.cut(kit.state(), 1)[0],
+    )
     for step in range(1, GENERATIONS + 3):  # nobody agrees that any of them is safe
         keeper.put(step, shards, {}, held=-1)
         keeper._sealer.wait()

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-# As the agent does: makes the replica_store, forks ranks, kills them after a while, and looks at what they left. Every element
-# of a step is the number of the step, so that a mixture of two would show. One process for all lives: importing torch
-# takes longer than everything else here. Prints a line a life.
+# As the agent does: makes the replica store, forks ranks, kills them after a while, and looks at what they left. Every
+# element of a step is the number of the step, so that a mixture of two would show. One process for all lives: importing
+# torch takes longer than everything else here. Prints a line a life.
 DRIVER = """
 import json, os, random, signal, sys, time
 import torch
@@ -89,8 +89,9 @@ def test_killed_at_random_forty_times():
     assert any(life["left"] == life["before"] for life in lives)
 
 
-# Two hosts of two ranks, as two agents with a replica store each; the ranks step together and agree on what is held as the
-# training does. After a while all processes of one host are killed, and the agent of the other looks at what it has.
+# Two hosts of two ranks, as two agents with a replica store each; the ranks step together and agree on what is held as
+# the training does. After a while all processes of one host are killed, and the agent of the other looks at what it
+# has.
 HOSTS = """
 import json, os, random, signal, sys, tempfile, time
 from datetime import timedelta

@@ -29,7 +29,9 @@ def test_the_newest_step_in_memory_becomes_a_checkpoint(kit, replica_store, tmp_
     kit.put_all(replica_store, kit.state(6), 4, step=6)
     full, free = tmp_path / "no folder", tmp_path / "free"
     full.write_text("a file stands where the checkpoints should go")
-    saved = rescue_state(tmp_path, order_for("here"), host="here", replica_store=replica_store, places=[full, free], keep=2)
+    saved = rescue_state(
+        tmp_path, order_for("here"), host="here", replica_store=replica_store, places=[full, free], keep=2
+    )
     assert saved is not None
     assert (saved.step, saved.path.parent) == (6, free)
     assert CheckpointReader(saved.path).meta == {"step": 6}
@@ -40,7 +42,9 @@ def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, 
     kit.put_all(replica_store, kit.state(5), 4, step=5)
     for at_most, newer_than in ((None, 5), (4, 0)):
         order, places = order_for("here", at_most=at_most), [tmp_path / "c"]
-        found = rescue_state(tmp_path, order, host="here", replica_store=replica_store, places=places, keep=2, newer_than=newer_than)
+        found = rescue_state(
+            tmp_path, order, host="here", replica_store=replica_store, places=places, keep=2, newer_than=newer_than
+        )
         assert found is None
     assert not (tmp_path / "c").exists()
 
@@ -75,5 +79,7 @@ def test_a_copy_that_is_damaged_is_not_written(kit, replica_store, tmp_path):
     segment = next(one for one in replica_store.generations("own", 2) if one.header() is not None)
     segment.view()[4096 + 3] ^= 1
     with pytest.raises(SystemFailure, match=r"step 5 is not saved: .* is not what was written"):
-        rescue_state(tmp_path, order_for("here"), host="here", replica_store=replica_store, places=[tmp_path / "c"], keep=2)
+        rescue_state(
+            tmp_path, order_for("here"), host="here", replica_store=replica_store, places=[tmp_path / "c"], keep=2
+        )
     assert not list((tmp_path / "c").glob("step-*"))
