@@ -78,6 +78,16 @@ VERB_GROUPS = {
     "network and simulation": "fabric sim",
 }
 
+# Five ways of testing something, told apart in the help of each (docs/glossary.md): command, and what it tests.
+TESTS = {
+    "check": ("check", "rules of the training specification"),
+    "verify": ("verify", "numbers a layout computes"),
+    "backtest": ("backtest", "accuracy of predictions"),
+    "drill": ("drill", "recovery from injected faults"),
+    "data": ("data checksum", "files of a dataset"),
+    "checkpoints": ("checkpoints --checksum", "files of a checkpoint"),
+}
+
 EPILOG = """\
 start with: phalanx init job.toml && phalanx plan job.toml
 exit codes: 0 success, 1 findings, 2 invalid job or command, 3 system failure, 130 interrupted
@@ -175,9 +185,14 @@ def _dispatch(arguments: list[str]) -> int:
 
     module_name, _, help_line = VERBS[verb]
     module = import_module(module_name)
-    parser = Parser(prog=f"phalanx {verb}", description=help_line)
+    parser = Parser(prog=f"phalanx {verb}", description=help_line, epilog=_see_also(verb))
     module.configure(parser)
     return int(module.run(parser.parse_args(rest)))
+
+
+def _see_also(verb: str) -> str | None:
+    others = (f"phalanx {command} ({what})" for name, (command, what) in TESTS.items() if name != verb)
+    return f"see also: {', '.join(others)}" if verb in TESTS else None
 
 
 def usage() -> str:

@@ -265,7 +265,7 @@ def test_no_memory_is_a_message_and_not_a_signal(kit, replica_store, monkeypatch
         keeper.put(1, [kit.shard("w", torch.zeros(1000))], {}, held=-1)
     assert str(caught.value).splitlines() == [
         "checkpoint.memory_every: no 9,376 bytes of host memory for a snapshot: No space left on device",
-        "  a rank that falls is restored from it without losing a step",
+        "  a rank that fails is restored from it without losing a step",
         "  memory_every = 0 for checkpoints on disk alone, or fewer ranks on this host",
     ]
     assert replica_store.held() == []
