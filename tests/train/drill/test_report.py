@@ -82,7 +82,7 @@ def test_few_faults_are_told_one_by_one() -> None:
 verdicts
   ok     steps in order                2 generations
   FAILED every sample in one step      step 3: 1 sample twice
-recovery: 710 ms, at worst 710 ms; the plan assumed 1.00 s
+recovery: 710 ms; the plan assumed 1.00 s
 effective training time: 80.0%; the plan predicts 75.0% at this failure rate"""
     )
     assert not RESULT.ok

@@ -256,7 +256,8 @@ def time_section(s: Summary) -> Section:
         (ColourKey(name=name), format_seconds(took_s), f"{share:.1%}", Bar(parts=((name, share),), whole=1.0))
         for name, took_s, share in spent
     ]
-    caption = f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: in steps that were kept, without compiling."
+    wall = format_seconds(found.wall_s)
+    caption = f"{found.effective:.1%} of {wall} was effective: in steps that were kept, without compiling."
     caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to the wall clock."
     caption += f" But {found.jumped}." if found.jumped else ""
     caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""

@@ -111,7 +111,8 @@ def _verdicts(result: DrillResult) -> str:
 
 def _beside(numbers: DrillNumbers) -> str:
     """Prediction beside measurement."""
-    measured = f"{_seconds(numbers.recovery_s)}, at worst {_seconds(numbers.recovery_worst_s)}"
+    worst = f", at worst {_seconds(numbers.recovery_worst_s)}" if numbers.recovery_worst_s != numbers.recovery_s else ""
+    measured = f"{_seconds(numbers.recovery_s)}{worst}"
     lines = []
     if numbers.recovery_s is not None:
         lines.append(f"recovery: {measured}; the plan assumed {format_seconds(numbers.planned_recovery_s)}")
