@@ -110,8 +110,8 @@ def checkpoint(folder: Path) -> tuple[list[Path], Use]:
     """The files of a checkpoint of two ranks, and restoring it on one."""
     draw = torch.Generator().manual_seed(0)
     for rank in (1, 0):
-        pieces = [shard(name, torch.randn(64, generator=draw), rank) for name in ("w", "w#exp_avg")]
-        saved = save_checkpoint(folder, step=1, attempt="a", pieces=pieces, meta={"data": "x"}, rank=rank, world=2)
+        shards = [shard(name, torch.randn(64, generator=draw), rank) for name in ("w", "w#exp_avg")]
+        saved = save_checkpoint(folder, step=1, attempt="a", shards=shards, meta={"data": "x"}, rank=rank, world=2)
     place = Path(str(saved.path))
 
     def restore() -> object:

@@ -48,7 +48,7 @@ def cut(rank: int, world: int, rows: int) -> tuple[int, int]:
     return min(rows, rank * step), max(0, min(rows, (rank + 1) * step) - min(rows, rank * step))
 
 
-def pieces(rank: int, world: int, rows: int) -> list[TensorShard]:
+def shards(rank: int, world: int, rows: int) -> list[TensorShard]:
     """A model's weights and two moments, cut by rows."""
     start, count = cut(rank, world, rows)
     return [
@@ -93,10 +93,10 @@ def write_raw(folder: Path, rank: int, data: memoryview) -> float:
 def writer(rank: int, folder: Path, rows: int, rounds: int, barrier: Any) -> dict[str, list[float]]:
     """One rank: in each round the bare disk, a save while nothing else runs, and a save beside a computation."""
     torch.set_num_threads(1)
-    mine = pieces(rank, RANKS, rows)
+    mine = shards(rank, RANKS, rows)
     saver = AsyncSaver(folder / "checkpoints", attempt="bench", rank=rank, world=RANKS, keep=1)
     saver.reserve(mine)
-    raw = torch.zeros(sum(piece.tensor.nbytes for piece in mine), dtype=torch.uint8).numpy().data
+    raw = torch.zeros(sum(shard.tensor.nbytes for shard in mine), dtype=torch.uint8).numpy().data
     weight = torch.randn(256, 256)
     found: dict[str, list[float]] = {"raw": [], "write": [], "blocked": [], "slowdown": []}
     for step in range(2 * rounds):
@@ -104,13 +104,13 @@ def writer(rank: int, folder: Path, rows: int, rounds: int, barrier: Any) -> dic
         if step % 2 == 0:
             found["raw"].append(write_raw(folder, rank, raw))
             barrier.wait()
-            found["blocked"].append(saver.save(step=step, pieces=mine, meta={}))
+            found["blocked"].append(saver.save(step=step, shards=mine, meta={}))
             saved = saver.wait()
             found["write"].append(saved.seconds if saved is not None else 0.0)
             continue
         alone = compute(weight, 2.0, lambda: False)
         barrier.wait()
-        found["blocked"].append(saver.save(step=step, pieces=mine, meta={}))
+        found["blocked"].append(saver.save(step=step, shards=mine, meta={}))
         beside = compute(weight, 0.1, lambda: saver.busy)
         found["slowdown"].append(max(0.0, beside[1] - beside[0] * alone[1] / alone[0]))
         saver.wait()
@@ -118,11 +118,11 @@ def writer(rank: int, folder: Path, rows: int, rounds: int, barrier: Any) -> dic
 
 
 def reader(rank: int, folder: Path, rows: int, barrier: Any) -> list[float]:
-    """One rank of another world: seconds to verify and fill its pieces from files that are not in memory."""
+    """One rank of another world: seconds to verify and fill its shards from files that are not in memory."""
     torch.set_num_threads(1)
-    mine = pieces(rank, READERS, rows)
-    for piece in mine:
-        piece.tensor.fill_(-1)
+    mine = shards(rank, READERS, rows)
+    for shard in mine:
+        shard.tensor.fill_(-1)
     commit = newest_checkpoint(folder / "checkpoints")
     assert commit is not None
     assert isinstance(commit.path, Path)
@@ -134,8 +134,8 @@ def reader(rank: int, folder: Path, rows: int, barrier: Any) -> list[float]:
     began = time.perf_counter()
     load_shards(commit.path, mine, rank=rank, world=READERS)
     seconds = time.perf_counter() - began
-    for place, piece in enumerate(mine):
-        assert bool((piece.tensor == place // len(KINDS) + place % len(KINDS)).all()), piece.name
+    for place, shard in enumerate(mine):
+        assert bool((shard.tensor == place // len(KINDS) + place % len(KINDS)).all()), shard.name
     return [seconds]
 
 
@@ -171,7 +171,7 @@ class Split:
         """All ranks."""
         return self.stages * self.copies * self.shards * self.tensor
 
-    def pieces(self, rank: int) -> list[TensorShard]:
+    def rank_shards(self, rank: int) -> list[TensorShard]:
         """What a rank of it holds: matrices cut twice by rows, norms by shards alone; without memory."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shards)
@@ -207,7 +207,7 @@ class Simulated:
 
     def __init__(self, split: Split) -> None:
         self.world, self.meta, self._split = split.world, dict[str, Any](), split
-        self._writers = {rank for rank in range(split.world) if owned_shards(split.pieces(rank))}
+        self._writers = {rank for rank in range(split.world) if owned_shards(split.rank_shards(rank))}
 
     def count(self, rank: int) -> int:
         """Whether a rank wrote anything."""
@@ -216,14 +216,14 @@ class Simulated:
     def index(self, rank: int) -> RankIndex:
         """As it is read: from its text."""
         entries, offset = [], 0
-        for piece in owned_shards(self._split.pieces(rank)):
-            size_bytes = piece.tensor.numel() * 4
+        for shard in owned_shards(self._split.rank_shards(rank)):
+            size_bytes = shard.tensor.numel() * 4
             entries.append(
                 StoredShard(
-                    name=piece.name,
+                    name=shard.name,
                     dtype="float32",
-                    shape=piece.shape,
-                    region=Region(piece.start, tuple(piece.tensor.shape)),
+                    shape=shard.shape,
+                    region=Region(shard.start, tuple(shard.tensor.shape)),
                     rank=rank,
                     offset=offset,
                     size_bytes=size_bytes,
@@ -248,7 +248,7 @@ def planning(old: Split, new: Split) -> tuple[float, float, int]:
         source.index(int(place * old.world))
         save_s = max(save_s, time.perf_counter() - began)
         rank = int(place * new.world)
-        mine = new.pieces(rank)
+        mine = new.rank_shards(rank)
         began = time.perf_counter()
         route = find_restore_route(source, mine, cast=False, rank=rank, world=new.world)
         load_s, indexes = max(load_s, time.perf_counter() - began), max(indexes, route.num_indexes_read)

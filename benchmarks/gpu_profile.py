@@ -262,11 +262,11 @@ def run_of(plan: Plan, dataset: Path, folder: Path) -> tuple[Run, Plan]:
 @torch.no_grad()
 def draw_on_device(engine: Engine) -> None:
     """First values without the CPU's draw, which is the same in every layout and slow."""
-    for piece in engine.shards:
-        if piece.tensor.ndim == 1:
-            piece.tensor.fill_(1.0)
+    for shard in engine.shards:
+        if shard.tensor.ndim == 1:
+            shard.tensor.fill_(1.0)
         else:
-            piece.tensor.normal_(0.0, 0.02)
+            shard.tensor.normal_(0.0, 0.02)
     for part in engine.parts:
         for buffer in part.model.buffers():
             buffer.zero_()

@@ -46,14 +46,16 @@ def state(size_gb: float, device: str) -> list[TensorShard]:
     ]
 
 
-def keeper_of(vault: ReplicaStore, rank: int, world: int, buddy: ReplicaAddress | None = None) -> InMemoryCheckpointer:
-    return InMemoryCheckpointer(vault, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, buddy=buddy)
+def keeper_of(
+    replica_store: ReplicaStore, rank: int, world: int, peer: ReplicaAddress | None = None
+) -> InMemoryCheckpointer:
+    return InMemoryCheckpointer(replica_store, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, peer=peer)
 
 
-def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
+def put_alone(keeper: InMemoryCheckpointer, shards: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
     """Seconds of blocking, processor seconds of this thread in it, and seconds until the snapshot is safe."""
     began_s, used_s = time.perf_counter(), time.thread_time()
-    blocked_s = keeper.put(step, pieces, {}, held=keeper.safe_step)
+    blocked_s = keeper.put(step, shards, {}, held=keeper.safe_step)
     used_s = time.thread_time() - used_s
     while keeper.safe_step < step:
         time.sleep(0.001)
@@ -61,19 +63,19 @@ def put_alone(keeper: InMemoryCheckpointer, pieces: Sequence[TensorShard], step:
 
 
 def measure_puts(
-    pieces: Sequence[TensorShard], puts: int, *, reserve: bool, buddy: ReplicaAddress | None
+    shards: Sequence[TensorShard], puts: int, *, reserve: bool, peer: ReplicaAddress | None
 ) -> list[list[float]]:
-    vault = ReplicaStore(1)
-    keeper = keeper_of(vault, 0, 1, buddy)
+    replica_store = ReplicaStore(1)
+    keeper = keeper_of(replica_store, 0, 1, peer)
     if reserve:
-        keeper.reserve(pieces)
-    found = [put_alone(keeper, pieces, step) for step in range(1, puts + 1)]
+        keeper.reserve(shards)
+    found = [put_alone(keeper, shards, step) for step in range(1, puts + 1)]
     keeper.close()
     return [list(column) for column in zip(*found, strict=True)]
 
 
 def other_host() -> tuple[int, ReplicaAddress]:
-    """A process with a vault of its own that takes copies; forked before this one has threads."""
+    """A process with a replica store of its own that takes copies; forked before this one has threads."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -84,17 +86,17 @@ def other_host() -> tuple[int, ReplicaAddress]:
 
 
 def report_puts(size_gb: float, puts: int, device: str) -> None:
-    child, buddy = other_host()
+    child, peer = other_host()
     torch.set_num_threads(1)  # one core of a busy host: what a rank can count on
     try:
-        pieces = state(size_gb, device)
-        size = sum(one.tensor.numel() * 4 for one in pieces) / 1e9
+        shards = state(size_gb, device)
+        size = sum(one.tensor.numel() * 4 for one in shards) / 1e9
         for name, reserve, where in (
             ("memory taken at the first put", False, None),
             ("memory reserved before", True, None),
-            ("and a copy on another host (loopback)", True, buddy),
+            ("and a copy on another host (loopback)", True, peer),
         ):
-            blocked, used, safe = measure_puts(pieces, puts, reserve=reserve, buddy=where)
+            blocked, used, safe = measure_puts(shards, puts, reserve=reserve, peer=where)
             print(
                 f"{size:.2f} GB on {device}, {name}: blocked first {blocked[0]:.3f} s, then {_spread(blocked[2:])}, of "
                 f"which {statistics.median(used[2:]):.3f} s on a core; safe after {_spread(safe[2:])}"

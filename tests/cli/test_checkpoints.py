@@ -41,7 +41,7 @@ def save(run: Run, step: int, *, run_id: str | None = None) -> Path:
             run.checkpoints,
             step=step,
             attempt="a1",
-            pieces=[shard],
+            shards=[shard],
             meta={"run": run.run_id if run_id is None else run_id, "tokens": 64 * step, "layout": LAYOUT},
             rank=rank,
             world=2,
@@ -72,10 +72,10 @@ def test_a_list_of_sound_checkpoints(run: Run, capsys: pytest.CaptureFixture[str
     assert head == f"{run.checkpoints}: 2 checkpoints, {size / 1e3:.2f} kB"
     assert columns.split() == ["step", "age", "size", "ranks", "tokens", "layout", "state"]
     assert newest.split()[0] == "20"
-    assert newest.endswith("TP2·CP1·PP1·DP1 (ZeRO-0, EP1) mbs1 no-recompute  whole")
+    assert newest.endswith("TP2·CP1·PP1·DP1 (ZeRO-0, EP1) mbs1 no-recompute  intact")
     assert oldest.split()[0] == "10"
-    assert last == "sizes and manifests were compared; --verify reads every byte"
-    assert main(["checkpoints", str(run.path), "--verify", "--json"]) == 0
+    assert last == "sizes and manifests were compared; --checksum reads every byte"
+    assert main(["checkpoints", str(run.path), "--checksum", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["checkpoints"]
     assert (found["verified"], found["lost_step"], [row["step"] for row in rows]) == (True, None, [20, 10])
@@ -90,10 +90,10 @@ def test_damage_is_named_and_counts(run: Run, capsys: pytest.CaptureFixture[str]
     file.write_bytes(data)
     assert main(["checkpoints", str(run.path)]) == 0, "sizes agree"
     capsys.readouterr()
-    assert main(["checkpoints", str(run.path), "--verify"]) == 1
+    assert main(["checkpoints", str(run.path), "--checksum"]) == 1
     shown = lines(capsys)
     assert shown[2].endswith("  damaged")
-    assert shown[3].endswith("  every byte is sound")
+    assert shown[3].endswith("  intact, every byte")
     assert shown[4] == f"damaged: {file}: holds another w than was written: its digest differs"
     file.write_bytes(data[:-1])
     (Path(run.checkpoints) / "step-00000010" / "manifest.json").write_text("{}")
@@ -113,7 +113,7 @@ def test_a_step_that_is_gone_is_said(run: Run, capsys: pytest.CaptureFixture[str
 def test_checkpoints_of_another_run_come_last(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 30, run_id="f" * 32)
     assert main(["checkpoints", str(run.path)]) == 0
-    assert lines(capsys)[2].endswith("whole, of another run")
+    assert lines(capsys)[2].endswith("intact, of another run")
     found = list(sound_checkpoints(run.checkpoints))
     ordered, said = own_first(found, run.run_id)
     assert [one.step for one in ordered] == [20, 10, 30]
@@ -130,11 +130,11 @@ def test_a_folder_of_exported_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "config.json").write_text("{}")
     write_checksums(tmp_path, {"config.json": file_sha256(tmp_path / "config.json")})
     assert main(["checkpoints", str(tmp_path)]) == 0
-    assert lines(capsys) == [f"{tmp_path}: exported weights, 1 file; --verify reads every byte"]
-    assert main(["checkpoints", str(tmp_path), "--verify"]) == 0
+    assert lines(capsys) == [f"{tmp_path}: exported weights, 1 file; --checksum reads every byte"]
+    assert main(["checkpoints", str(tmp_path), "--checksum"]) == 0
     assert lines(capsys) == [f"{tmp_path}: SHA256SUMS matches 1 file, every byte"]
     (tmp_path / "config.json").write_text("[]")
-    assert main(["checkpoints", str(tmp_path), "--verify"]) == 1
+    assert main(["checkpoints", str(tmp_path), "--checksum"]) == 1
     assert lines(capsys)[1].startswith(f"{tmp_path / 'config.json'}: has changed since it was written: ")
 
 

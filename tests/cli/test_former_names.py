@@ -23,7 +23,9 @@ def test_data_verify_is_data_checksum(tmp_path: Path, capsys: pytest.CaptureFixt
     assert former == "note: phalanx data verify is now called phalanx data checksum\n" + capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["data", "--help"])
-    assert "verify" not in capsys.readouterr().out.partition("positional")[2]
+    listed = capsys.readouterr().out.partition("positional")[2].partition("see also")[0]
+    assert "checksum" in listed
+    assert "verify" not in listed
 
 
 def test_drill_check_is_drill_read_record(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_help_lists_every_verb_without_importing_it() -> None:
     done = run_python(code)
     *text, modules = done.stdout.splitlines()
     for verb, (module, _, help_line) in cli.VERBS.items():
-        assert f"  {verb:<10} {help_line}" in text
+        assert f"  {verb:<11} {help_line}" in text
         assert repr(module) not in modules
 
 
@@ -99,7 +99,7 @@ def test_own_mistakes_are_short_unless_asked(
     monkeypatch.delenv("PHALANX_DEBUG", raising=False)
     assert cli.main(["fake"]) == 3
     short = capsys.readouterr().err
-    assert short.startswith("phalanx: sorry, something failed that should not: RuntimeError: boom\n")
+    assert short.startswith("phalanx: internal error: RuntimeError: boom\n")
     assert "Traceback" not in short
     monkeypatch.setenv("PHALANX_DEBUG", "1")
     assert cli.main(["fake"]) == 3
@@ -145,7 +145,7 @@ def test_a_full_disk_behind_stdout_is_one_plain_line() -> None:
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 3
-    assert done.stderr == "phalanx: the output cannot be written: No space left on device\n"
+    assert done.stderr == "phalanx: cannot write the output: No space left on device\n"
 
 
 def test_ctrl_c_while_a_verb_is_imported_is_quiet() -> None:

@@ -43,7 +43,7 @@ def run(tmp_path: Path, plan: Plan) -> Run:
 def agent(run: Run) -> Iterator[HostAgent]:
     agent = HostAgent(run, host="b", slots=1, address="127.0.0.1", wishes=StopSignals())
     yield agent
-    agent.vault.close()
+    agent.replica_store.close()
 
 
 def listen(run: Run, term: int, stop: threading.Event, threads: list[threading.Thread]) -> Listener:

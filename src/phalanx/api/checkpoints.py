@@ -81,7 +81,7 @@ class CheckpointTable(PublicResult):
         if self.lost_step is not None:
             lines.append(f"missing: step {self.lost_step:,} was saved, and is gone")
         if self.checkpoints and not self.verified:
-            lines.append("sizes and manifests were compared; --verify reads every byte")
+            lines.append("sizes and manifests were compared; --checksum reads every byte")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class CheckpointTable(PublicResult):
 
 def _cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
     entry = one.entry
-    state = "damaged" if entry.damage else "every byte is sound" if verified else "whole"
+    state = "damaged" if entry.damage else "intact, every byte" if verified else "intact"
     return (
         f"{entry.step:,}",
         "-" if one.age_s is None else format_seconds(one.age_s),
@@ -125,7 +125,7 @@ class WeightFolder(PublicResult):
 
     def __str__(self) -> str:
         if not self.verified:
-            return f"{self.path}: exported weights, {plural(self.files, 'file')}; --verify reads every byte"
+            return f"{self.path}: exported weights, {plural(self.files, 'file')}; --checksum reads every byte"
         if self.damage:
             return "\n".join([f"{self.path}: damaged", *self.damage])
         return f"{self.path}: {CHECKSUMS} matches {plural(self.files, 'file')}, every byte"
@@ -136,15 +136,15 @@ class WeightFolder(PublicResult):
         return {"path": str(self.path), "files": self.files, "verified": self.verified, "damage": damage}
 
 
-def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> CheckpointTable | WeightFolder:
+def checkpoints(path: AnyRun, *, checksum: bool = False, tell: Tell = silent) -> CheckpointTable | WeightFolder:
     """The checkpoints of a run: steps, sizes of the whole, layouts, age and damage.
 
-    With `verify` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
+    With `checksum` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
     wrote.
     """
     folder = path.path if isinstance(path, Run) else Path(path)
     if not (folder / "plan.json").is_file() and (folder / CHECKSUMS).is_file():
-        if not verify:
+        if not checksum:
             return WeightFolder(path=folder, files=len(read_checksums(folder)), damage=(), verified=False)
         files, problems = verify_checksums(folder, fix=COPY_AGAIN)
         return WeightFolder(path=folder, files=files, damage=tuple(one.render() for one in problems), verified=True)
@@ -156,7 +156,7 @@ def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> C
 
     now_s, run_id = time.time(), found.run_id
     entries = list_checkpoints(
-        found.checkpoints, verify=verify, begin=lambda place: tell(f"reading {place}") if verify else None
+        found.checkpoints, verify=checksum, begin=lambda place: tell(f"reading {place}") if checksum else None
     )
     rows = []
     for one in entries:
@@ -167,7 +167,7 @@ def checkpoints(path: AnyRun, *, verify: bool = False, tell: Tell = silent) -> C
     newest = found.committed_step()
     lost = newest if newest is not None and newest not in {one.step for one in entries} else None
     return CheckpointTable(
-        run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=verify
+        run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=checksum
     )
 
 
@@ -191,7 +191,7 @@ def export(
     """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and others.
 
     `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
-    `phalanx.checkpoints(out, verify=True)` compares them.
+    `phalanx.checkpoints(out, checksum=True)` compares them.
     """
     from phalanx.train.prepare import need_torch
 

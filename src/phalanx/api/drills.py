@@ -348,11 +348,11 @@ class DrillSuite(PublicResult):
         lines = [_suite_text(one) for one in self.drills]
         if self.ok:
             lines += [
-                f"{format_seconds(self.seconds)}; kept in {store_path(os.environ)}, where phalanx check finds it",
-                "the signature says that this user's phalanx wrote the records and that nobody changed them since",
+                f"{format_seconds(self.seconds)}; saved to {store_path(os.environ)}, where phalanx check finds it",
+                "signed with your key: phalanx check refuses records that were changed since",
             ]
         else:
-            lines.append(f"{format_seconds(self.seconds)}; not kept: a drill that failed proves nothing")
+            lines.append(f"{format_seconds(self.seconds)}; not saved: a drill that failed proves nothing")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -454,7 +454,7 @@ def _suite_text(one: SuiteDrill) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DrillRecord(PublicResult):
-    """A record of a drill: whether its signature and evidence are as they were written, and which verdicts failed."""
+    """A record of a drill: whether its signature and evidence are unchanged, and which verdicts failed."""
 
     path: Path
     record: dict[str, Any]
@@ -463,8 +463,8 @@ class DrillRecord(PublicResult):
 
     def __str__(self) -> str:
         counts = f"{plural(len(self.record['faults']), 'fault')}, {plural(len(self.record['files']), 'file')}"
-        found = self.wrong or ("signature and evidence are as they were written",)
-        failed = f"  verdicts that failed: {', '.join(self.failed) or 'none'}"
+        found = self.wrong or ("signature and evidence are unchanged",)
+        failed = f"  failed verdicts: {', '.join(self.failed) or 'none'}"
         return "\n".join([f"{self.path}: {counts}", *(f"  {text}" for text in found), failed])
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`phalanx checkpoints`: the checkpoints of a run, and whether they are whole."""
+"""`phalanx checkpoints`: the checkpoints of a run, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from phalanx.cli.parser import add_json
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx checkpoints`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, or a folder that phalanx export wrote")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    parser.add_argument("--checksum", action="store_true", help="read every byte and compare it with its digest")
+    parser.add_argument("--verify", dest="checksum", action="store_true", help=argparse.SUPPRESS)  # its first name
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """List; exit 1 when something is damaged or gone."""
-    return show(phalanx.checkpoints(args.run, verify=args.verify, tell=note), as_json=args.json)
+    return show(phalanx.checkpoints(args.run, checksum=args.checksum, tell=note), as_json=args.json)

@@ -30,7 +30,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "fabric.design fabric.decisions fabric.show fabric.catalogue fabric.simulate fabric.export fabric.collective",
         "design and simulate the network for N GPUs",
     ),
-    "check": ("phalanx.cli.check", "check fix", "check a job, a plan or a run against the training specification"),
+    "check": (
+        "phalanx.cli.check",
+        "check fix",
+        "check a job, plan or run against the rules of the training specification",
+    ),
     "rules": ("phalanx.cli.rules", "rules", "list the rules of the training specification"),
     "explain": ("phalanx.cli.explain", "explain", "explain one rule, with the numbers of a job"),
     "trace": ("phalanx.cli.trace", "trace", "trace one rank's step on fake tensors"),
@@ -43,18 +47,18 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "drill": (
         "phalanx.cli.drill",
         "drill drill_suite drill_outside list_outside_drills read_drill_record",
-        "inject faults into a real run, and prove that it survives them",
+        "inject faults into a real run and prove that it recovers",
     ),
     "verify": ("phalanx.cli.verify", "verify", "prove that a layout computes what a single process computes"),
     "import": ("phalanx.cli.import_", "import_job", "convert another trainer's configuration to a job file"),
     "checkpoints": (
         "phalanx.cli.checkpoints",
         "checkpoints",
-        "list a run's checkpoints, and verify every byte of them",
+        "list a run's checkpoints, and find damaged ones",
     ),
     "export": ("phalanx.cli.export", "export", "write a run's weights as a Hugging Face folder"),
-    "backtest": ("phalanx.cli.backtest", "backtest", "predict published measurements, and report the error"),
-    "data": ("phalanx.cli.data", "data.build data.show data.checksum", "build, show and checksum token datasets"),
+    "backtest": ("phalanx.cli.backtest", "backtest", "score the planner's predictions on published measurements"),
+    "data": ("phalanx.cli.data", "data.build data.show data.checksum", "build, show and checksum datasets"),
     "metrics": (
         "phalanx.cli.metrics",
         "metrics grafana",
@@ -64,9 +68,29 @@ VERBS: dict[str, tuple[str, str, str]] = {
 }
 FORMER_NAMES = {"validate": "backtest"}  # until 0.7
 
+# The order of `phalanx --help`, which a newcomer reads from the top: every verb is in one group.
+VERB_GROUPS = {
+    "prepare": "init import show data",
+    "plan": "plan cluster probe calibrate backtest",
+    "check before training": "check rules explain verify trace",
+    "train": "train agent drill checkpoints export",
+    "watch and compare": "watch report diff web metrics",
+    "network and simulation": "fabric sim",
+}
+
+# Five ways of testing something, told apart in the help of each (docs/glossary.md): command, and what it tests.
+TESTS = {
+    "check": ("check", "rules of the training specification"),
+    "verify": ("verify", "numbers a layout computes"),
+    "backtest": ("backtest", "accuracy of predictions"),
+    "drill": ("drill", "recovery from injected faults"),
+    "data": ("data checksum", "files of a dataset"),
+    "checkpoints": ("checkpoints --checksum", "files of a checkpoint"),
+}
+
 EPILOG = """\
-exit codes: 0 success, 1 findings, 2 invalid job or command, 3 system failure
 start with: phalanx init job.toml && phalanx plan job.toml
+exit codes: 0 success, 1 findings, 2 invalid job or command, 3 system failure, 130 interrupted
 """
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -110,7 +134,7 @@ def _run(stop: CommandSignals, arguments: list[str]) -> int:
         # A library may turn Ctrl-C into an error of its own, as an import in C does, and ranks that the terminal
         # stopped too are ranks that failed.
         if stop.received:
-            print(f"stopped by Ctrl-C, in the middle of something ({type(error).__name__})", file=sys.stderr)
+            print(f"stopped by Ctrl-C ({type(error).__name__})", file=sys.stderr)
             return INTERRUPTED
         return _failed(error)
 
@@ -128,7 +152,7 @@ def _failed(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, OSError) and error.filename is None and _full(error):
         _drop_output()
-        print(f"phalanx: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"phalanx: cannot write the output: {error.strerror}", file=sys.stderr)
         return 3
     return _apologise(error)
 
@@ -161,18 +185,27 @@ def _dispatch(arguments: list[str]) -> int:
 
     module_name, _, help_line = VERBS[verb]
     module = import_module(module_name)
-    parser = Parser(prog=f"phalanx {verb}", description=help_line)
+    parser = Parser(prog=f"phalanx {verb}", description=help_line, epilog=_see_also(verb))
     module.configure(parser)
     return int(module.run(parser.parse_args(rest)))
 
 
+def _see_also(verb: str) -> str | None:
+    others = (f"phalanx {command} ({what})" for name, (command, what) in TESTS.items() if name != verb)
+    return f"see also: {', '.join(others)}" if verb in TESTS else None
+
+
 def usage() -> str:
     """The top-level help, from the table alone."""
-    verbs = "\n".join(f"  {verb:<10} {help_line}" for verb, (_, _, help_line) in VERBS.items())
+    parts = []
+    for title, names in VERB_GROUPS.items():
+        lines = [f"  {verb:<11} {VERBS[verb][2]}" for verb in names.split()]
+        parts.append("\n".join([f"{title}:", *lines]))
     return (
         "usage: phalanx VERB [options]     phalanx VERB --help     phalanx --version\n\n"
-        "One job file from a laptop to a hundred thousand GPUs.\n\n"
-        f"verbs:\n{verbs}\n\n{EPILOG}"
+        "Plan and run transformer training from one job file, on a laptop or on 100,000 GPUs.\n\n"
+        + "\n\n".join(parts)
+        + f"\n\n{EPILOG}"
     )
 
 
@@ -194,10 +227,10 @@ def _apologise(error: Exception) -> int:
 
     text = visible(str(error)).splitlines()
     print(
-        f"phalanx: sorry, something failed that should not: {type(error).__name__}: {text[0] if text else ''}",
+        f"phalanx: internal error: {type(error).__name__}: {text[0] if text else ''}",
         file=sys.stderr,
     )
-    print("  the job may be fine; run again with PHALANX_DEBUG=1 for the trace, and report it", file=sys.stderr)
+    print("  this is a bug in Phalanx; PHALANX_DEBUG=1 prints the traceback, please report it", file=sys.stderr)
     return 3
 
 

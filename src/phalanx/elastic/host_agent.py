@@ -109,7 +109,7 @@ class HostAgent:
         self._link: float | None = None  # bytes per second to the coordinator's host, once measured
         self.recheck: Recheck | None = None  # before every membership that this host is a member of
         self._look: ForkedCheck | None = None  # while it is at that
-        self.vault = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
+        self.replica_store = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
         self._secret = read_secret(run.path / "secret")
         self._selector = selectors.DefaultSelector()
         self._ranks = RankSlots(
@@ -541,7 +541,7 @@ class HostAgent:
             "ready",
             epoch=self._generation,
             ports={str(slot.number): slot.ready for slot in members},
-            held=[one.to_json() for one in fold_held(self.vault.held())],
+            held=[one.to_json() for one in fold_held(self.replica_store.held())],
             collectives=self._ranks.collectives,
             time=time.time(),
         )

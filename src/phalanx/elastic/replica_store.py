@@ -161,12 +161,12 @@ def _no_memory(size_bytes: int, error: OSError) -> Problem:
     return Problem(
         where="checkpoint.memory_every",
         what=f"no {size_bytes:,} bytes of host memory for a snapshot: {error.strerror or error}",
-        why="a rank that falls is restored from it without losing a step",
+        why="a rank that fails is restored from it without losing a step",
         fix="memory_every = 0 for checkpoints on disk alone, or fewer ranks on this host",
     )
 
 
-# The newest that every rank has, one that some have, one being written: docs/vault.md, "Why three".
+# The newest that every rank has, one that some have, one being written: docs/in-memory-checkpoints.md, "Memory".
 GENERATIONS = 3
 
 

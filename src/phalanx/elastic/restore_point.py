@@ -102,8 +102,8 @@ class RestorePoint:
 class Lineage:
     """Up to which step the snapshots of each generation belong to the run as it is now.
 
-    When epoch 5 went on from step 8 of epoch 4, then steps 9 and 10 that epoch 4 had done never happened, although they
-    may still lie in memory: perhaps it fell back because they were wrong.
+    When generation 5 went on from step 8 of generation 4, then steps 9 and 10 that generation 4 had done never
+    happened, although they may still lie in memory: perhaps it fell back because they were wrong.
     """
 
     ceilings: tuple[tuple[int, int | None], ...] = ()

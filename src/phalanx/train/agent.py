@@ -104,7 +104,7 @@ def _rescue(run: Run, agent: HostAgent, keep: int, message: Mapping[str, Any]) -
             run.path,
             RescueOrder.from_json(message),
             host=agent.host,
-            vault=agent.vault,
+            replica_store=agent.replica_store,
             places=places,
             keep=keep,
             newer_than=newer_than,
@@ -147,7 +147,7 @@ def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask |
         Rank(
             run=Path(run.path),
             link=link,
-            vault=agent.vault,
+            replica_store=agent.replica_store,
             host=agent.host,
             address=agent.address,
             secret=secret,

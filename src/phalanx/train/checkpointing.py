@@ -142,7 +142,7 @@ class Checkpointing(Callback):
         meta, rank_meta = self._meta(), self._rank_meta()
         training.warn_of_buffers(training.engine.changed_unsaved(), UNSAVED_BUFFER)
         try:
-            self.saver.save(step=step, pieces=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
+            self.saver.save(step=step, shards=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
         except SystemFailure as error:  # of the save before; this one has begun
             self.tell_unsaved(self._writing_step, error)
         self._writing_step, self._reason = step, reason

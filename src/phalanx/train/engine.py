@@ -572,7 +572,7 @@ class Engine:
         return tokens if stage == 0 else hidden, logits if stage == num_stages(self.settings) - 1 else hidden
 
     def _gradients(self) -> list[torch.Tensor]:
-        """The summed gradient of every piece, in the optimizer's order; zeros where a parameter took no part."""
+        """The summed gradient of every shard, in the optimizer's order; zeros where a parameter took no part."""
         found = []
         for held, shard in zip(self._trained, self.shards, strict=True):
             grad = self.exchange.gradient(held.tensor) if self.exchange is not None else local_gradient(held.tensor)

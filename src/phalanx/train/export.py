@@ -79,7 +79,7 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Writ
 
 
 def _add_checksums(out: Path) -> None:
-    """SHA256SUMS over all files: `sha256sum -c SHA256SUMS`, or `phalanx checkpoints OUT --verify`, checks a copy."""
+    """SHA256SUMS over all files: `sha256sum -c SHA256SUMS`, or `phalanx checkpoints OUT --checksum`, checks a copy."""
     try:
         names = sorted(path.name for path in out.iterdir() if path.is_file() and path.name != CHECKSUMS)
         write_checksums(out, {name: file_sha256(out / name) for name in names if not name.startswith(".")})

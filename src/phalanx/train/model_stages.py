@@ -216,7 +216,7 @@ def copy_weights(
 ) -> None:
     """Give weights and buffers the values of whole tensors, each rank its boxes; names come without `prefix`.
 
-    Buffers that no checkpoint holds, and so no piece is of, are whole on every rank.
+    Buffers that no checkpoint holds, and so no shard is of, are whole on every rank.
     """
     targets: dict[str, list[TensorShard]] = {}
     for shard in weights:

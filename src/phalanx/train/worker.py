@@ -1,7 +1,7 @@
 """One rank of a run: joins the others, builds its part of the job, and trains; under an agent, again and again.
 
 A rank that loses a peer keeps its process: it leaves the process group, waits for its place in the next membership, and
-builds itself anew from what the vault or the disk holds.
+builds itself anew from what host memory or the disk holds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rank:
         *,
         run: Path,
         link: RankLink,
-        vault: ReplicaStore,
+        replica_store: ReplicaStore,
         host: str,
         address: str,
         secret: bytes,
@@ -96,12 +96,18 @@ class Rank:
         task: LauncherTask | None = None,
         allow_code: bool = False,
     ) -> None:
-        self.run, self.link, self.vault, self.host, self.address = open_run(str(run)), link, vault, host, address
+        self.run, self.link, self.replica_store, self.host, self.address = (
+            open_run(str(run)),
+            link,
+            replica_store,
+            host,
+            address,
+        )
         self._secret, self._notes = secret, notes  # what NCCL cannot use on this host
         # Its place among the ranks of this machine. By slots, not by ranks: the number of threads changes bits, and
         # ranks come and go.
         self._local_rank = task.local_rank if task is not None else link.slot
-        self._local_world = task.local_world if task is not None else vault.slots
+        self._local_world = task.local_world if task is not None else replica_store.slots
         self._task, self._allow_code = task, allow_code
         self.plan = Plan.from_json(self.run.plan_text(), where=str(self.run.plan_json))
         self._server: ReplicaServer | None = None
@@ -179,7 +185,7 @@ class Rank:
             door = stack.enter_context(_door(self.address)) if inner[0] == 0 else None
             port = door.getsockname()[1] if door is not None else 0
             self.link.send(
-                "ready", epoch=membership.generation, port=port, vault=self._vault_port(membership.generation)
+                "ready", epoch=membership.generation, port=port, vault=self._replica_port(membership.generation)
             )
             known = listening_sockets()  # not to be closed to strangers: they defend themselves
             if door is not None and across is None:  # else replicas that come back meet at this store
@@ -275,7 +281,7 @@ class Rank:
             return self._task.shares_gpu  # the tasks of a launcher have told each other
         # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
         hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
-        return self.vault.slots * max(hosts, 1) > torch.cuda.device_count()
+        return self.replica_store.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _watched(
         self, membership: HostMembership, rank: int, events: EventWriter, device: torch.device, store: Store | None
@@ -300,11 +306,11 @@ class Rank:
         share = -(-self._local_world // torch.cuda.device_count()) if self._task.shares_gpu else 1
         return Sharers(host=self._local_world, device=share if device.type == "cuda" else self._local_world)
 
-    def _vault_port(self, epoch: int) -> int:
+    def _replica_port(self, epoch: int) -> int:
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
-            self._server = ReplicaServer(self.vault, secret=self._secret, address=self.address, host=self.host)
+            self._server = ReplicaServer(self.replica_store, secret=self._secret, address=self.address, host=self.host)
         self._server.admit(epoch)
         return self._server.port
 
@@ -322,13 +328,13 @@ class Rank:
             where = ReplicaAddress(host=str(host), port=int(port), slot=int(place))
         restore = go.get("restore")
         return InMemoryCheckpointer(
-            self.vault,
+            self.replica_store,
             slot=self.link.slot,
             rank=inner[0],
             world=inner[1],
             epoch=membership.generation,
             secret=self._secret,
-            buddy=where,
+            peer=where,
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
             address=self.address,
             tell=partial(events.write, "memory", epoch=membership.generation),
@@ -349,7 +355,7 @@ class Rank:
         directory = ReplicaDirectory(store, **numbers)
         if self.link.slot == min(membership.ranks):
             server = (self.address, self._server.port) if self._server is not None else (self.address, 0)
-            directory.announce(self.host, server, self.vault.held())
+            directory.announce(self.host, server, self.replica_store.held())
         return directory
 
     def _copies(self, go: Mapping[str, Any], places: ReplicaDirectory) -> ReplicaSource:
@@ -357,7 +363,7 @@ class Rank:
         numbers = {name: int(restore[name]) for name in ("epoch", "step", "world")}
         return ReplicaSource(
             RestorePoint(places=places, **numbers),
-            vault=self.vault,
+            replica_store=self.replica_store,
             local_host=self.host,
             peers=places.servers,
             secret=self._secret,

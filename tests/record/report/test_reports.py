@@ -71,7 +71,7 @@ def test_the_page_tells_everything(story: RunReport) -> None:
     assert tuple(re.findall("<figcaption><b>(.*?)</b>", page)) == PLOTS
     for text in ("rank 2 (data 1, tensor 0, on host-1) is at work", "killed by signal 9", "4 ranks"):
         assert text in page
-    assert "The accounts add up to within 1 %." in page
+    assert "The accounts add up to the wall clock." in page
     assert "The ranks move in lockstep." in page
     assert "nvml, summed over ranks and restarts" in page
     assert page.count('class="mark incident"') == len(PLOTS) - 1  # not on the axis of time

@@ -422,8 +422,8 @@ FLT006 = [
         rule="FLT006",
         name="a drill found something",
         verdict="fail",
-        evidence=lambda: job(drills=(drill(clean=False, wrong=("old epochs are fenced",)),)),
-        says="old epochs are fenced",
+        evidence=lambda: job(drills=(drill(clean=False, wrong=("old generations are fenced",)),)),
+        says="old generations are fenced",
     ),
     Case(
         rule="FLT006",

@@ -42,7 +42,7 @@ BODY: dict[str, Any] = {
     ],
     "verdicts": [
         {"name": "equal to a fault-free replay", "ok": True, "evidence": "40 steps"},
-        {"name": "damaged files were refused", "ok": True, "evidence": "epoch 2 refused step-00000009 and went back"},
+        {"name": "damaged files were refused", "ok": True, "evidence": "generation 2 refused step-00000009"},
     ],
 }
 

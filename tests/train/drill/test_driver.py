@@ -105,7 +105,7 @@ def test_a_lost_host_is_the_agent_and_its_ranks_at_the_step(run: Run, host: Any)
     [note] = firings.read_firings(run)
     assert (note.host, note.epoch, note.step, note.note) == ("host-1", 3, 4, "SIGKILL to 3 processes")
     drill.tick()
-    assert told == ["  epoch 3, step 4: host:step=4 host-1"]
+    assert told == ["  generation 3, step 4: host:step=4 host-1"]
 
 
 def test_a_frozen_host_wakes_again(run: Run, host: Any, clock: list[float]) -> None:

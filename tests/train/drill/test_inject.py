@@ -61,7 +61,7 @@ def injector(run: Run, *texts: str, rank: int = 1, epoch: int = 1) -> Injector:
     return hooks
 
 
-def pieces(*tensors: torch.Tensor) -> list[TensorShard]:
+def shards(*tensors: torch.Tensor) -> list[TensorShard]:
     return [
         TensorShard(
             name=f"t{number}",
@@ -204,7 +204,7 @@ def test_one_bit(run: Run, dtype: torch.dtype, how: str) -> None:
     for step in range(3):
         hooks.step_begins(step)
         hooks.gradients(step, [held["gradient"]])
-        hooks.updated(step, pieces(held["weight"]), pieces(held["moment"]))
+        hooks.updated(step, shards(held["weight"]), shards(held["moment"]))
     name = "weight" if how == "update" else how
     assert {key: changed_bits(before[key], held[key]) for key in held} == {**dict.fromkeys(held, 0), name: 1}
 
@@ -217,7 +217,7 @@ def test_seeds_flip_different_bits(run: Run) -> None:
         for path in firings.firings_folder(run).glob("fired-*"):
             path.unlink()
         hooks.step_begins(0)
-        hooks.updated(0, pieces(weight), [])
+        hooks.updated(0, shards(weight), [])
         found.add(bytes(weight.view(torch.uint8).flatten().tolist()))
     assert len(found) > 15
 

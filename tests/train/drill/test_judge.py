@@ -32,7 +32,7 @@ def test_a_survived_fault_is_believed(survived: Story, replayed: Story) -> None:
     found = verdicts(survived, replayed)
     assert [verdict for verdict in found.values() if not verdict.ok] == []
     assert found["equal to a fault-free replay"].evidence.startswith("8 steps, 30 digests compared, loss ")
-    assert found["steps in order"].evidence == "3 epochs, 9 steps done, 1 undone"
+    assert found["steps in order"].evidence == "3 generations, 9 steps done, 1 undone"
     assert found["every restore was committed"].evidence == "2 from memory, 1 from start"
 
 
@@ -125,16 +125,16 @@ def zombie_commits(story: Story) -> None:
     ("lie", "name", "words"),
     [
         (other_bits_when_redone, "one digest per step", "step 3, rank 0: "),
-        (lost_step, "steps in order", "epoch 1, rank 0: steps 0, 2, 3 after 0"),
-        (unlogged_restore, "steps in order", "epoch 2 trained without a logged restore"),
+        (lost_step, "steps in order", "generation 1, rank 0: steps 0, 2, 3 after 0"),
+        (unlogged_restore, "steps in order", "generation 2 trained without a logged restore"),
         (restore_from_nowhere, "every restore was committed", "restored step 3, which was never on the disk"),
         (restore_of_the_future, "every restore was committed", "restored step 5, but only 4 were done"),
         (restore_behind_what_was_held, "every restore was committed", "step 2 from memory, which held 3"),
         (sample_twice, "every sample in one step", "step 4: 1 sample repeated or not of this step, such as 32"),
         (sample_left_out, "every sample in one step", "step 4: 1 sample of the batch missing, such as 37"),
         (sample_unknown, "every sample in one step", "step 4: rank 1 did not record its samples"),
-        (zombie, "old epochs are fenced", "rank 1 of epoch 1 wrote step 2."),
-        (zombie_commits, "old epochs are fenced", "rank 0 of epoch 1 committed a checkpoint 2.00 s after its end"),
+        (zombie, "old generations are fenced", "rank 1 of generation 1 wrote step 2."),
+        (zombie_commits, "old generations are fenced", "rank 0 of generation 1 committed a checkpoint 2.00 s after"),
     ],
 )
 def test_every_lie_is_found(lie: Callable[[Story], None], name: str, words: str, survived: Story) -> None:
@@ -151,7 +151,7 @@ def test_other_bits_than_the_replay(survived: Story, replayed: Story) -> None:
     found = verdicts(survived, replay)["equal to a fault-free replay"]
     assert not found.ok
     assert "step 5, rank 2: " in found.evidence
-    assert "ffffffffffff (epoch 3)" in found.evidence
+    assert "ffffffffffff (generation 3)" in found.evidence
 
 
 def test_a_replay_may_be_longer_only_of_a_run_that_was_cut_short(survived: Story, replayed: Story) -> None:

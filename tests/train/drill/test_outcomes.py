@@ -122,7 +122,7 @@ def test_a_fault_that_nobody_noticed_is_not_credited_with_a_later_one(story: Sto
 
 
 def test_a_fault_that_nobody_had_time_to_notice_is_not_judged(survived: Story) -> None:
-    """The run was over before anybody had to: neither "ok" nor "WRONG", and no proof."""
+    """The run was over before anybody had to: neither "ok" nor "FAILED", and no proof."""
     at = time_of(survived, "step", epoch=1, step=3)
     _, late = told(survived, shot(at + 0.1, epoch=3), "kill:rank=2,step=3", patience_s=100)
     verdict = judge_noticed([late], asked=1, patience_s=100)

@@ -36,7 +36,7 @@ def test_a_restore_that_went_further_back(story: Story) -> None:
     story.write("ready", rank=1, step=3, source="disk", warnings=["another rank could not"])
     story.write("ready", rank=0, step=3, source="disk", warnings=["checkpoints/step-00000005: rank-00001 is damaged"])
     (verdict,) = judge(story, at_s)
-    assert verdict == Verdict(name=NAME, ok=True, evidence="epoch 2 refused step-00000005 and went back to step 3")
+    assert verdict == Verdict(name=NAME, ok=True, evidence="generation 2 refused step-00000005 and went back to step 3")
 
 
 def test_a_restore_that_took_it(story: Story) -> None:
@@ -46,7 +46,7 @@ def test_a_restore_that_took_it(story: Story) -> None:
     (verdict,) = judge(story, at_s)
     assert (verdict.ok, verdict.evidence) == (
         False,
-        "no restore read one: epoch 2 took step-00000005, which was damaged",
+        "no restore read one: generation 2 took step-00000005, which was damaged",
     )
 
 

@@ -55,7 +55,7 @@ RESULT = DrillResult(
     outcomes=(KILL, COORDINATOR),
     not_fired=("hang:step=99",),
     verdicts=(
-        Verdict(name="steps in order", ok=True, evidence="2 epochs"),
+        Verdict(name="steps in order", ok=True, evidence="2 generations"),
         Verdict(name="every sample in one step", ok=False, evidence="step 3: 1 sample twice"),
     ),
     numbers=DrillNumbers(
@@ -75,14 +75,14 @@ def test_few_faults_are_told_one_by_one() -> None:
     assert render_drill(RESULT) == (
         """\
 2 faults in 60 steps, 12.0 s; the run is done
-  fault               hit                      detected  recovered  lost  redone  from    ranks
-  kill:rank=2,step=5  rank 2, epoch 1, step 5   30.0 ms     710 ms     0       1  memory  3
-  coordinator         epoch 2
+  fault               hit                           detected  recovered  lost  redone  from    ranks
+  kill:rank=2,step=5  rank 2, generation 1, step 5   30.0 ms     710 ms     0       1  memory  3
+  coordinator         generation 2
   not fired, the run had ended: hang:step=99
 verdicts
-  ok     steps in order            2 epochs
-  WRONG  every sample in one step  step 3: 1 sample twice
-recovery: 710 ms, at worst 710 ms; the plan assumed 1.00 s
+  ok     steps in order                2 generations
+  FAILED every sample in one step      step 3: 1 sample twice
+recovery: 710 ms; the plan assumed 1.00 s
 effective training time: 80.0%; the plan predicts 75.0% at this failure rate"""
     )
     assert not RESULT.ok

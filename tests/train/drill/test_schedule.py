@@ -179,7 +179,7 @@ def test_only_what_happened_is_shown_as_proved() -> None:
     )
     seen = {claim for claim, _, happened in claims_shown(RECOVERY, result) if happened}
     assert seen == {"a lost rank is noticed and replaced", "steps go on with the same bits"}
-    met = replace(result, verdicts=(replace(unread, evidence="epoch 2 refused step-00000009 and went back"),))
+    met = replace(result, verdicts=(replace(unread, evidence="generation 2 refused step-00000009 and went back"),))
     assert "a damaged checkpoint is refused" in {
         claim for claim, _, happened in claims_shown(RECOVERY, met) if happened
     }

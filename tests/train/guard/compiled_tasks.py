@@ -82,13 +82,13 @@ def _held(rank: int, trial: Trial) -> Held:
     forget_meshes()
     engine = Engine(trial.shape, trial.settings, trial.optim, device=torch.device("cpu"))
     engine.initialise()
-    first = [piece.tensor.clone() for piece in engine.state()]
+    first = [shard.tensor.clone() for shard in engine.state()]
     without, with_it = [], []
     _steps(rank, engine, trial, without)
     with torch.no_grad():
-        for piece, value in zip(engine.state(), first, strict=True):
-            piece.tensor.copy_(value)
-    engine.optimizer.load({piece.name: piece.tensor for piece in engine.optimizer.state()}, 0)
+        for shard, value in zip(engine.state(), first, strict=True):
+            shard.tensor.copy_(value)
+    engine.optimizer.load({shard.name: shard.tensor for shard in engine.optimizer.state()}, 0)
     engine.take_carried({}, 0.0)
     engine.publish()
     due = [is_comparison_due(engine, set())]

@@ -72,9 +72,9 @@ def build(trial: Trial, every: int) -> tuple[Engine, ReplicaGuard]:
 
 @torch.no_grad()
 def _flip(engine: Engine, flip: Flip) -> None:
-    piece = next(piece for piece in engine.state() if piece.name == flip.name)
-    assert piece.tensor.dtype == torch.float32
-    words = piece.tensor.view(-1)[:1].view(torch.int32)
+    shard = next(shard for shard in engine.state() if shard.name == flip.name)
+    assert shard.tensor.dtype == torch.float32
+    words = shard.tensor.view(-1)[:1].view(torch.int32)
     words ^= 1 << flip.bit
     engine.publish()
 

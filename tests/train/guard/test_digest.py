@@ -17,7 +17,7 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 SIZES = [0, 1, 3, 4096, 4097, 3 * 4096, 70_001]
 
 
-def piece(tensor: torch.Tensor, name: str = "w") -> TensorShard:
+def shard(tensor: torch.Tensor, name: str = "w") -> TensorShard:
     start = (0,) * tensor.dim()
     return TensorShard(
         name=name, tensor=tensor, shape=tuple(tensor.shape), start=start, replicas=1, owner=True, groups={}
@@ -32,22 +32,22 @@ def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 def test_any_bit(count: int, place: float, bit: int) -> None:
     tensor = numbers(count)
-    before = digest_shards([piece(tensor)])
+    before = digest_shards([shard(tensor)])
     raw = tensor.view(torch.uint8)
     where = int(place * len(raw))
     raw[where] ^= 1 << bit
-    assert digest_shards([piece(tensor)]) != before
+    assert digest_shards([shard(tensor)]) != before
     raw[where] ^= 1 << bit
-    assert digest_shards([piece(tensor)]) == before
+    assert digest_shards([shard(tensor)]) == before
 
 
 def test_signs_of_several_values_do_not_cancel() -> None:
     tensor = numbers(4096)
-    seen = {digest_shards([piece(tensor)])}
+    seen = {digest_shards([shard(tensor)])}
     for count in (2, 3, 64, 4096):
         turned = tensor.clone()
         turned[:count] *= -1
-        seen.add(digest_shards([piece(turned)]))
+        seen.add(digest_shards([shard(turned)]))
     assert len(seen) == 5
 
 
@@ -56,15 +56,15 @@ def test_order_counts() -> None:
     swapped = tensor.clone()
     swapped[[0, 1]] = tensor[[1, 0]]
     rows = torch.cat([tensor[4096:], tensor[:4096]])
-    assert len({digest_shards([piece(one)]) for one in (tensor, swapped, rows)}) == 3
+    assert len({digest_shards([shard(one)]) for one in (tensor, swapped, rows)}) == 3
 
 
 def test_names_places_and_kinds_count() -> None:
-    one = piece(numbers(64).view(8, 8))
+    one = shard(numbers(64).view(8, 8))
     moved = replace(one, start=(8, 0), shape=(16, 8))
     turned = replace(one, tensor=one.tensor.view(64), shape=(64,), start=(0,))
     assert len({digest_shards([p]) for p in (one, replace(one, name="v"), moved, turned)}) == 4
-    zeros = [piece(torch.zeros(4, dtype=kind)) for kind in (torch.float32, torch.int32)]
+    zeros = [shard(torch.zeros(4, dtype=kind)) for kind in (torch.float32, torch.int32)]
     assert digest_shards(zeros[:1]) != digest_shards(zeros[1:])
     assert digest_shards([one, moved]) != digest_shards([moved, one])
 
@@ -73,10 +73,10 @@ def test_names_places_and_kinds_count() -> None:
 @pytest.mark.parametrize("first", [0, 1, 2, 3])
 def test_where_the_memory_lies_does_not_count(dtype: torch.dtype, first: int) -> None:
     whole = numbers(70_001, dtype)
-    shard = whole[first : first + 40_003]
-    assert digest_shards([piece(shard)]) == digest_shards([piece(shard.clone())])
+    part = whole[first : first + 40_003]
+    assert digest_shards([shard(part)]) == digest_shards([shard(part.clone())])
     matrix = whole[:10_000].view(100, 100)
-    assert digest_shards([piece(matrix.t())]) == digest_shards([piece(matrix.t().contiguous())])
+    assert digest_shards([shard(matrix.t())]) == digest_shards([shard(matrix.t().contiguous())])
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -104,26 +104,26 @@ def test_the_formula() -> None:
 def test_a_gpu_gives_the_same_digest(count: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         tensor = numbers(count, dtype)
-        assert digest_shards([piece(tensor.cuda())]) == digest_shards([piece(tensor)])
+        assert digest_shards([shard(tensor.cuda())]) == digest_shards([shard(tensor)])
 
 
 @given(count=st.sampled_from(SIZES[1:]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
 def test_any_bit_changes_a_sum(count: int, place: float, bit: int) -> None:
     tensor = numbers(count, torch.bfloat16)[count % 2 :]  # may begin in the middle of a word
-    before = sum_words([piece(tensor)])
+    before = sum_words([shard(tensor)])
     raw = tensor.view(torch.uint8)
     if len(raw):
         raw[int(place * len(raw))] ^= 1 << bit
-        assert sum_words([piece(tensor)]) != before
+        assert sum_words([shard(tensor)]) != before
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_memory_is_compared_in_steps_between_digests_too(is_saved: bool) -> None:
     """A bit that flips between two updates, at a step that is not due."""
     weights, moments = numbers(5000), numbers(4097)
-    pieces = [piece(weights), piece(moments, "w#exp_avg")]
-    guard = ReplicaGuard(lambda: pieces, every=100, each_step=not is_saved)
+    shards = [shard(weights), shard(moments, "w#exp_avg")]
+    guard = ReplicaGuard(lambda: shards, every=100, each_step=not is_saved)
     for step in range(1, 4):
         assert guard.check(step, is_saved=is_saved) is None
         assert guard.remembers
@@ -139,6 +139,6 @@ def test_memory_is_compared_in_steps_between_digests_too(is_saved: bool) -> None
 
 
 def test_no_step_is_compared_where_the_job_says_never() -> None:
-    guard = ReplicaGuard(lambda: [piece(numbers(10))], every=0, each_step=True)
+    guard = ReplicaGuard(lambda: [shard(numbers(10))], every=0, each_step=True)
     assert guard.check(1, is_saved=True) is None
     assert not guard.remembers

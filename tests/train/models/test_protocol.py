@@ -338,13 +338,13 @@ def test_muon_leaves_tables_and_convolutions_of_an_own_network_to_adamw(folder: 
     assert tables_of(network, SHAPE.vocab) == {"table.weight", "head.weight", "head.bias"}
     tables = {f"network.{name}" for name in tables_of(network, SHAPE.vocab)}
 
-    def piece(name: str, *shape: int) -> TensorShard:
+    def shard(name: str, *shape: int) -> TensorShard:
         zeros = torch.zeros(shape)
         return TensorShard(
             name=name, tensor=zeros, shape=shape, start=(0,) * len(shape), replicas=1, owner=True, groups={}
         )
 
     by_muon = {"network.table.weight": (50, 8), "network.layers.0.weight": (8, 8), "network.conv.weight": (8, 8, 3)}
-    assert [name for name, size in by_muon.items() if takes_muon(piece(name, *size), tables)] == [
+    assert [name for name, size in by_muon.items() if takes_muon(shard(name, *size), tables)] == [
         "network.layers.0.weight"
     ]

@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], Spec]] = {
 OTHER: dict[int, str] = {0: "st"}  # the split a state is loaded into: every tensor's first dimension
 
 
-def piece_of(name: str, whole: torch.Tensor, spec: Spec, groups: dict[str, ProcessGroup]) -> TensorShard:
+def shard_of(name: str, whole: torch.Tensor, spec: Spec, groups: dict[str, ProcessGroup]) -> TensorShard:
     """This rank's part, by torch.chunk itself."""
     part, start = whole, [0] * whole.ndim
     for dim, letters in spec.items():
@@ -81,22 +81,22 @@ def gradients(step: int) -> dict[str, torch.Tensor | None]:
     return grads
 
 
-def take_step(optimizer: Optimizer, pieces: list[TensorShard], step: int) -> None:
-    """Hand every piece its part of the whole gradient."""
-    for piece in pieces:
-        grad = gradients(step)[piece.name]
-        piece.tensor.grad = None if grad is None else local_region(piece, grad).clone()
+def take_step(optimizer: Optimizer, shards: list[TensorShard], step: int) -> None:
+    """Hand every shard its part of the whole gradient."""
+    for shard in shards:
+        grad = gradients(step)[shard.name]
+        shard.tensor.grad = None if grad is None else local_region(shard, grad).clone()
     optimizer.step(1e-2 / (step + 1))
 
 
-def differences(pieces: list[TensorShard], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+def differences(shards: list[TensorShard], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """The largest difference of each whole tensor from the expected one."""
-    assert [piece.name for piece in pieces] == list(expected)
+    assert [shard.name for shard in shards] == list(expected)
     found = {}
-    for piece in pieces:
-        whole = gather_tensor(piece, piece.tensor.detach())
-        difference = (whole - expected[piece.name]).abs()
-        found[piece.name] = float(difference.max()) if difference.numel() else 0.0
+    for shard in shards:
+        whole = gather_tensor(shard, shard.tensor.detach())
+        difference = (whole - expected[shard.name]).abs()
+        found[shard.name] = float(difference.max()) if difference.numel() else 0.0
     return found
 
 
@@ -106,8 +106,8 @@ def compare(name: str, groups: dict[str, ProcessGroup]) -> dict[str, dict[str, f
     wholes = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, (s, _) in SHAPES.items()}
 
     def start(spec_of: Callable[[str], Spec]) -> tuple[list[TensorShard], Optimizer]:
-        pieces = [piece_of(n, whole, spec_of(n), groups) for n, whole in wholes.items()]
-        return pieces, build_optimizer(pieces, optim=Optim(name=name), state_dtype="fp32", decays=decays)
+        shards = [shard_of(n, whole, spec_of(n), groups) for n, whole in wholes.items()]
+        return shards, build_optimizer(shards, optim=Optim(name=name), state_dtype="fp32", decays=decays)
 
     alone, reference = start(lambda n: {})
     parts, split = start(lambda n: SHAPES[n][1])
@@ -115,32 +115,32 @@ def compare(name: str, groups: dict[str, ProcessGroup]) -> dict[str, dict[str, f
         take_step(reference, alone, step)
         take_step(split, parts, step)
     results = {
-        "weights": differences(parts, {piece.name: piece.tensor for piece in alone}),
-        "state": differences(split.state(), {piece.name: piece.tensor for piece in reference.state()}),
+        "weights": differences(parts, {shard.name: shard.tensor for shard in alone}),
+        "state": differences(split.state(), {shard.name: shard.tensor for shard in reference.state()}),
         "owned": owned(split.state(), groups),
     }
-    saved = {piece.name: gather_tensor(piece, piece.tensor) for piece in split.state()}
-    wholes = {piece.name: gather_tensor(piece, piece.tensor) for piece in parts}
+    saved = {shard.name: gather_tensor(shard, shard.tensor) for shard in split.state()}
+    wholes = {shard.name: gather_tensor(shard, shard.tensor) for shard in parts}
     parts, other = start(lambda n: OTHER)
-    other.load({piece.name: local_region(piece, saved[piece.name]) for piece in other.state()}, split.steps)
+    other.load({shard.name: local_region(shard, saved[shard.name]) for shard in other.state()}, split.steps)
     for step in range(STEPS, STEPS + 2):
         take_step(reference, alone, step)
         take_step(other, parts, step)
-    results["resumed"] = differences(parts, {piece.name: piece.tensor for piece in alone})
+    results["resumed"] = differences(parts, {shard.name: shard.tensor for shard in alone})
     return results
 
 
 def owned(state: list[TensorShard], groups: dict[str, ProcessGroup]) -> dict[str, float]:
-    """How far any element of a state tensor is from having one owner and as many holders as its piece says."""
+    """How far any element of a state tensor is from having one owner and as many holders as its shard says."""
     found = {}
-    for piece in state:
-        owners, holders = torch.zeros(piece.shape), torch.zeros(piece.shape)
-        local_region(piece, owners).fill_(float(piece.owner))
-        local_region(piece, holders).fill_(1.0)
+    for shard in state:
+        owners, holders = torch.zeros(shard.shape), torch.zeros(shard.shape)
+        local_region(shard, owners).fill_(float(shard.owner))
+        local_region(shard, holders).fill_(1.0)
         for count in (owners, holders):
             for group in groups.values():
                 dist.all_reduce(count, group=group)
-        found[piece.name] = float((owners - 1).abs().max() + (holders - piece.replicas).abs().max())
+        found[shard.name] = float((owners - 1).abs().max() + (holders - shard.replicas).abs().max())
     return found
 
 

@@ -22,7 +22,7 @@ KINDS = [
 ]
 
 
-def pieces_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
+def shards_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     return [
         TensorShard(
             name=name,
@@ -37,9 +37,9 @@ def pieces_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     ]
 
 
-def build(pieces: list[TensorShard], name: str, state_dtype: str = "fp32", **optim: float) -> Optimizer:
+def build(shards: list[TensorShard], name: str, state_dtype: str = "fp32", **optim: float) -> Optimizer:
     settings = Optim(name=name, **optim)  # type: ignore[arg-type]
-    return build_optimizer(pieces, optim=settings, state_dtype=state_dtype, decays=lambda name: "norm" not in name)
+    return build_optimizer(shards, optim=settings, state_dtype=state_dtype, decays=lambda name: "norm" not in name)
 
 
 def some_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -48,49 +48,49 @@ def some_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def step_with(optimizer: Optimizer, pieces: list[TensorShard], seed: int, lr: float = 1e-2) -> None:
+def step_with(optimizer: Optimizer, shards: list[TensorShard], seed: int, lr: float = 1e-2) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for piece in pieces:
-        piece.tensor.grad = torch.randn(piece.shape, generator=generator).to(piece.tensor.dtype)
+    for shard in shards:
+        shard.tensor.grad = torch.randn(shard.shape, generator=generator).to(shard.tensor.dtype)
     optimizer.step(lr)
 
 
 def test_adamw_is_torch_adamw() -> None:
     ours, theirs = some_tensors(), [nn.Parameter(tensor) for tensor in some_tensors().values()]
-    pieces = pieces_of(ours)
-    optimizer = build(pieces, "adamw")
+    shards = shards_of(ours)
+    optimizer = build(shards, "adamw")
     groups = [{"params": theirs[:2], "weight_decay": 0.1}, {"params": theirs[2:], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     for seed in range(5):
-        step_with(optimizer, pieces, seed)
-        for piece, parameter in zip(pieces, theirs, strict=True):
-            parameter.grad = piece.tensor.grad
+        step_with(optimizer, shards, seed)
+        for shard, parameter in zip(shards, theirs, strict=True):
+            parameter.grad = shard.tensor.grad
         reference.step()
-    for piece, parameter in zip(pieces, theirs, strict=True):
-        torch.testing.assert_close(piece.tensor, parameter.detach(), rtol=0, atol=1e-6)
+    for shard, parameter in zip(shards, theirs, strict=True):
+        torch.testing.assert_close(shard.tensor, parameter.detach(), rtol=0, atol=1e-6)
 
 
 def test_compact_adamw_with_wide_moments_is_adamw() -> None:
     """bf16 weights without a master copy: the update is AdamW's, rounded to a bf16 neighbour."""
-    wide, narrow = pieces_of(some_tensors()), pieces_of(some_tensors(torch.bfloat16))
-    for piece, other in zip(wide, narrow, strict=True):
-        piece.tensor.copy_(other.tensor)
+    wide, narrow = shards_of(some_tensors()), shards_of(some_tensors(torch.bfloat16))
+    for shard, other in zip(wide, narrow, strict=True):
+        shard.tensor.copy_(other.tensor)
     optimizers = build(wide, "adamw"), build(narrow, "adamw")
-    for optimizer, pieces in zip(optimizers, (wide, narrow), strict=True):
-        for piece in pieces:
-            piece.tensor.grad = torch.ones_like(piece.tensor)
+    for optimizer, shards in zip(optimizers, (wide, narrow), strict=True):
+        for shard in shards:
+            shard.tensor.grad = torch.ones_like(shard.tensor)
         optimizer.step(1e-2)
-    for piece, other in zip(wide, narrow, strict=True):
-        torch.testing.assert_close(other.tensor.float(), piece.tensor, rtol=2.0**-7, atol=1e-6)
-        assert float((other.tensor.float() - piece.tensor).abs().max()) > 0
+    for shard, other in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(other.tensor.float(), shard.tensor, rtol=2.0**-7, atol=1e-6)
+        assert float((other.tensor.float() - shard.tensor).abs().max()) > 0
 
 
 @pytest.mark.parametrize(("name", "state_dtype"), KINDS)
 def test_an_absent_gradient_is_a_zero_gradient(name: str, state_dtype: str) -> None:
-    absent, zero = pieces_of(some_tensors()), pieces_of(some_tensors())
+    absent, zero = shards_of(some_tensors()), shards_of(some_tensors())
     one, other = build(absent, name, state_dtype), build(zero, name, state_dtype)
-    for optimizer, pieces in ((one, absent), (other, zero)):
-        step_with(optimizer, pieces, 1)
+    for optimizer, shards in ((one, absent), (other, zero)):
+        step_with(optimizer, shards, 1)
     absent[1].tensor.grad, zero[1].tensor.grad = None, torch.zeros_like(zero[1].tensor)
     one.step(1e-2)
     other.step(1e-2)
@@ -100,15 +100,15 @@ def test_an_absent_gradient_is_a_zero_gradient(name: str, state_dtype: str) -> N
 
 @pytest.mark.parametrize(("name", "state_dtype"), KINDS)
 def test_a_reloaded_optimizer_goes_on_bit_by_bit(name: str, state_dtype: str) -> None:
-    straight = pieces_of(some_tensors())
+    straight = shards_of(some_tensors())
     optimizer = build(straight, name, state_dtype)
     for seed in range(3):
         step_with(optimizer, straight, seed)
-    resumed = pieces_of({piece.name: piece.tensor.clone() for piece in straight})
+    resumed = shards_of({shard.name: shard.tensor.clone() for shard in straight})
     again = build(resumed, name, state_dtype)
-    assert [piece.name for piece in again.state()] == [piece.name for piece in optimizer.state()]
-    assert all(piece.tensor.is_floating_point() for piece in optimizer.state())
-    again.load({piece.name: piece.tensor.clone() for piece in optimizer.state()}, optimizer.steps)
+    assert [shard.name for shard in again.state()] == [shard.name for shard in optimizer.state()]
+    assert all(shard.tensor.is_floating_point() for shard in optimizer.state())
+    again.load({shard.name: shard.tensor.clone() for shard in optimizer.state()}, optimizer.steps)
     for seed in range(3, 6):
         step_with(optimizer, straight, seed)
         step_with(again, resumed, seed)
@@ -130,8 +130,8 @@ def test_a_reloaded_optimizer_goes_on_bit_by_bit(name: str, state_dtype: str) ->
     ],
 )
 def test_bytes_per_parameter(name: str, state_dtype: str, per_parameter: float) -> None:
-    pieces = pieces_of({"layers.0.mlp.up.weight": torch.zeros(512, 1024)})
-    assert build(pieces, name, state_dtype).state_bytes() / (512 * 1024) == pytest.approx(per_parameter, rel=1e-9)
+    shards = shards_of({"layers.0.mlp.up.weight": torch.zeros(512, 1024)})
+    assert build(shards, name, state_dtype).state_bytes() / (512 * 1024) == pytest.approx(per_parameter, rel=1e-9)
 
 
 def test_muon_leaves_embeddings_head_and_vectors_to_adamw() -> None:
@@ -141,7 +141,7 @@ def test_muon_leaves_embeddings_head_and_vectors_to_adamw() -> None:
         "head.weight": torch.zeros(8, 4),
         "norm.weight": torch.zeros(4),
     }
-    names = [piece.name for piece in build(pieces_of(tensors), "muon").state()]
+    names = [shard.name for shard in build(shards_of(tensors), "muon").state()]
     assert [name for name in names if name.endswith("#momentum")] == ["layers.0.mlp.experts.up#momentum"]
     assert sum(name.endswith("#exp_avg_sq") for name in names) == 3
 
@@ -159,14 +159,14 @@ def test_adafactor_by_hand() -> None:
     """Squares of rank one: the factored second moment is exact, so after one step every element moved by lr."""
     tensor = torch.zeros(2, 3, dtype=torch.float64)
     tensor.grad = torch.tensor([[1.0, -2.0, 3.0], [2.0, 4.0, -6.0]], dtype=torch.float64)
-    build(pieces_of({"w": tensor}), "adafactor", weight_decay=0.0).step(0.5)
+    build(shards_of({"w": tensor}), "adafactor", weight_decay=0.0).step(0.5)
     torch.testing.assert_close(tensor, -0.5 * tensor.grad.sign())
 
 
 def test_adafactor_scales_an_update_down_to_its_largest_rms() -> None:
     tensor = torch.zeros(4, 4, dtype=torch.float64)
-    pieces = pieces_of({"w": tensor})
-    optimizer = build(pieces, "adafactor", weight_decay=0.0)
+    shards = shards_of({"w": tensor})
+    optimizer = build(shards, "adafactor", weight_decay=0.0)
     tensor.grad = torch.full((4, 4), 1e-3, dtype=torch.float64)
     optimizer.step(1.0)
     before = tensor.clone()
@@ -200,8 +200,8 @@ def learn(name: str, state_dtype: str, lr: float) -> float:
     torch.manual_seed(0)
     chain = torch.softmax(2.0 * torch.randn(64, 64), dim=1)
     model = Toy(64, 32)
-    pieces = pieces_of(dict(model.named_parameters()))
-    optimizer = build(pieces, name, state_dtype, weight_decay=0.0)
+    shards = shards_of(dict(model.named_parameters()))
+    optimizer = build(shards, name, state_dtype, weight_decay=0.0)
     losses = []
     for step in range(160):
         tokens = torch.randint(64, (512,))

@@ -21,7 +21,7 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 FORMATS = [(kind, signed) for kind in ("fp32", "bf16", "int8") for signed in (True, False)]
 
 
-def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int, ...] = ()) -> TensorShard:
+def shard(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int, ...] = ()) -> TensorShard:
     return TensorShard(
         name="w",
         tensor=tensor,
@@ -34,7 +34,7 @@ def piece(tensor: torch.Tensor, *, shape: tuple[int, ...] = (), start: tuple[int
 
 
 def die(count: int, step: int = 1) -> torch.Tensor:
-    return low_bits(rounding_bits(piece(torch.zeros(count)), step))
+    return low_bits(rounding_bits(shard(torch.zeros(count)), step))
 
 
 def again(form: MomentFormat, value: torch.Tensor, step: int = 1) -> torch.Tensor:
@@ -53,30 +53,30 @@ def block_largest(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_dice_are_the_same_for_an_element_in_any_box() -> None:
-    whole = rounding_bits(piece(torch.zeros(37, 11, 4)), 3).view(37, 11, 4)
+    whole = rounding_bits(shard(torch.zeros(37, 11, 4)), 3).view(37, 11, 4)
     for start, size in (
         ((8, 6, 1), (5, 3, 2)),
         ((8, 0, 0), (5, 11, 4)),
         ((0, 0, 3), (37, 11, 1)),
         ((36, 2, 0), (1, 9, 4)),
     ):
-        part = rounding_bits(piece(torch.zeros(size), shape=(37, 11, 4), start=start), 3).view(size)
+        part = rounding_bits(shard(torch.zeros(size), shape=(37, 11, 4), start=start), 3).view(size)
         box = tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
         assert torch.equal(part, whole[box])
     assert len(set(whole.reshape(-1).tolist())) == 37 * 11 * 4
-    assert rounding_bits(piece(torch.zeros(0, 3), shape=(37, 11), start=(37, 0)), 3).shape == (0,)
-    assert rounding_bits(piece(torch.zeros(())), 3).shape == (1,)
+    assert rounding_bits(shard(torch.zeros(0, 3), shape=(37, 11), start=(37, 0)), 3).shape == (0,)
+    assert rounding_bits(shard(torch.zeros(())), 3).shape == (1,)
 
 
 def test_places_beyond_32_bits_wrap_alike_in_a_run_and_in_a_box() -> None:
     shape, start = (2**20, 2**13), (2**19 + 5, 0)
-    run = piece(torch.zeros(2, 2**13), shape=shape, start=start)
-    box = piece(torch.zeros(2, 3), shape=shape, start=(start[0], 7))
+    run = shard(torch.zeros(2, 2**13), shape=shape, start=start)
+    box = shard(torch.zeros(2, 3), shape=shape, start=(start[0], 7))
     assert torch.equal(rounding_bits(run, 1).view(2, -1)[:, 7:10], rounding_bits(box, 1).view(2, 3))
 
 
 def test_the_dice_are_fair_and_independent() -> None:
-    many = [replace(piece(torch.zeros(200, 100)), name=name) for name in "wv"]
+    many = [replace(shard(torch.zeros(200, 100)), name=name) for name in "wv"]
     rolls = [side(rounding_bits(one, step)) for step in (1, 2) for one in many for side in (low_bits, high_bits)]
     flat = torch.stack([*rolls, *(roll.roll(1) for roll in rolls), *(roll.roll(100) for roll in rolls)]) / 65536.0
     assert float(flat.min()) >= 0.0

@@ -63,7 +63,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     request, _ = request_from_job(job, resolve(job.cluster.target))
     with torch.device("meta"):
         model = Decoder(job.model)
-    pieces = [
+    shards = [
         TensorShard(
             name=key,
             tensor=parameter.detach(),
@@ -75,7 +75,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
         )
         for key, parameter in model.named_parameters()
     ]
-    parameters = sum(piece.numel for piece in pieces)
-    optimizer = build_optimizer(pieces, optim=job.optim, state_dtype=state, decays=lambda name: True)
+    parameters = sum(shard.numel for shard in shards)
+    optimizer = build_optimizer(shards, optim=job.optim, state_dtype=state, decays=lambda name: True)
     kept = optimizer.state_bytes() + MASTER_BYTES * parameters
     assert charged_bytes(request) == pytest.approx(kept, rel=0.003)  # norms, and Adafactor's means, are not charged

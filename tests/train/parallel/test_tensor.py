@@ -42,6 +42,6 @@ def on_rank_shapes(rank, group):
     )  # fmt: skip
     shape = ModelShape(name="t", layers=1, hidden=32, heads=8, kv_heads=4, head_dim=8, ffn=48, vocab=64)
     engine = Engine(shape, Settings(layout=layout, sequence=16), Optim(), device=torch.device("cpu"))
-    assert all(piece.owner == (rank == 0 or not piece.whole) for piece in engine.shards)
-    assert all(piece.replicas == (4 if piece.whole else 1) for piece in engine.shards)
-    return {piece.name.removeprefix("layers.0."): (tuple(piece.tensor.shape), piece.start) for piece in engine.shards}
+    assert all(shard.owner == (rank == 0 or not shard.whole) for shard in engine.shards)
+    assert all(shard.replicas == (4 if shard.whole else 1) for shard in engine.shards)
+    return {shard.name.removeprefix("layers.0."): (tuple(shard.tensor.shape), shard.start) for shard in engine.shards}

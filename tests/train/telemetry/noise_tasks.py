@@ -28,7 +28,7 @@ def steps(rank: int, trial: Trial, hearing: bool = True) -> Seen:
     if engine.listener is not None:
         engine.listener.norms.enabled, engine.listener.norms.every = hearing, 1
     results = [engine.step(*rank_batch(engine, trial, step), lr=trial.lr) for step in range(trial.steps)]
-    digest = hashlib.sha256(b"".join(piece.tensor.numpy().tobytes() for piece in engine.shards)).hexdigest()
+    digest = hashlib.sha256(b"".join(shard.tensor.numpy().tobytes() for shard in engine.shards)).hexdigest()
     return Seen(steps=results, weights=digest)
 
 

@@ -1,1 +1,1 @@
-"""What a run came to: where its time, money and energy went, who was slow, what fell, and what was predicted."""
+"""What a run came to: where its time, money and energy went, who was slow, what failed, and what was predicted."""

@@ -94,12 +94,12 @@ def communication_lines(found: Communication) -> list[str]:
     library = f"NCCL {found.version}" if found.version else found.backend
     if found.version and found.built_version and found.version != found.built_version:
         library += f" (torch was compiled against {found.built_version})"
-    how = {"eager": "connected when they are made (eager)", "lazy": "connected at the first collective (lazy)"}
-    lines = [f"{library}; groups are {how.get(found.mode, found.mode)}"]
+    how = {"eager": "connect when created (eager)", "lazy": "connect at the first collective (lazy)"}
+    lines = [f"{library}; process groups {how.get(found.mode, found.mode)}"]
     lines += [f"library  {one}" for one in found.libraries[:MOST_SHOWN]]
     lines += [f"preloaded  {one}" for one in found.preloaded[:MOST_SHOWN]]
     for one in found.formations[-3:]:
-        lines.append(f"epoch {one.epoch}: process groups in {format_seconds(one.seconds)}")
+        lines.append(f"generation {one.epoch}: process groups made in {format_seconds(one.seconds)}")
         lines += [f"  {_group_line(group)}" for group in one.groups[:MOST_SHOWN]]
     if len(found.formations) > 3:
         lines.append(f"the last 3 of {len(found.formations):,} memberships")

@@ -214,7 +214,7 @@ def _amount_sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | Non
         "usd": "; ".join(part for part in (price, text(bill, "price_source")) if part) or "no price in the plan",
         "energy_j": energy,
         "kgco2e": carbon,
-        "projected": "as it went: time per step with all that came between, start-up not repeated",
+        "projected": "projected from the mean time per step so far, interruptions included, start-up once",
     }
 
 

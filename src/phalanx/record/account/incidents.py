@@ -1,4 +1,4 @@
-"""What befell a run and how it got over it: the supervisor's record beside the steps of the ranks."""
+"""Failures of a run and how it recovered: the supervisor's record beside the steps of the ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event
 
 
 def incident_text(event: Event) -> str:
-    """One line for a person: what fell."""
+    """One line for a person: what failed."""
     host = printable(event.get("host"), most=100)
     return f"rank {integer(event, 'rank')} on {host}: {_cause_text(at(event, 'cause')) or 'no cause on record'}"
 

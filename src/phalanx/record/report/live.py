@@ -78,7 +78,7 @@ class Follower:
         return remarks
 
     def _incidents(self) -> list[str]:
-        """What fell, and who goes on."""
+        """Failures, and how the run goes on."""
         remarks = []
         for event in self._supervisor.read():
             if (number(event, "t") or 0.0) >= self._since_s:
@@ -105,7 +105,7 @@ class Follower:
 
 
 def remark_of_supervisor(event: Event) -> list[str]:
-    """What fell, who goes on, who came and went."""
+    """Failures, how the run goes on, and hosts that join or are lost."""
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
         return [f"step {integer(event, 'step') or 0:,}: failed: {incident_text(event)}"]
@@ -160,7 +160,7 @@ def _compile_check(event: Event) -> str:
     took_s, compile_s = number(event, "seconds") or 0.0, number(event, "compile_s") or 0.0
     cost = f"{format_seconds(took_s)}, {format_seconds(compile_s)} of it compiling"
     if event.get("passed") is None:
-        return f"warning: compiled code could not be held against eager code ({cost}): {text(event, 'reason')}"
+        return f"warning: compiled code could not be compared with eager code ({cost}): {text(event, 'reason')}"
     norms = [number(event, name) for name in ("grad_norm", "eager_grad_norm", "gradient_difference", "bound")]
     if event["passed"] is not True:
         detail = f": gradient norm {norms[0]:.4g} for {norms[1]:.4g}" if None not in norms[:2] else ""

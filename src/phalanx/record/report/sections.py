@@ -19,6 +19,8 @@ from phalanx.units import format_bytes, format_carbon, format_count, format_ener
 
 MOST_ROWS = 16  # of a table; a page may show more
 UNKNOWN = "-"
+# Keys of `Cost.sources` as the table of costs calls them.
+SOURCE_NAMES = {"usd": "money", "energy_j": "energy", "kgco2e": "carbon", "projected": "at the end"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,10 +256,9 @@ def time_section(s: Summary) -> Section:
         (ColourKey(name=name), format_seconds(took_s), f"{share:.1%}", Bar(parts=((name, share),), whole=1.0))
         for name, took_s, share in spent
     ]
-    caption = (
-        f"{found.effective:.1%} of {format_seconds(found.wall_s)} was effective: steps that stayed, not compiling."
-    )
-    caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to within 1 %."
+    wall = format_seconds(found.wall_s)
+    caption = f"{found.effective:.1%} of {wall} was effective: in steps that were kept, without compiling."
+    caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to the wall clock."
     caption += f" But {found.jumped}." if found.jumped else ""
     caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
     brief = [BriefLine(label="time", text="  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8]))]
@@ -317,7 +318,7 @@ def _rank_cells(one: RankTime, most: float) -> list[Cell]:
         _bytes_text(one.bytes_sent),
         _bytes_text(one.memory_bytes),
     )
-    return [str(one.rank), one.place or "the only one", bar, *cells]
+    return [str(one.rank), one.place or "only rank", bar, *cells]
 
 
 def _imbalance_lines(s: Summary) -> list[str]:
@@ -342,7 +343,7 @@ def incident_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
         return Section(title=title, blocks=())
     shown, rows = s.incidents[-most_rows:], []
     for one in shown:
-        went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "nobody"
+        went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "run ended"
         back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
         where = f"rank {one.rank} on {one.host}"
         rows.append((f"{one.step:,}", where, one.what, went, back, _seconds(one.recovery_s)))
@@ -369,7 +370,7 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
             for one in saved[-12:]
         )  # fmt: skip
         sized = [one.is_whole for one in saved[-12:] if one.size_bytes is not None]
-        size_head = "size" if all(sized) else "size of rank 0’s part"
+        size_head = "size" if all(sized) else "size of rank 0’s shards"
         head = ("step", "training waited", "written in", size_head, "")
         blocks.append(Table(head=head, rows=rows, right=(0, 1, 2, 3)))
     lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
@@ -405,7 +406,7 @@ def cost_section(s: Summary) -> Section:
     if s.cost is None or not rows:
         return Section(title=title, blocks=())
     table = Table(head=("", "so far", "at the end", "planned"), rows=tuple(rows), right=(1, 2, 3))
-    caption = tuple(f"{name}: {source}" for name, source in s.cost.sources.items())
+    caption = tuple(f"{SOURCE_NAMES.get(name, name)}: {source}" for name, source in s.cost.sources.items())
     brief = [BriefLine(label=row[0], text=f"{row[1]} so far, {row[2]} at the end, planned {row[3]}") for row in rows]
     return Section(title=title, blocks=(table, Items(texts=caption, quiet=True)), brief=tuple(brief))
 

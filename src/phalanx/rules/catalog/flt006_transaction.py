@@ -88,7 +88,7 @@ def _one_digest(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Out
 
 
 def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcome:
-    statement = f"an epoch that was over committed {plural(digests.stale, 'step')}"
+    statement = f"a generation that was over committed {plural(digests.stale, 'step')}"
     if digests.stale <= limits.number("stale"):
         return passed(statement, value=digests.stale, threshold=limits.number("stale"), unit="steps")
     return failed(
@@ -157,11 +157,11 @@ step by a vote of those that are alive; at 100,000 devices, with a failure every
 happens all day.
 """,
     how="""
-One digest per (epoch, step) over all ranks that hold the same weights (shards of ZeRO and experts have no copy, and are
-not compared); no step of a rank for an epoch older than one it had reported, and none of anybody more than 5 s after
-the next membership began, but for the one it was in. A drill of this code and profile that changed the members (kill,
-hang, host, freeze, partition) must be clean; from 32,769 devices on there must be one. Before a run the trainer's own
-promise counts (none is a warning).
+One digest per (generation, step) over all ranks that hold the same weights (shards of ZeRO and experts have no copy,
+and are not compared). No rank may record a step for a generation older than one it had reported, and nobody one more
+than 5 s after the next generation began, except for the step it was in. A drill of this code and profile that changed
+the members (kill, hang, host, freeze, partition) must be clean; from 32,769 devices on there must be one. Before a run
+the trainer's own promise counts (none is a warning).
 """,
     limits={
         "differing": Limit(
@@ -182,7 +182,8 @@ promise counts (none is a warning).
 {"event":"step","t":1794750000.0,"rank":0,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
 {"event":"step","t":1794750000.1,"rank":1,"epoch":3,"step":4000,"digest":"5f1c00000000000000000000000000aa"}
 """,
-    fix="`phalanx train` fences by epochs. Where a digest differs: go back behind it, and drill (`phalanx drill`).",
+    fix="`phalanx train` refuses commits of older generations. Where a digest differs, resume from a checkpoint before "
+    "that step, and run `phalanx drill`.",
     waive="Asynchronous or local-SGD training, in which replicas differ by design.",
     references=(
         Reference(text="torchft: commit by the living, quorum per step", mark="read"),

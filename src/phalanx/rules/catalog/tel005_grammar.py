@@ -86,7 +86,7 @@ def _ordered(log: LogFacts) -> tuple[Outcome, ...]:
             unit="events",
             at=grammar.out_of_order_spot or file_of(log),
             impact=UNTOLD,
-            fix="look for two processes that write one file, or a clock that was set: order is by (epoch, step)",
+            fix="look for two processes that write one file, or a clock that was set: order is by (generation, step)",
         ),
     )
 

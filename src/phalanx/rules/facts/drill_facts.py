@@ -274,7 +274,7 @@ def _save_point(text: str) -> str:
 
 
 def _met_damage(record: Mapping[str, Any]) -> bool:
-    """Whether a restore met a damaged checkpoint: `train.drill.refused` writes "epoch 14 refused step-00000099 …"."""
+    """Whether a restore met a damaged checkpoint: the judge writes "generation 14 refused step-00000099 …"."""
     verdicts = [one for one in _list(record, "verdicts") if one.get("name") == REFUSED]
     return any(one.get("ok") is True and MET in str(one.get("evidence")) for one in verdicts)
 

@@ -258,7 +258,7 @@ def _line(config: Conversion, key: str, said: JobSetting, folder: Path | None) -
 def _habits(config: Conversion) -> list[str]:
     """Settings that change how the trainer behaves, which no key of a job says."""
     head = [
-        "# Habits of the trainer that its configuration changes; phalanx check on that file itself counts with them."
+        "# Settings that no key of a job file expresses; phalanx check takes them into account on that file itself."
     ]
     said = [f"#   {name} = {_comment(str(value))}" for name, value in config.practice.items()]
     return [*head, *said, ""] if said else []

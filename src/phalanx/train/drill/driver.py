@@ -137,7 +137,8 @@ class FaultDriver:
         """Say what was fired; a rank that stopped itself gets its SIGCONT in time, if nobody has ended it."""
         for one in firings.new_firings(self._run, self._seen):
             whom = f"rank {one.rank}" if one.rank >= 0 else one.host
-            self._tell(f"  epoch {one.epoch}, step {one.step}: {self._texts.get(one.id, one.kind)} {whom}".rstrip())
+            what = self._texts.get(one.id, one.kind)
+            self._tell(f"  generation {one.epoch}, step {one.step}: {what} {whom}".rstrip())
             for_s = self._wakes.get(one.id)
             if for_s is not None:
                 due_s = time.monotonic() + one.t_s + for_s - time.time()

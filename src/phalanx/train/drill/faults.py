@@ -63,7 +63,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
         hows=("weight", "moment", "gradient", "update"),
     ),
     "crash-loop": FaultKind(
-        meaning="a rank, or a slot's, is killed at its start in every epoch; with point=restore from the second on",
+        meaning="a rank (or a slot) is killed at its start in each generation; with point=restore from the second on",
         keys=("rank", "slot", "point", "epoch", "times"),
     ),
     "host": FaultKind(
@@ -116,7 +116,10 @@ FAULT_KINDS: dict[str, FaultKind] = {
         ends=False,
     ),
     "port": FaultKind(
-        meaning="the ports that the next epoch would like are taken", keys=_OUTSIDE, inside=False, ends=False
+        meaning="500 loopback ports that the next generation might use are taken",
+        keys=_OUTSIDE,
+        inside=False,
+        ends=False,
     ),
     "partition": FaultKind(
         meaning="no packet between a host and the others for for_s",

@@ -33,7 +33,7 @@ class Verdict:
     @property
     def word(self) -> str:
         """For a table."""
-        return "ok" if self.ok else ("WRONG" if self.judged else "not judged")
+        return "ok" if self.ok else ("FAILED" if self.judged else "not judged")
 
 
 def judge_history(
@@ -93,17 +93,18 @@ def judge_step_order(history: DrillHistory) -> Verdict:
     wrong = []
     for epoch in history.epochs:
         if epoch.steps and not epoch.restored:
-            wrong.append(f"epoch {epoch.number} trained without a logged restore")
+            wrong.append(f"generation {epoch.number} trained without a logged restore")
         if len(set(epoch.found.values())) > 1:
-            wrong.append(f"epoch {epoch.number}: ranks restored different states: {sorted(set(epoch.found.values()))}")
+            states = sorted(set(epoch.found.values()))
+            wrong.append(f"generation {epoch.number}: ranks restored different states: {states}")
         taken: dict[int, list[int]] = defaultdict(list)
         for step, one in sorted(epoch.steps.items()):
             for rank in one.ranks:
                 taken[rank].append(step)
         for rank, steps in taken.items():
             if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
-                wrong.append(f"epoch {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
-    epochs, done = plural(len(history.epochs), "epoch"), plural(len(history.executions), "step")
+                wrong.append(f"generation {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
+    epochs, done = plural(len(history.epochs), "generation"), plural(len(history.executions), "step")
     text = f"{epochs}, {done} done, {len(history.undone):,} undone"
     return Verdict(name="steps in order", ok=not wrong, evidence=evidence_text(text, wrong))
 
@@ -121,13 +122,13 @@ def judge_restores(history: DrillHistory) -> Verdict:
         if epoch.restored:
             counts[source] += 1
             if source == "start" and step:
-                wrong.append(f"epoch {epoch.number} starts afresh at step {step}")
+                wrong.append(f"generation {epoch.number} starts afresh at step {step}")
             if source == "disk" and step not in epoch.kept and not _unsaid(history, before, epoch, done=done):
-                wrong.append(f"epoch {epoch.number} restored step {step}, which was never on the disk")
+                wrong.append(f"generation {epoch.number} restored step {step}, which was never on the disk")
             if source == "memory" and step > done:
-                wrong.append(f"epoch {epoch.number} restored step {step}, but only {done} were done")
+                wrong.append(f"generation {epoch.number} restored step {step}, but only {done} were done")
             if source == "memory" and step < held and not _rolled_back(history, epoch.number):
-                wrong.append(f"epoch {epoch.number} restored step {step} from memory, which held {held}")
+                wrong.append(f"generation {epoch.number} restored step {step} from memory, which held {held}")
         held = min(held, step)
     text = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items())) or "no restore"
     return Verdict(name="every restore was committed", ok=not wrong, evidence=evidence_text(text, wrong))
@@ -168,7 +169,7 @@ def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None
 
 
 def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] | None, partial: bool) -> str:
-    """How a step's samples differ from those it should have; `partial` when a fallen rank left no list."""
+    """How a step's samples differ from those it should have; `partial` when a lost rank left no list."""
     wanted = Counter(counts.keys()) if expected is None else Counter(expected)
     most = Counter({sample: count * holders for sample, count in wanted.items()})
     if more := counts - most:
@@ -193,10 +194,10 @@ def judge_fencing(history: DrillHistory) -> Verdict:
         if end_s is not None and float(event["t"]) > end_s + SKEW_S:
             late += 1
             what = "committed a checkpoint" if commit else f"wrote {event['event']}"
-            wrong.append(f"rank {rank} of epoch {number} {what} {float(event['t']) - end_s:.2f} s after its end")
-    epochs, commits = plural(len(history.epochs), "epoch"), plural(len(history.checkpoints), "commit")
+            wrong.append(f"rank {rank} of generation {number} {what} {float(event['t']) - end_s:.2f} s after its end")
+    epochs, commits = plural(len(history.epochs), "generation"), plural(len(history.checkpoints), "commit")
     text = f"{epochs}, {commits}, {plural(late, 'late event')}"
-    return Verdict(name="old epochs are fenced", ok=not wrong, evidence=evidence_text(text, wrong))
+    return Verdict(name="old generations are fenced", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
 def judge_ledger(run: Run) -> Verdict:
@@ -225,7 +226,7 @@ def _difference(same: Sequence[StepExecution]) -> str:
             by_rank[rank].setdefault(digest, one.epoch)
     for rank, digests in sorted(by_rank.items()):
         if len(digests) > 1:
-            reported = ", ".join(f"{digest[:12]} (epoch {epoch})" for digest, epoch in digests.items())
+            reported = ", ".join(f"{digest[:12]} (generation {epoch})" for digest, epoch in digests.items())
             return f"step {same[0].step}, rank {rank}: {reported}"
     losses = {one.loss for one in same if one.loss is not None}
     return f"step {same[0].step}: losses {_few(sorted(losses))}" if len(losses) > 1 else ""

@@ -93,7 +93,7 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
     """The incident in which each firing was noticed, by its place in `firings`; none for those that nobody noticed.
 
     An incident belongs to the faults whose rank or host it names, and, of those that came before their time to be
-    noticed was over, to all: processes fall together, and the first that is found is named. A fault that is older than
+    noticed was over, to all: processes fail together, and the first that is found is named. A fault that is older than
     that gets an incident only where no newer fault explains it.
     """
     waiting = {at: one for at, one in enumerate(firings) if FAULT_KINDS[one.kind].ends}
@@ -186,9 +186,9 @@ def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn
         folder = one.note.partition(":")[0]
         readers = [event for event in history.ranks if event["event"] == "ready" and float(event["t"]) > one.fired_s]
         if taken := [event for event in readers if _took(history, event, folder, since_s=one.fired_s)]:
-            wrong.append(f"epoch {taken[0].get('epoch')} took {folder}, which was damaged")
+            wrong.append(f"generation {taken[0].get('epoch')} took {folder}, which was damaged")
         elif who := [event for event in readers if folder in str(event.get("warnings") or "")]:
-            met.append(f"epoch {who[0].get('epoch')} refused {folder} and went back to step {who[0].get('step')}")
+            met.append(f"generation {who[0].get('epoch')} refused {folder} and went back to step {who[0].get('step')}")
     unread = len(hits) - len(met) - len(wrong)
     text = "; ".join(met) or "no restore read one"
     if unread:

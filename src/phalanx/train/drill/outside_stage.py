@@ -24,7 +24,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 from phalanx.train import prepare
-from phalanx.train.data.build import TextOrigin, Recipe, build_dataset
+from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
 from phalanx.train.drill.faults import parse_faults

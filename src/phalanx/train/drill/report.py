@@ -62,7 +62,7 @@ def _table(found: Sequence[FaultOutcome]) -> str:
 def _place(one: FaultOutcome) -> str:
     whom = f"rank {one.rank}, " if one.rank >= 0 else ""
     step = f", step {one.step}" if one.step >= 0 else ""
-    return f"{whom}epoch {one.epoch}{step}"
+    return f"{whom}generation {one.epoch}{step}"
 
 
 def _by_kind(found: Sequence[FaultOutcome]) -> str:
@@ -108,7 +108,8 @@ def _verdicts(result: DrillResult) -> str:
 
 def _beside(numbers: DrillNumbers) -> str:
     """Prediction beside measurement."""
-    measured = f"{_seconds(numbers.recovery_s)}, at worst {_seconds(numbers.recovery_worst_s)}"
+    worst = f", at worst {_seconds(numbers.recovery_worst_s)}" if numbers.recovery_worst_s != numbers.recovery_s else ""
+    measured = f"{_seconds(numbers.recovery_s)}{worst}"
     lines = []
     if numbers.recovery_s is not None:
         lines.append(f"recovery: {measured}; the plan assumed {format_seconds(numbers.planned_recovery_s)}")

@@ -63,7 +63,7 @@ class TrialPass:
 
     loss_sum: torch.Tensor  # nats, 0 where this rank does not speak for its sequences
     valid: torch.Tensor  # tokens behind it
-    norms_P: torch.Tensor  # of the gradient of the summed loss, of each piece
+    norms_P: torch.Tensor  # of the gradient of the summed loss, of each shard
     random: torch.Tensor  # the state of the random numbers after it
 
 

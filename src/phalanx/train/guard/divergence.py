@@ -29,7 +29,7 @@ MOST_NAMES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardSet:
-    """Pieces of this rank that the same ranks hold, with the digest of which boxes they are."""
+    """Shards of this rank that the same ranks hold, with the digest of which boxes they are."""
 
     shards: tuple[TensorShard, ...]
     boxes: bytes
@@ -49,7 +49,7 @@ class ShardSet:
 
 
 def shard_sets(shards: Sequence[TensorShard]) -> list[ShardSet]:
-    """The pieces by who holds them: those cut by the same groups, with as many copies; buffers that move apart."""
+    """The shards by who holds them: those cut by the same groups, with as many copies; buffers that move apart."""
     held: dict[tuple[frozenset[int], int, bool], list[TensorShard]] = {}
     for shard in shards:
         cut_by = frozenset(id(group) for groups in shard.groups.values() for group in groups)
@@ -114,11 +114,11 @@ class ReplicaGuard:
 
     def _compare_sums(self, step: int) -> Divergence | None:
         sums, self._sums = self._sums, []
-        pieces = [piece for piece in self._shards() if not piece.moves]
-        if len(pieces) != len(sums):  # an optimizer that has made more state
+        shards = [shard for shard in self._shards() if not shard.moves]
+        if len(shards) != len(sums):  # an optimizer that has made more state
             return None
         changed = [
-            (piece, now) for piece, before, now in zip(pieces, sums, sum_words(pieces), strict=True) if before != now
+            (shard, now) for shard, before, now in zip(shards, sums, sum_words(shards), strict=True) if before != now
         ]
         if not changed:
             return None
@@ -130,7 +130,7 @@ class ReplicaGuard:
             certain=True,
             boxes=_short(shard_place(changed[0][0])).hex(),
             digests={rank: f"{changed[0][1] % 2**64:016x}"},
-            tensors=tuple(piece.name for piece, _ in changed[:MOST_NAMES]),
+            tensors=tuple(shard.name for shard, _ in changed[:MOST_NAMES]),
         )
 
     def check(self, step: int, *, is_saved: bool = False) -> Divergence | None:
@@ -139,7 +139,7 @@ class ReplicaGuard:
         self._sums = []
         if not self.is_due(step) and not (is_saved and self._every):
             if self._each_step:
-                self._rest, self._sums = {}, sum_words([piece for piece in self._shards() if not piece.moves])
+                self._rest, self._sums = {}, sum_words([shard for shard in self._shards() if not shard.moves])
             return None
         sets = shard_sets(self._shards())
         digests = _digests(sets)
@@ -248,7 +248,7 @@ PASS = {"cpu": 16, "cuda": 4096}  # rows at a time: what they need besides fits 
 
 
 def digest_shards(shards: Sequence[TensorShard]) -> str:
-    """128 bits in hex of the pieces' names, places and bytes, in their order."""
+    """128 bits in hex of the shards' names, places and bytes, in their order."""
     found = hashlib.blake2b(digest_size=16, usedforsecurity=False)
     for shard in shards:
         found.update(shard_place(shard))
@@ -258,12 +258,12 @@ def digest_shards(shards: Sequence[TensorShard]) -> str:
 
 
 def shard_place(shard: TensorShard) -> bytes:
-    """Which box of which tensor a piece is, and how its values are written."""
+    """Which box of which tensor a shard is, and how its values are written."""
     return f"{shard.name} {shard.shape} {shard.start} {tuple(shard.tensor.shape)} {shard.tensor.dtype}\n".encode()
 
 
 def fold_shards(shards: Sequence[TensorShard]) -> list[Words]:
-    """The folded rows of every piece; each device is waited for once."""
+    """The folded rows of every shard; each device is waited for once."""
     folded = [fold_tensor(shard.tensor) for shard in shards]
     found: list[Words] = [np.empty(0, np.int64)] * len(shards)
     for device in {words.device for words in folded}:
@@ -302,16 +302,16 @@ def _fold_rows(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sum_words(pieces: Sequence[TensorShard]) -> list[int]:
-    """The sum of each piece's 64-bit words modulo 2^64, of pieces in host memory: four times as fast as a digest.
+def sum_words(shards: Sequence[TensorShard]) -> list[int]:
+    """The sum of each shard's 64-bit words modulo 2^64, of shards in host memory: four times as fast as a digest.
 
     One changed bit always changes it. Several may cancel, and words that change places do: it stands between digests,
     not in their place.
     """
     found = []
-    for piece in pieces:
+    for shard in shards:
         # numpy: a model has hundreds of small tensors, and its calls cost a fraction of torch's.
-        raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        raw = shard.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         whole = raw.size // 8 * 8
         total = int(np.add.reduce(raw[:whole].view(np.int64)))
         found.append(total + int(raw[whole:].sum(dtype=np.int64)) if whole < raw.size else total)

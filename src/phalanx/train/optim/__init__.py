@@ -1,1 +1,1 @@
-"""Optimizers over pieces of tensors, learning-rate schedules and the loss scale."""
+"""Optimizers over shards of tensors, learning-rate schedules and the loss scale."""

@@ -25,7 +25,7 @@ LARGEST_RMS = 1.0  # an update is scaled down to this root mean square: d of the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """The second moment of a piece: `row` and `column` means of a matrix, or all of it in `row` for a vector."""
+    """The second moment of a shard: `row` and `column` means of a matrix, or all of it in `row` for a vector."""
 
     row: torch.Tensor
     column: torch.Tensor | None
@@ -152,7 +152,7 @@ def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGro
 
 
 def _without(shard: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
-    """A state piece that lacks one dimension of its parameter."""
+    """A state shard that lacks one dimension of its parameter."""
     dim %= len(shard.shape)
     gone = shard.groups.get(dim, ())
     replicas = shard.replicas

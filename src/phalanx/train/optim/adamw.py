@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019), both moments in full precision: torch's fused kernel over all pieces at once."""
+"""AdamW (Loshchilov & Hutter 2019), both moments in full precision: torch's fused kernel over all shards at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.optim.adamw import adamw
 
-from phalanx.train.optim.base import gradient, state_piece, total_bytes
+from phalanx.train.optim.base import gradient, state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 FUSED = ("cpu", "cuda")  # devices with a fused kernel on every torch we support; others take the foreach one
 
 
 class AdamW:
-    """Elementwise, so a piece needs nothing of its neighbours and any split gives the same update."""
+    """Elementwise, so a shard needs nothing of its neighbours and any split gives the same update."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every piece."""
+        """One update of every shard."""
         for (device, _, weight_decay), members in self._groups.items():
             # The kernel counts each tensor's steps in a tensor of its own and adds one to it.
             counts = torch.full((len(members),), float(self.steps), dtype=torch.float32, device=device)
@@ -61,7 +61,7 @@ class AdamW:
     def state(self) -> list[TensorShard]:
         """The live moments: writing into them is loading."""
         return [
-            state_piece(shard, name, tensor)
+            state_shard(shard, name, tensor)
             for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
             for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
         ]
@@ -81,7 +81,7 @@ class AdamW:
 def _group(
     shards: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool]
 ) -> dict[tuple[torch.device, torch.dtype, float], list[int]]:
-    """Positions of the pieces one kernel call can take; a piece without elements needs none."""
+    """Positions of the shards one kernel call can take; a shard without elements needs none."""
     groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
     for i, shard in enumerate(shards):
         if shard.tensor.numel():

@@ -28,7 +28,7 @@ def build_optimizer(
     own: str = "",
     allow_code: bool = False,
 ) -> Optimizer:
-    """An optimizer over this rank's pieces; `decays` says which parameters weight decay applies to.
+    """An optimizer over this rank's shards; `decays` says which parameters weight decay applies to.
 
     `tables` are weights of a user's own network that are embeddings or a head. `state_dtype` is the job's
     precision.optimizer_state; Adafactor keeps so little that it stays in fp32.

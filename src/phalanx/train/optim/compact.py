@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from phalanx.train.optim.base import gradient, state_piece, total_bytes
+from phalanx.train.optim.base import gradient, state_shard, total_bytes
 from phalanx.train.optim.moments import (
     Kept,
     MomentFormat,
@@ -31,7 +31,7 @@ Advance = Callable[..., None]
 
 
 class CompactAdamW:
-    """The update of AdamW in fp32, one piece at a time: only that piece's moments are ever wide."""
+    """The update of AdamW in fp32, one shard at a time: only that shard's moments are ever wide."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class CompactAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every piece."""
+        """One update of every shard."""
         self.steps += 1
         numbers, keys = self._numbers(lr)
         for i, shard in enumerate(self._shards):
@@ -70,7 +70,7 @@ class CompactAdamW:
                 shard.tensor.copy_(weight.view(shard.tensor.shape))
 
     def _numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What changes from step to step, a row per piece: as tensors, or each number would have a kernel compiled."""
+        """What changes from step to step, a row per shard: as tensors, or each number would have a kernel compiled."""
         (beta1, beta2), t = self._betas, self.steps
         fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
         numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]
@@ -85,7 +85,7 @@ class CompactAdamW:
     def state(self) -> list[TensorShard]:
         """The moments as floats; 8-bit ones are decoded, so ask for it only to save or to load."""
         return [
-            state_piece(shard, name, readable_moment(form, kept[i], shard.tensor))
+            state_shard(shard, name, readable_moment(form, kept[i], shard.tensor))
             for i, shard in enumerate(self._shards)
             for name, form, kept in zip(
                 ("exp_avg", "exp_avg_sq"), self._forms, (self._first, self._second), strict=True
@@ -107,7 +107,7 @@ class CompactAdamW:
 
 @cache
 def _advance(kind: str, *, compiled: bool) -> Advance:
-    """The arithmetic of one piece for one kind of moments; on a GPU fused into one kernel for all sizes."""
+    """The arithmetic of one shard for one kind of moments; on a GPU fused into one kernel for all sizes."""
     forms = moment_format(kind, signed=True), moment_format(kind, signed=False)
 
     def advance(

@@ -160,7 +160,7 @@ _MIX = 0x85EBCA6B - 2**32  # of the finaliser of MurmurHash3
 def element_positions(shard: TensorShard) -> torch.Tensor:
     """Each element's flat position in the whole tensor, as int32; it wraps at 2^32, which a hash may.
 
-    Where a piece is one run of the whole, a scalar: the position of its first element.
+    Where a shard is one run of the whole, a scalar: the position of its first element.
     """
     place = shard.tensor.device
     if tuple(shard.tensor.shape[1:]) == shard.shape[1:]:
@@ -177,7 +177,7 @@ def element_positions(shard: TensorShard) -> torch.Tensor:
 
 
 def rounding_bits(shard: TensorShard, step: int) -> torch.Tensor:
-    """32 random bits for each element of a piece in one step."""
+    """32 random bits for each element of a shard in one step."""
     where = element_positions(shard)
     if not where.dim():
         where = where + torch.arange(shard.tensor.numel(), dtype=torch.int32, device=where.device)

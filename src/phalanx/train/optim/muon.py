@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from phalanx.train.optim.base import Optimizer, gradient, state_piece, total_bytes
+from phalanx.train.optim.base import Optimizer, gradient, state_shard, total_bytes
 from phalanx.train.optim.compact import apply, keep, load_kept
 from phalanx.train.optim.moments import high_bits, moment_format, readable_moment, rounding_bits, working_dtype
 from phalanx.train.optim.whole_tensors import GroupSplit, group_splits, spread_work
@@ -37,7 +37,7 @@ def takes_muon(shard: TensorShard, tables: Collection[str] = ()) -> bool:
 
 
 class Muon:
-    """One momentum per matrix; `rest` is the optimizer of all other parameters, built over those pieces."""
+    """One momentum per matrix; `rest` is the optimizer of all other parameters, built over those shards."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update of every piece; matrices of one shape and split travel together."""
+        """One update of every shard; matrices of one shape and split travel together."""
         self.steps += 1
         for members in self._alike:
             updates = spread_work([self._ahead(i) for i in members], _matrix_cuts(self._shards[members[0]]), orthogonal)
@@ -86,7 +86,7 @@ class Muon:
     def state(self) -> list[TensorShard]:
         """The momentum of every matrix, then the state of the rest."""
         own = [
-            state_piece(shard, "momentum", readable_moment(self._form, kept, shard.tensor))
+            state_shard(shard, "momentum", readable_moment(self._form, kept, shard.tensor))
             for shard, kept in zip(self._shards, self._momentum, strict=True)
         ]
         return own + self._rest.state()
@@ -123,7 +123,7 @@ def _matrix_cuts(shard: TensorShard) -> list[GroupSplit]:
 
 
 def _alike(shards: Sequence[TensorShard]) -> list[list[int]]:
-    """Positions of pieces that can be worked on together."""
+    """Positions of shards that can be worked on together."""
     found: dict[object, list[int]] = {}
     for i, shard in enumerate(shards):
         key = (shard.shape, shard.tensor.dtype, tuple(sorted(shard.groups.items(), key=lambda one: one[0])))

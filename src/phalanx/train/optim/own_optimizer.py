@@ -15,7 +15,7 @@ import torch
 
 from phalanx.errors import mistake
 from phalanx.job.schema import Optim
-from phalanx.train.optim.base import state_piece, total_bytes
+from phalanx.train.optim.base import state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.plugins import PluginReference, load_class_or_function
 
@@ -102,7 +102,7 @@ class OwnOptimizer:
             live = self._inner.state.get(shard.tensor, {})
             for name, value in layout.items():
                 if name != STEP:
-                    found.append(state_piece(shard, name, live.get(name, value)))
+                    found.append(state_shard(shard, name, live.get(name, value)))
         return found
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ class GroupSplit:
 
 
 def group_splits(shard: TensorShard) -> list[GroupSplit]:
-    """The cuts that made a piece, last one first: undo them in this order."""
+    """The cuts that made a shard, last one first: undo them in this order."""
     found = []
     for dim, groups in shard.groups.items():
         extent = shard.shape[dim]

@@ -1,4 +1,4 @@
-"""A piece: this rank's part of one named tensor, with its place in the whole. What optimizers and checkpoints see."""
+"""A shard: this rank's part of one named tensor, with its place in the whole. What optimizers and checkpoints see."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training state: checkpoints (docs/checkpoints.md), and replicas of it in host memory (docs/vault.md)."""
+"""Training state: checkpoints on disk (docs/checkpoints.md) and in host memory (docs/in-memory-checkpoints.md)."""

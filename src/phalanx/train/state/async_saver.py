@@ -68,16 +68,16 @@ class AsyncSaver:
         """Whether a save is being written."""
         return self._current is not None and self._current.is_alive()
 
-    def reserve(self, pieces: Sequence[TensorShard]) -> None:
+    def reserve(self, shards: Sequence[TensorShard]) -> None:
         """Take the host memory now, so that the first save blocks no longer than the others."""
         self.wait()
-        self._copies.take(pieces)
+        self._copies.take(shards)
 
     def save(
         self,
         *,
         step: int,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         meta: Mapping[str, JSON],
         rank_meta: Mapping[str, JSON] | None = None,
     ) -> float:
@@ -88,8 +88,8 @@ class AsyncSaver:
         began = time.monotonic()
         error = self._join()
         if step != self._step:
-            copies = self._copies.take(pieces)
-            self._start(partial(self._save, step=step, pieces=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
+            copies = self._copies.take(shards)
+            self._start(partial(self._save, step=step, shards=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
             self._step = step
         if error is not None:
             raise error
@@ -165,17 +165,17 @@ class HostCopies:
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, pieces: Sequence[TensorShard]) -> list[TensorShard]:
-        """The owned pieces with the values of now; those handed out before are overwritten."""
-        mine = owned_shards(pieces)
+    def take(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
+        """The owned shards with the values of now; those handed out before are overwritten."""
+        mine = owned_shards(shards)
         old, self._tensors = self._tensors, {}
-        for piece in mine:
-            copy = _fitting(old.pop(piece.name, None), piece.tensor)
-            copy.copy_(piece.tensor.detach(), non_blocking=copy.is_pinned())
-            self._tensors[piece.name] = copy
-        for device in {piece.tensor.device for piece in mine if piece.tensor.is_cuda}:
+        for shard in mine:
+            copy = _fitting(old.pop(shard.name, None), shard.tensor)
+            copy.copy_(shard.tensor.detach(), non_blocking=copy.is_pinned())
+            self._tensors[shard.name] = copy
+        for device in {shard.tensor.device for shard in mine if shard.tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return [replace(piece, tensor=self._tensors[piece.name]) for piece in mine]
+        return [replace(shard, tensor=self._tensors[shard.name]) for shard in mine]
 
     def forget(self) -> None:
         """Leave the present copies to whoever still reads from them; the next are fresh."""

@@ -1,4 +1,4 @@
-"""In-memory checkpoints: after a step a rank's state goes into its host's vault, and a replica to another host."""
+"""In-memory checkpoints: after a step a rank's state stays in its host's memory, and a replica goes to another host."""
 
 from __future__ import annotations
 
@@ -44,53 +44,53 @@ class InMemoryCheckpointer:
 
     def __init__(
         self,
-        vault: ReplicaStore,
+        replica_store: ReplicaStore,
         *,
         slot: int,
         rank: int,
         world: int,
         epoch: int,
         secret: bytes,
-        buddy: ReplicaAddress | None,
+        peer: ReplicaAddress | None,
         restored: tuple[int, int] | None = None,
         address: str = "",
         tell: Callable[..., object] = lambda **fields: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
-        self._segments = vault.generations("own", slot)
+        self._segments = replica_store.generations("own", slot)
         self._sequence = next_sequence_number(self._segments)
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
-        self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the buddy
+        self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the peer
         self._safe = -1
-        self._sealer = JobThread("vault-seal")
-        hello = {"role": "vault", "rank": rank, "epoch": epoch}
-        self._replica = ReplicaSender(buddy, secret=secret, hello=hello, bind=address) if buddy is not None else None
-        self._sender = JobThread("vault-send")
+        self._sealer = JobThread("replica-seal")
+        hello = {"role": "replica", "rank": rank, "epoch": epoch}
+        self._replica = ReplicaSender(peer, secret=secret, hello=hello, bind=address) if peer is not None else None
+        self._sender = JobThread("replica-send")
         self.skipped = 0
         self._tell, self._told, self._check = tell, ("", False), check
 
     @property
     def safe_step(self) -> int:
-        """The newest step that is complete here and with the buddy, if there is one; -1 while there is none."""
+        """The newest step that is complete here and with the peer, if there is one; -1 while there is none."""
         return self._safe
 
     @property
     def trouble(self) -> str:
-        """Why the buddy does not have the newest snapshot; empty when all is well."""
+        """Why the peer does not have the newest snapshot; empty when all is well."""
         return self._replica.trouble if self._replica is not None else ""
 
-    def reserve(self, pieces: Sequence[TensorShard]) -> None:
+    def reserve(self, shards: Sequence[TensorShard]) -> None:
         """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
         while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
-            self._take(generation, pieces, {}, {})
+            self._take(generation, shards, {}, {})
             taken.append(generation)
 
     def put(
         self,
         step: int,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         meta: Mapping[str, Any],
         *,
         held: int,
@@ -99,7 +99,7 @@ class InMemoryCheckpointer:
         """Copy the state after `step` steps and go on; returns the seconds the caller was held up.
 
         `held` is the smallest `safe_step` of all ranks, as they last agreed. While it is three snapshots behind (a
-        buddy that does not answer, say) nothing is put and `skipped` counts, on all ranks alike.
+        peer that does not answer, say) nothing is put and `skipped` counts, on all ranks alike.
         """
         began_s = time.monotonic()
         self._kept = [kept for kept in self._kept if kept >= held]
@@ -110,7 +110,7 @@ class InMemoryCheckpointer:
             return time.monotonic() - began_s
         generation = self._free(held, busy=tuple(self._busy.values()))
         assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
-        draft = self._take(generation, pieces, meta, rank_meta or {})
+        draft = self._take(generation, shards, meta, rank_meta or {})
         self._check()
         self._kept.append(step)
         self._busy[step] = generation
@@ -131,9 +131,9 @@ class InMemoryCheckpointer:
         return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take(
-        self, generation: int, pieces: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+        self, generation: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> SnapshotDraft:
-        return take_snapshot(self._segments[generation], pieces, rank=self._rank, meta=meta, rank_meta=rank_meta)
+        return take_snapshot(self._segments[generation], shards, rank=self._rank, meta=meta, rank_meta=rank_meta)
 
     def _seal(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
         seal_snapshot(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
@@ -152,7 +152,7 @@ class InMemoryCheckpointer:
         self._busy.pop(step, None)
 
     def close(self) -> None:
-        """End of the epoch: what is copied is completed here; a copy on its way to the buddy is given up."""
+        """End of the epoch: what is copied is completed here; a copy on its way to the peer is given up."""
         self._sealer.close()  # local work, as long as summing up takes; the next epoch must find nobody writing
         if self._replica is not None:
             self._replica.interrupt()
@@ -162,7 +162,7 @@ class InMemoryCheckpointer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaAddress:
-    """Where the buddy's replica server listens, and our place among its host's guests."""
+    """Where the peer's replica server listens, and our place among its host's guests."""
 
     host: str
     port: int
@@ -170,16 +170,16 @@ class ReplicaAddress:
 
 
 class ReplicaSender:
-    """Sends segments to the buddy. `trouble` says why the last attempt failed, and is empty after one that did not."""
+    """Sends segments to the peer. `trouble` says why the last attempt failed, and is empty after one that did not."""
 
-    def __init__(self, buddy: ReplicaAddress, *, secret: bytes, hello: Mapping[str, Any], bind: str = "") -> None:
-        self._buddy, self._secret, self._hello, self._bind = buddy, secret, dict(hello), bind
+    def __init__(self, peer: ReplicaAddress, *, secret: bytes, hello: Mapping[str, Any], bind: str = "") -> None:
+        self._peer, self._secret, self._hello, self._bind = peer, secret, dict(hello), bind
         self._channel: Channel | None = None
         self._closing = threading.Event()
         self.trouble = ""
 
     def send(self, segment: MemorySegment, needs: NeededReplicas) -> bool:
-        """Until the buddy has it, trying again after failures; False when this side is closing or is fenced.
+        """Until the peer has it, trying again after failures; False when this side is closing or is fenced.
 
         It gives up no snapshot by itself: the step that all ranks hold cannot pass one that is missing here.
         """
@@ -189,7 +189,7 @@ class ReplicaSender:
                 answer = self._try(segment, needs)
             except (OSError, TimeoutError) as error:
                 self.hang_up()
-                self.trouble = f"{self._buddy.host} does not take a copy: {error}"
+                self.trouble = f"{self._peer.host} does not take a copy: {error}"
             else:
                 self.trouble = "" if answer["op"] == "held" else str(answer.get("why"))
                 if answer["op"] in ("held", "refused"):
@@ -205,7 +205,7 @@ class ReplicaSender:
         view = segment.view()
         text = bytes(view[header.index_at : header.end])
         channel = self._open()
-        message = {"op": "put", "slot": self._buddy.slot, "header": asdict(header), "needs": asdict(needs)}
+        message = {"op": "put", "slot": self._peer.slot, "header": asdict(header), "needs": asdict(needs)}
         channel.send(message, text, crc32=header.index_crc32)
         answer = channel.wait(ANSWER_S)
         if answer["op"] != "send":
@@ -217,7 +217,7 @@ class ReplicaSender:
 
     def _open(self) -> Channel:
         if self._channel is None:
-            where = (self._buddy.host, self._buddy.port)
+            where = (self._peer.host, self._peer.port)
             self._channel = connect(where, self._secret, self._hello, timeout_s=CONNECT_S, bind=self._bind)
         return self._channel
 

@@ -169,7 +169,7 @@ def _decode_manifest(data: bytes) -> Manifest:
             f"it lists {plural(len(ranks), 'rank')} for step {manifest.step!r} of a world size of {manifest.world!r}"
         )
     if not paths.is_attempt(manifest.attempt) or not is_count(manifest.epoch):
-        raise ValueError(f"it is of attempt {manifest.attempt!r}, epoch {manifest.epoch!r}")
+        raise ValueError(f"it belongs to attempt {manifest.attempt!r}, generation {manifest.epoch!r}")
     return manifest
 
 

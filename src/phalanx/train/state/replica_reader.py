@@ -125,10 +125,10 @@ def check_crc32(what: str, found: str, written: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Vaults:
-    """How to read the vaults: this host's directly, another's through a server of its at (address, port)."""
+class _ReplicaAccess:
+    """How to read replicas: this host's directly, another's through a server of its at (address, port)."""
 
-    vault: ReplicaStore
+    replica_store: ReplicaStore
     local_host: str
     servers: Mapping[str, tuple[str, int]]
     secret: bytes
@@ -138,7 +138,7 @@ class _Vaults:
         """A connection to a replica server of another host; raises UnusableReplica."""
         if host not in self.servers:
             raise UnusableReplica("that host has left")
-        hello = {"role": "vault", "host": self.local_host}
+        hello = {"role": "replica", "host": self.local_host}
         try:
             return connect(self.servers[host], self.secret, hello, timeout_s=CONNECT_S, bind=self.bind)
         except (OSError, TimeoutError) as error:
@@ -146,7 +146,7 @@ class _Vaults:
 
 
 class ReplicaSource:
-    """A step that the vaults hold in full; a StateSource.
+    """A step that the replica stores hold in full; a StateSource.
 
     `peers` tells where a replica server of each other host listens, `writers` which ranks wrote any tensor, where that
     is known without looking at each. Where there are two copies of a rank's snapshot and one is damaged or its host
@@ -157,7 +157,7 @@ class ReplicaSource:
         self,
         choice: RestorePoint,
         *,
-        vault: ReplicaStore,
+        replica_store: ReplicaStore,
         local_host: str,
         peers: Mapping[str, tuple[str, int]],
         secret: bytes,
@@ -165,14 +165,16 @@ class ReplicaSource:
         writers: Container[int] | None = None,
     ) -> None:
         self._choice, self._writers = choice, writers
-        self._vaults = _Vaults(vault=vault, local_host=local_host, servers=peers, secret=secret, bind=bind)
+        self._access = _ReplicaAccess(
+            replica_store=replica_store, local_host=local_host, servers=peers, secret=secret, bind=bind
+        )
         self._snapshots: dict[int, SnapshotReader] = {}
         self._lock = threading.Lock()
 
     @property
     def where(self) -> str:
         """What messages call it."""
-        return f"memory of step {self._choice.step} (epoch {self._choice.epoch})"
+        return f"memory of step {self._choice.step} (generation {self._choice.epoch})"
 
     @property
     def step(self) -> int:
@@ -189,7 +191,7 @@ class ReplicaSource:
         """The `meta` of the save; raises DamagedCheckpoint."""
         # Any rank will do; a thousand ranks that all asked the host of rank 0 would keep it busy.
         wanted = (self._choice.epoch, self._choice.step)
-        near = (one.rank for one in self._vaults.vault.held() if (one.epoch, one.step) == wanted)
+        near = (one.rank for one in self._access.replica_store.held() if (one.epoch, one.step) == wanted)
         return self._contents(next(near, 0)).meta
 
     def count(self, rank: int) -> int:
@@ -212,16 +214,16 @@ class ReplicaSource:
         with self._lock:
             if rank not in self._snapshots:
                 wanted = SnapshotId(epoch=self._choice.epoch, step=self._choice.step, rank=rank)
-                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], wanted, self._vaults)
+                self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], wanted, self._access)
             return self._snapshots[rank]
 
 
 class SnapshotReader:
     """The snapshot of one rank, in all its copies. It remembers what it has read, so that nothing is sent twice."""
 
-    def __init__(self, where: str, places: Sequence[ReplicaPlace], wanted: SnapshotId, vaults: _Vaults) -> None:
-        self._where, self._wanted, self._vaults = where, wanted, vaults
-        self._places = sorted(places, key=lambda place: place.host != vaults.local_host)  # ours first
+    def __init__(self, where: str, places: Sequence[ReplicaPlace], wanted: SnapshotId, access: _ReplicaAccess) -> None:
+        self._where, self._wanted, self._access = where, wanted, access
+        self._places = sorted(places, key=lambda place: place.host != access.local_host)  # ours first
         self._read: dict[str, torch.Tensor] = {}
         self._index: SnapshotIndex | None = None
         self._channels: dict[str, Channel] = {}
@@ -230,7 +232,7 @@ class SnapshotReader:
     @property
     def is_near(self) -> bool:
         """Whether this host has a copy."""
-        return self._places[0].host == self._vaults.local_host
+        return self._places[0].host == self._access.local_host
 
     def contents(self) -> SnapshotIndex:
         """The index, from the first copy of which that is sound; raises DamagedCheckpoint."""
@@ -268,10 +270,12 @@ class SnapshotReader:
         raise damaged_checkpoint(self._where, what, why="training would go on with wrong numbers")
 
     def _copy(self, place: ReplicaPlace) -> SnapshotCopy:
-        if place.host == self._vaults.local_host:
-            return LocalReplica(self._vaults.vault.segment(place.kind, place.slot, place.generation), self._wanted)
+        if place.host == self._access.local_host:
+            return LocalReplica(
+                self._access.replica_store.segment(place.kind, place.slot, place.generation), self._wanted
+            )
         if place.host not in self._channels:
-            self._channels[place.host] = self._vaults.connect(place.host)
+            self._channels[place.host] = self._access.connect(place.host)
         return RemoteReplica(self._channels[place.host], place, self._wanted)
 
     def __enter__(self) -> SnapshotReader:

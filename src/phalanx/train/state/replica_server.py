@@ -24,7 +24,7 @@ from phalanx.train.state.in_memory import interrupt_channel
 from phalanx.train.state.snapshot import decode_snapshot_index
 
 LOOK_S = 1.0  # how soon it sees that it is to end, if nothing wakes it
-IDLE_S = 3600.0  # a connection may be silent: the buddy of a long step
+IDLE_S = 3600.0  # a connection may be silent: the peer may be in a long step
 DATA_S = 30.0  # but not in the middle of a copy
 MOST_INDEX_BYTES = 2**28
 MOST_BYTES = 2**40  # of one snapshot; more is a mistake and not a state
@@ -35,15 +35,15 @@ Message = dict[str, Any]
 class ReplicaServer:
     """Lives as long as its process, across epochs; `admit` tells it of each new one."""
 
-    def __init__(self, vault: ReplicaStore, *, secret: bytes, address: str, host: str = "") -> None:
-        self._vault = vault
-        self._listener = Listener(address, 0, secret, {"role": "vault", "host": host})
+    def __init__(self, replica_store: ReplicaStore, *, secret: bytes, address: str, host: str = "") -> None:
+        self._replica_store = replica_store
+        self._listener = Listener(address, 0, secret, {"role": "replica", "host": host})
         self._address = self._listener.address
         self.port: int = self._address[1]
         self._epoch = -1
         self._channels: set[Channel] = set()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="vault-server", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="replica-server", daemon=True)
         self._thread.start()
 
     def admit(self, epoch: int) -> None:
@@ -63,7 +63,7 @@ class ReplicaServer:
         while not self._closing.is_set():
             for channel in self._listener.pump(LOOK_S):
                 # A thread each: the peers are few (one that copies, some that restore) and each moves gigabytes.
-                threading.Thread(target=self._serve, args=(channel,), name="vault-peer", daemon=True).start()
+                threading.Thread(target=self._serve, args=(channel,), name="replica-peer", daemon=True).start()
         self._listener.close()
 
     def _serve(self, channel: Channel) -> None:
@@ -85,7 +85,7 @@ class ReplicaServer:
             channel.close()
 
     def _list(self, channel: Channel, message: Message) -> None:
-        channel.send({"op": "held", "held": [one.to_json() for one in self._vault.held()]})
+        channel.send({"op": "held", "held": [one.to_json() for one in self._replica_store.held()]})
 
     def _index(self, channel: Channel, message: Message) -> None:
         segment, header = self._find(message)
@@ -105,7 +105,7 @@ class ReplicaServer:
 
     def _find(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
         """The segment asked for, with its header when it still holds the snapshot that is meant."""
-        segment = self._vault.segment(kind_of(message), int(message["slot"]), int(message["generation"]))
+        segment = self._replica_store.segment(kind_of(message), int(message["slot"]), int(message["generation"]))
         header = segment.header()
         if header is None or any(message[key] != getattr(header, key) for key in ("epoch", "step", "rank")):
             return segment, None
@@ -115,10 +115,10 @@ class ReplicaServer:
         needs, header = _needs(message["needs"]), SegmentHeader(**message["header"])
         text = bytearray(_bounded(message["data_bytes"], MOST_INDEX_BYTES))
         channel.read_into(text)
-        segments = self._vault.generations("guest", int(message["slot"]))
+        segments = self._replica_store.generations("guest", int(message["slot"]))
         newest = max([self._epoch, *(found.epoch for one in segments if (found := one.header()) is not None)])
         if needs.epoch < newest:
-            why = f"a copy of epoch {needs.epoch} came after epoch {newest} had begun"
+            why = f"a replica of generation {needs.epoch} came after generation {newest} had begun"
             channel.send({"op": "refused", "why": why})
             return
         with _claim(segments, needs) as segment:

@@ -57,7 +57,7 @@ def rescue_state(
     order: RescueOrder,
     *,
     host: str,
-    vault: ReplicaStore,
+    replica_store: ReplicaStore,
     places: Sequence[Location],
     keep: int,
     newer_than: int = 0,
@@ -68,14 +68,14 @@ def rescue_state(
     has nothing newer than that, and on hosts that only helped. Raises SystemFailure where there was something, and it
     could not be written anywhere.
     """
-    copies = _copies_to_write(run_folder / "rescue", order, host, vault, newer_than)
+    copies = _copies_to_write(run_folder / "rescue", order, host, replica_store, newer_than)
     if not copies:
         return None
     reasons: list[Problem] = []
     # Hosts that share no other folder can only meet in the checkpoint folder.
     for place in places if len(order.hosts) == 1 else places[:1]:
         try:
-            saved = [_write_rank(place, copy, vault, keep=keep, generation=order.generation) for copy in copies]
+            saved = [_write_rank(place, copy, replica_store, keep=keep, generation=order.generation) for copy in copies]
         except PhalanxError as error:
             reasons += error.problems
         except (UnusableReplica, OSError) as error:
@@ -98,14 +98,16 @@ class _RankCopy:
 
 
 def _copies_to_write(
-    folder: Path, order: RescueOrder, host: str, vault: ReplicaStore, newer_than: int
+    folder: Path, order: RescueOrder, host: str, replica_store: ReplicaStore, newer_than: int
 ) -> list[_RankCopy]:
     """What this host is to write, rank 0 last: whoever has it waits for all others."""
     if len(order.hosts) == 1:
-        return _copies_by_host({host: vault.held()}, order, newer_than)[host]
+        return _copies_by_host({host: replica_store.held()}, order, newer_than)[host]
     folder.mkdir(exist_ok=True)
     places = {name: index for index, name in enumerate(order.hosts)}
-    replace_text(_file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in vault.held()]))
+    replace_text(
+        _file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in replica_store.held()])
+    )
     if host == order.hosts[0]:
         files = {name: _file(folder, order, "held", place) for name, place in places.items()}
         _wait_for(list(files.values()), OTHERS_S)
@@ -163,10 +165,10 @@ def _wait_for(paths: Sequence[Path], seconds: float) -> bool:
 
 
 def _write_rank(
-    place: Location, copy: _RankCopy, vault: ReplicaStore, *, keep: int, generation: int
+    place: Location, copy: _RankCopy, replica_store: ReplicaStore, *, keep: int, generation: int
 ) -> SavedCheckpoint:
     """One rank of the step, every tensor compared with its checksum."""
-    replica = LocalReplica(vault.segment(copy.kind, copy.slot, copy.generation), copy.wanted)
+    replica = LocalReplica(replica_store.segment(copy.kind, copy.slot, copy.generation), copy.wanted)
     index = decode_snapshot_index(replica.index(), copy.wanted.rank)
     shards = [
         TensorShard(
@@ -184,7 +186,7 @@ def _write_rank(
         place,
         step=copy.wanted.step,
         attempt=f"rescue{generation}.{copy.wanted.step}",
-        pieces=shards,
+        shards=shards,
         meta=index.meta,
         rank=copy.wanted.rank,
         world=copy.world,

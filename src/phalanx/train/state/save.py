@@ -74,7 +74,7 @@ def save_checkpoint(
     *,
     step: int,
     attempt: str,
-    pieces: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     meta: Mapping[str, JSON],
     rank: int,
     world: int,
@@ -96,7 +96,7 @@ def save_checkpoint(
     began = time.monotonic()
     if step < 0 or keep < 1 or epoch < 0 or not 0 <= rank < world:
         what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
-        raise mistake("checkpoint", what, fix="step and epoch from 0 on, keep from 1 on, rank below world")
+        raise mistake("checkpoint", what, fix="use step and epoch from 0 on, keep from 1 on, and a rank below world")
     _check_meta(meta)
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()
@@ -107,7 +107,7 @@ def save_checkpoint(
             # Ranks that write meanwhile may still find the disk full: then this save fails, and the next finds room.
             with suppress(SystemFailure):
                 deleted += make_room(storage, fence)
-        size_bytes = _write_rank(draft, rank, pieces, rank_meta or {}, abandoned, point)
+        size_bytes = _write_rank(draft, rank, shards, rank_meta or {}, abandoned, point)
         if rank == 0:
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
             total_bytes = sum(one.data_bytes + one.index_bytes for one in ranks)
@@ -160,14 +160,14 @@ def _code_version() -> str:
 def _write_rank(
     draft: CheckpointDraft,
     rank: int,
-    pieces: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     meta: Mapping[str, JSON],
     abandoned: Event,
     point: Callable[[str], None],
 ) -> int:
     """Write file and index of a rank, then its note; returns the bytes."""
     draft.begin()
-    index = _write_rank_file(draft, rank, pieces, meta, abandoned)
+    index = _write_rank_file(draft, rank, shards, meta, abandoned)
     point("data")
     text = encode_rank_index(index)
     draft.put(paths.index_name(rank), text)
@@ -184,10 +184,10 @@ def _write_rank(
 
 
 def _write_rank_file(
-    draft: CheckpointDraft, rank: int, pieces: Sequence[TensorShard], meta: Mapping[str, JSON], abandoned: Event
+    draft: CheckpointDraft, rank: int, shards: Sequence[TensorShard], meta: Mapping[str, JSON], abandoned: Event
 ) -> RankIndex:
     """Write the tensors of a rank, hashed meanwhile, and flush them; returns the index."""
-    mine = owned_shards(pieces)
+    mine = owned_shards(shards)
     laid_out = lay_out_shards(mine, rank)
     header = safetensors_header(laid_out)
     size_bytes = len(header) + sum(shard.size_bytes for shard in laid_out)
@@ -205,12 +205,12 @@ def _write_rank_file(
                 # Hashing may lag behind, but not by the whole state: it may be a copy of what is on a GPU.
                 if len(digests) > MOST_UNHASHED:
                     digests[-1 - MOST_UNHASHED].result()
-    shards = tuple(
+    stored = tuple(
         replace(shard, offset=len(header) + shard.offset, sha256=digest.result())
         for shard, digest in zip(laid_out, digests, strict=True)
     )
     return RankIndex(
-        rank=rank, header_bytes=len(header), header_sha256=_hex_sha256(memoryview(header)), shards=shards, meta=meta
+        rank=rank, header_bytes=len(header), header_sha256=_hex_sha256(memoryview(header)), shards=stored, meta=meta
     )
 
 

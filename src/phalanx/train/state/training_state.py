@@ -135,20 +135,20 @@ def load_hf_weights(engine: Engine, folder: Path) -> None:
     """
     if engine.outline is not None:
         saved = {name: spec.shape for name, spec in engine.outline.tensors.items() if spec.saved}
-        held = {piece.name.removeprefix(PREFIX) for piece in engine.weights()}
+        held = {shard.name.removeprefix(PREFIX) for shard in engine.weights()}
         values = read_named(folder, saved, wanted=held, others=engine.outline.tied)
         copy_weights(values, engine.parts, engine.weights(), prefix=PREFIX)
         engine.publish()
         return
-    pieces: dict[str, list[TensorShard]] = {}
-    for piece in engine.shards:
-        pieces.setdefault(piece.name, []).append(piece)
-    for name, whole in read_hf(folder, engine.shape, wanted=pieces):
-        for piece in pieces[name]:
+    shards: dict[str, list[TensorShard]] = {}
+    for shard in engine.shards:
+        shards.setdefault(shard.name, []).append(shard)
+    for name, whole in read_hf(folder, engine.shape, wanted=shards):
+        for shard in shards[name]:
             part = whole
-            for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+            for dim, (start, size) in enumerate(zip(shard.start, shard.tensor.shape, strict=True)):
                 part = part.narrow(dim, start, size)
-            piece.tensor.copy_(part)
+            shard.tensor.copy_(part)
     engine.publish()
 
 
@@ -164,7 +164,7 @@ def state_numbers(engine: Engine) -> dict[str, Any]:
 
 def take_state_numbers(engine: Engine, optimizer: list[TensorShard], meta: Mapping[str, Any]) -> None:
     """Go on from what `state_numbers` gave; the weights, and the `optimizer`'s state, are filled already."""
-    engine.optimizer.load({piece.name: piece.tensor for piece in optimizer}, int(meta["optimizer_steps"]))
+    engine.optimizer.load({shard.name: shard.tensor for shard in optimizer}, int(meta["optimizer_steps"]))
     if engine.loss_scale is not None and not engine.loss_scale.fixed and meta.get("loss_scale"):
         engine.loss_scale = LossScale.load(meta["loss_scale"])
     if meta.get("spikes"):

@@ -251,7 +251,7 @@ def save_trial_state(engine: Engine, root: Path, *, step: int, rank: int) -> Non
         root,
         step=step,
         attempt="trial",
-        pieces=checkpoint_shards(engine),
+        shards=checkpoint_shards(engine),
         meta=meta,
         rank=rank,
         world=engine.dims.world,

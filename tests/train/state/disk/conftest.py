@@ -1,4 +1,4 @@
-"""Pieces of small tensors, cut in every way a layout can cut them, and worlds that save them rank by rank."""
+"""Shards of small tensors, cut in every way a layout can cut them, and worlds that save them rank by rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 Spans = list[tuple[int, int]]
 
 
-def piece(name, tensor, shape=None, start=None, owner=True):
+def shard(name, tensor, shape=None, start=None, owner=True):
     shape = tuple(tensor.shape) if shape is None else tuple(shape)
     start = (0,) * len(shape) if start is None else tuple(start)
     return TensorShard(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
@@ -46,7 +46,7 @@ def split(spans: Spans, kind: str, count: int, rng: random.Random) -> list[Spans
 
 
 def cut(tensors, world: int, rng: random.Random, kinds=("whole", "rows", "columns", "uneven", "replicas")):
-    """For every rank its pieces: each tensor cut in a way of its own, the boxes dealt to ranks at random."""
+    """For every rank its shards: each tensor cut in a way of its own, the boxes dealt to ranks at random."""
     ranks = [[] for _ in range(world)]
     for name, tensor in tensors.items():
         kind = rng.choice(kinds)
@@ -61,17 +61,17 @@ def cut(tensors, world: int, rng: random.Random, kinds=("whole", "rows", "column
             if box is None:
                 continue
             local = tensor[tuple(slice(a, b) for a, b in box)].clone()
-            ranks[rank].append(piece(name, local, tensor.shape, [a for a, _ in box], owner))
+            ranks[rank].append(shard(name, local, tensor.shape, [a for a, _ in box], owner))
     return ranks
 
 
 def emptied(ranks):
-    """The same pieces with nothing in them yet."""
+    """The same shards with nothing in them yet."""
 
     def blank(one):
-        return piece(one.name, torch.full_like(one.tensor, 1), one.shape, one.start, one.owner)
+        return shard(one.name, torch.full_like(one.tensor, 1), one.shape, one.start, one.owner)
 
-    return [[blank(one) for one in pieces] for pieces in ranks]
+    return [[blank(one) for one in shards] for shards in ranks]
 
 
 def save_all(root: Path, ranks, *, step=100, attempt="a1", meta=None, **options) -> SavedCheckpoint:
@@ -81,7 +81,7 @@ def save_all(root: Path, ranks, *, step=100, attempt="a1", meta=None, **options)
             root,
             step=step,
             attempt=attempt,
-            pieces=ranks[rank],
+            shards=ranks[rank],
             meta=meta or {},
             rank=rank,
             world=len(ranks),
@@ -114,7 +114,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 @pytest.fixture(scope="session")
 def kit():
     return SimpleNamespace(
-        piece=piece, cut=cut, emptied=emptied, save_all=save_all, some_tensors=some_tensors, same_bits=same_bits
+        shard=shard, cut=cut, emptied=emptied, save_all=save_all, some_tensors=some_tensors, same_bits=same_bits
     )
 
 

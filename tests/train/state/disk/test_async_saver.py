@@ -20,14 +20,14 @@ def test_what_is_saved_is_the_state_at_the_call(kit, tmp_path):
     go = threading.Event()
     saver = saver_of(tmp_path, point=lambda name: name != "begin" or go.wait())
     weight = torch.ones(4)
-    saver.save(step=1, pieces=[kit.piece("w", weight)], meta={"step": 1})
+    saver.save(step=1, shards=[kit.shard("w", weight)], meta={"step": 1})
     assert saver.busy
     weight.fill_(2)  # the training goes on while the thread has not written a byte
     go.set()
     assert saver.wait().step == 1
     assert not saver.busy
     target = torch.zeros(4)
-    load_shards(newest_checkpoint(tmp_path).path, [kit.piece("w", target)])
+    load_shards(newest_checkpoint(tmp_path).path, [kit.shard("w", target)])
     assert target.tolist() == [1.0] * 4
 
 
@@ -43,30 +43,30 @@ def test_only_one_is_in_flight(kit, tmp_path):
 
     saver = saver_of(tmp_path, point=point)
     for step in range(5):
-        assert saver.save(step=step, pieces=[kit.piece("w", torch.full((9,), float(step)))], meta={}) >= 0
+        assert saver.save(step=step, shards=[kit.shard("w", torch.full((9,), float(step)))], meta={}) >= 0
     assert saver.wait().step == 4
     assert most == [1] * 5
 
 
 def test_host_memory_is_used_again(kit, tmp_path):
-    saver, pieces = saver_of(tmp_path), [kit.piece("w", torch.ones(4)), kit.piece("x", torch.ones(2))]
-    saver.reserve(pieces)
+    saver, shards = saver_of(tmp_path), [kit.shard("w", torch.ones(4)), kit.shard("x", torch.ones(2))]
+    saver.reserve(shards)
     assert list(tmp_path.iterdir()) == []
     before = {name: copy.data_ptr() for name, copy in saver._copies._tensors.items()}
-    saver.save(step=2, pieces=[kit.piece("w", torch.zeros(4)), kit.piece("x", torch.ones(3))], meta={})
+    saver.save(step=2, shards=[kit.shard("w", torch.zeros(4)), kit.shard("x", torch.ones(3))], meta={})
     saver.wait()
     after = {name: copy.data_ptr() for name, copy in saver._copies._tensors.items()}
     assert after["w"] == before["w"]
     assert saver._copies._tensors["x"].shape == (3,)
     target = torch.ones(4)
-    load_shards(newest_checkpoint(tmp_path).path, [kit.piece("w", target)])
+    load_shards(newest_checkpoint(tmp_path).path, [kit.shard("w", target)])
     assert not target.any()
 
 
 def test_the_same_step_is_not_written_twice(kit, tmp_path):
     saver = saver_of(tmp_path)
     for _ in range(2):
-        saver.save(step=1, pieces=[kit.piece("w", torch.ones(4))], meta={})
+        saver.save(step=1, shards=[kit.shard("w", torch.ones(4))], meta={})
     assert saver.wait().step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -74,7 +74,7 @@ def test_the_same_step_is_not_written_twice(kit, tmp_path):
 def test_a_step_may_be_saved_again_while_rank_0_has_not_committed_the_first(kit, tmp_path):
     saver = AsyncSaver(tmp_path, attempt="a", rank=1, world=2)
     for step in (1, 2, 1):
-        saver.save(step=step, pieces=[kit.piece("w", torch.ones(4))], meta={})
+        saver.save(step=step, shards=[kit.shard("w", torch.ones(4))], meta={})
     assert saver.wait().step == 1
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".tmp-step-00000001-a.1", ".tmp-step-00000001-a.3", ".tmp-step-00000002-a.2"]
@@ -84,14 +84,14 @@ def test_a_step_may_be_saved_again_while_rank_0_has_not_committed_the_first(kit,
 def test_an_error_surfaces_at_the_next_call_and_the_next_save_works(kit, tmp_path, call):
     root = tmp_path / "checkpoints"
     root.write_text("in the way")
-    saver, pieces = saver_of(root), [kit.piece("w", torch.ones(4))]
-    saver.save(step=1, pieces=pieces, meta={})
+    saver, shards = saver_of(root), [kit.shard("w", torch.ones(4))]
+    saver.save(step=1, shards=shards, meta={})
     while saver.busy:
         time.sleep(0.01)
     root.unlink()
     with pytest.raises(SystemFailure, match="step 1 is not saved: Not a directory"):
-        saver.wait() if call == "wait" else saver.save(step=2, pieces=pieces, meta={})
-    saver.save(step=2, pieces=pieces, meta={})
+        saver.wait() if call == "wait" else saver.save(step=2, shards=shards, meta={})
+    saver.save(step=2, shards=shards, meta={})
     assert saver.wait().step == 2
     assert newest_checkpoint(root, verify=True).step == 2
 
@@ -111,7 +111,7 @@ def test_after_one_rank_failed_the_next_save_is_of_all_ranks(kit, tmp_path):
     for step in (1, 2):
         for rank, saver in enumerate(savers):
             try:
-                saver.save(step=step, pieces=[kit.piece(f"w{rank}", torch.full((4,), float(step)))], meta={})
+                saver.save(step=step, shards=[kit.shard(f"w{rank}", torch.full((4,), float(step)))], meta={})
             except SystemFailure as error:
                 outcomes.append(str(error).splitlines()[0].partition(": ")[2])
     assert [saver.wait().step for saver in savers] == [2, 2]

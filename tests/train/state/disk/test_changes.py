@@ -64,14 +64,14 @@ def refusals(kit, folder):
         "layers.0.attn.wq.weight#exp_avg": (torch.float32, (8, 3)),
         "norm.weight": (torch.float32, (12,)),
     }
-    pieces = [kit.piece(name, torch.zeros(shape, dtype=dtype)) for name, (dtype, shape) in shapes.items()]
+    shards = [kit.shard(name, torch.zeros(shape, dtype=dtype)) for name, (dtype, shape) in shapes.items()]
     count = 0
-    for read in (lambda: verify_checkpoint(folder), lambda: load_shards(folder, pieces)):
+    for read in (lambda: verify_checkpoint(folder), lambda: load_shards(folder, shards)):
         try:
             read()
         except DamagedCheckpoint:
             count += 1
-    assert count < 2 or not any(piece.tensor.any() for piece in pieces)  # a refusal changes nothing
+    assert count < 2 or not any(shard.tensor.any() for shard in shards)  # a refusal changes nothing
     return count
 
 

@@ -21,13 +21,13 @@ def assert_refused(kit, folder):
     """Refused by verify, by a load of everything, and by newest_checkpoint, which says so and takes the one before."""
     with pytest.raises(DamagedCheckpoint) as caught:
         verify_checkpoint(folder)
-    pieces = [kit.piece(name, value.zero_()) for name, value in kit.some_tensors().items()]
+    shards = [kit.shard(name, value.zero_()) for name, value in kit.some_tensors().items()]
     loaded = False
     try:
-        load_shards(folder, pieces)
+        load_shards(folder, shards)
         loaded = True
     except DamagedCheckpoint:
-        assert not any(piece.tensor.any() for piece in pieces)
+        assert not any(shard.tensor.any() for shard in shards)
     found = newest_checkpoint(folder.parent, verify=True)
     assert found.step == 100
     assert found.warnings[0].splitlines()[0] in str(caught.value)

@@ -18,8 +18,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def piece_of(kit, value=1.0, size=1000):
-    return kit.piece("w", torch.full((size,), value))
+def shard_of(kit, value=1.0, size=1000):
+    return kit.shard("w", torch.full((size,), value))
 
 
 @contextmanager
@@ -29,13 +29,13 @@ def closed():
 
 
 def test_a_fence_that_refuses_leaves_the_commit_before_and_nothing_else(kit, tmp_path):
-    kit.save_all(tmp_path, [[piece_of(kit)]], step=1)
+    kit.save_all(tmp_path, [[shard_of(kit)]], step=1)
     for step in (1, 2):  # replacing a step, and a new one
         with pytest.raises(SystemFailure) as caught:
-            kit.save_all(tmp_path, [[piece_of(kit, 2.0)]], step=step, attempt="old", fence=closed)
+            kit.save_all(tmp_path, [[shard_of(kit, 2.0)]], step=step, attempt="old", fence=closed)
         assert str(caught.value) == "epoch 3: is over: epoch 4 has begun"
         assert names(tmp_path) == ["step-00000001"]
-    target = piece_of(kit, 0.0)
+    target = shard_of(kit, 0.0)
     load_shards(newest_checkpoint(tmp_path, verify=True).path, [target])
     assert bool((target.tensor == 1).all())
 
@@ -49,24 +49,24 @@ def test_the_fence_is_around_the_commit_and_only_rank_0_enters_it(kit, tmp_path)
         yield
         told.append("out")
 
-    kit.save_all(tmp_path, [[piece_of(kit)], []], fence=fence, point=told.append)
+    kit.save_all(tmp_path, [[shard_of(kit)], []], fence=fence, point=told.append)
     rank = ["begin", "data", "index", "done"]
     assert told == [*rank, *rank, "all", "manifest", "in", "set-aside", "out", "commit", "in", "out", "prune"]
 
 
 def test_the_manifest_says_which_epoch_wrote_it(kit, tmp_path):
     saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, epoch=5)
-    saver.save(step=1, pieces=[piece_of(kit)], meta={})
+    saver.save(step=1, shards=[shard_of(kit)], meta={})
     saver.wait()
     assert newest_checkpoint(tmp_path).epoch == 5
 
 
 def test_drafts_of_fenced_epochs_are_swept_at_the_next_commit(kit, tmp_path):
     for attempt in ("old.1", "new.3"):
-        save_checkpoint(tmp_path, step=7, attempt=attempt, pieces=[piece_of(kit)], meta={}, rank=1, world=2)
-    kit.save_all(tmp_path, [[piece_of(kit)]], step=5, attempt="new.2")
+        save_checkpoint(tmp_path, step=7, attempt=attempt, shards=[shard_of(kit)], meta={}, rank=1, world=2)
+    kit.save_all(tmp_path, [[shard_of(kit)]], step=5, attempt="new.2")
     assert names(tmp_path) == [".tmp-step-00000007-new.3", ".tmp-step-00000007-old.1", "step-00000005"]  # no epochs
-    kit.save_all(tmp_path, [[piece_of(kit)]], step=6, attempt="new.2", epoch=2)
+    kit.save_all(tmp_path, [[shard_of(kit)]], step=6, attempt="new.2", epoch=2)
     assert names(tmp_path) == [".tmp-step-00000007-new.3", "step-00000005", "step-00000006"]  # a rank is ahead of us
 
 
@@ -78,7 +78,7 @@ def test_a_save_that_waits_for_a_lost_rank_is_given_up(kit, tmp_path, monkeypatc
         tmp_path, attempt="a", rank=0, world=2, copies=copies,
         point=lambda name: waits.set() if name == "done" else None,
     )  # fmt: skip
-    saver.save(step=1, pieces=[piece_of(kit)], meta={})
+    saver.save(step=1, shards=[shard_of(kit)], meta={})
     waits.wait(60)
     thread = saver._current
     saver.abandon()
@@ -88,7 +88,7 @@ def test_a_save_that_waits_for_a_lost_rank_is_given_up(kit, tmp_path, monkeypatc
     assert names(tmp_path) == []
     after = AsyncSaver(tmp_path, attempt="b", rank=0, world=1, copies=copies)
     before = {name: copy.data_ptr() for name, copy in copies._tensors.items()}
-    after.save(step=1, pieces=[piece_of(kit, 3.0)], meta={})
+    after.save(step=1, shards=[shard_of(kit, 3.0)], meta={})
     assert after.wait().step == 1
     assert {name: copy.data_ptr() for name, copy in copies._tensors.items()} == before  # no fresh memory
     saver.abandon()  # once more: there is nothing left
@@ -104,12 +104,12 @@ def test_a_save_held_by_the_disk_goes_on_alone_and_commits_nothing(kit, tmp_path
 
     copies = HostCopies()
     saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, copies=copies, point=point)
-    saver.save(step=1, pieces=[piece_of(kit)], meta={})
+    saver.save(step=1, shards=[shard_of(kit)], meta={})
     held.wait(60)
     thread, before = saver._current, copies._tensors["w"]
     saver.abandon()
     assert thread.is_alive()
-    copies.take([piece_of(kit, 2.0)])
+    copies.take([shard_of(kit, 2.0)])
     assert bool((before == 1).all())  # the thread may still read from it
     disk.set()
     thread.join(60)
@@ -120,7 +120,7 @@ def test_a_rank_that_is_given_up_while_it_writes_stops(kit, tmp_path):
     given_up = threading.Event()
     with pytest.raises(SaveAbandoned):
         save_checkpoint(
-            tmp_path, step=1, attempt="a", pieces=[piece_of(kit)], meta={}, rank=1, world=2, abandoned=given_up,
+            tmp_path, step=1, attempt="a", shards=[shard_of(kit)], meta={}, rank=1, world=2, abandoned=given_up,
             point=lambda name: given_up.set() if name == "begin" else None,
         )  # fmt: skip
     assert names(tmp_path / ".tmp-step-00000001-a") == ["rank-00001.failed"]

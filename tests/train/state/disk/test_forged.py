@@ -37,14 +37,14 @@ def forge_index(folder, change):
 
 @pytest.fixture
 def folder(kit, tmp_path):
-    return kit.save_all(tmp_path, [[kit.piece("w", torch.ones(4, 3)), kit.piece("v", torch.ones(2))]]).path
+    return kit.save_all(tmp_path, [[kit.shard("w", torch.ones(4, 3)), kit.shard("v", torch.ones(2))]]).path
 
 
 def refusal(kit, folder):
     with pytest.raises(DamagedCheckpoint) as caught:
         verify_checkpoint(folder)
     with pytest.raises(PhalanxError):
-        load_shards(folder, [kit.piece("w", torch.zeros(4, 3)), kit.piece("v", torch.zeros(2))])
+        load_shards(folder, [kit.shard("w", torch.zeros(4, 3)), kit.shard("v", torch.zeros(2))])
     with pytest.raises(DamagedCheckpoint):
         read_state(folder)
     with pytest.raises(DamagedCheckpoint):
@@ -212,9 +212,9 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**32,) * 2)
 for folder in map(Path, sys.argv[1:]):
-    piece = TensorShard(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0),
+    shard = TensorShard(name="w", tensor=torch.zeros(4, 3), shape=(4, 3), start=(0, 0),
                         replicas=1, owner=True, groups={})
-    for read in (verify_checkpoint, read_state, lambda folder: load_shards(folder, [piece])):
+    for read in (verify_checkpoint, read_state, lambda folder: load_shards(folder, [shard])):
         try:
             read(folder)
             print("read")
@@ -241,7 +241,7 @@ def test_numbers_of_a_stranger_allocate_nothing(kit, tmp_path):
     folders = []
     for name, forge in GREEDY.items():
         folders.append(
-            kit.save_all(tmp_path / name, [[kit.piece("v", torch.ones(2)), kit.piece("w", torch.ones(4, 3))]]).path
+            kit.save_all(tmp_path / name, [[kit.shard("v", torch.ones(2)), kit.shard("w", torch.ones(4, 3))]]).path
         )
         forge(folders[-1])
     command = [sys.executable, "-c", LIMITED, *map(str, folders)]

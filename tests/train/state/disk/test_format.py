@@ -74,7 +74,7 @@ def test_a_checkpoint_of_0_6_is_read(kit):
 
 
 def test_a_checkpoint_of_0_6_fills_another_layout(kit):
-    whole = [kit.piece(name, torch.zeros_like(tensor)) for name, tensor in tensors().items()]
+    whole = [kit.shard(name, torch.zeros_like(tensor)) for name, tensor in tensors().items()]
     load_shards(FOLDER, whole)
     assert all(kit.same_bits(one.tensor, tensors()[one.name]) for one in whole)
 
@@ -87,7 +87,7 @@ def test_the_same_state_is_written_as_0_6_wrote_it(tmp_path):
             tmp_path,
             step=100,
             attempt="a1.1",
-            pieces=shards(rank),
+            shards=shards(rank),
             meta=META,
             rank=rank,
             world=2,

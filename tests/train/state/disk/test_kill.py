@@ -34,9 +34,9 @@ def write(root, attempt, stop, report, found):
             for rank in (1, 0):
                 mine = torch.full((20, 50), float(step))
                 start = (20 * rank, 0)
-                piece = TensorShard(name="w", tensor=mine, shape=(40, 50), start=start,
+                shard = TensorShard(name="w", tensor=mine, shape=(40, 50), start=start,
                                     replicas=1, owner=True, groups={})
-                save_checkpoint(root, step=step, attempt=f"{attempt}.{again}", pieces=[piece], meta={}, rank=rank,
+                save_checkpoint(root, step=step, attempt=f"{attempt}.{again}", shards=[shard], meta={}, rank=rank,
                                 world=2, keep=2, point=point)
         os.write(report, f"{step}\\n".encode())
 
@@ -77,7 +77,7 @@ def whole_step(kit, root):
     """The step found, after making sure that it is all there and of one step."""
     found = newest_checkpoint(root, verify=True)
     assert found.warnings == ()  # a dead writer leaves drafts, never a damaged commit
-    target = kit.piece("w", torch.zeros(40, 50))
+    target = kit.shard("w", torch.zeros(40, 50))
     load_shards(found.path, [target])
     assert target.tensor.unique().tolist() == [float(found.step)]
     return found.step

@@ -27,7 +27,7 @@ def own_numbers():
 def saved(tmp_path, ranks, **options):
     for rank in reversed(range(len(ranks))):
         path = save_checkpoint(
-            tmp_path, step=3, attempt="a", pieces=ranks[rank], meta={}, rank=rank, world=len(ranks), **options
+            tmp_path, step=3, attempt="a", shards=ranks[rank], meta={}, rank=rank, world=len(ranks), **options
         ).path
     return path
 
@@ -38,7 +38,7 @@ def test_a_rank_goes_on_with_its_own_numbers(tmp_path):
         torch.manual_seed(rank)
         torch.rand(rank + 3)  # somewhere in the middle
         save_checkpoint(
-            tmp_path, step=3, attempt="a", pieces=[], meta={}, rank=rank, world=2, rank_meta=capture_random_state(CPU)
+            tmp_path, step=3, attempt="a", shards=[], meta={}, rank=rank, world=2, rank_meta=capture_random_state(CPU)
         )
         expected.insert(0, torch.rand(4).tolist())
     source = CheckpointReader(tmp_path / "step-00000003")
@@ -75,7 +75,7 @@ def test_a_random_state_that_is_none_is_refused(tmp_path, state):
 
 def test_private_tensors_come_back_to_their_rank_and_are_no_weights(kit, tmp_path):
     carried = [{"0/parts": torch.randn(3, 5), "0/sum": torch.randn(1, 2)}, {"0/parts": torch.randn(3, 5)}]
-    weight = [[kit.piece("w", torch.ones(4))], []]
+    weight = [[kit.shard("w", torch.ones(4))], []]
     plain = state_digest(saved(tmp_path / "plain", weight))
     path = saved(tmp_path, [weight[rank] + private_shards(rank, carried[rank]) for rank in (0, 1)])
     source = CheckpointReader(path)

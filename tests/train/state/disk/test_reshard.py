@@ -43,28 +43,28 @@ def test_any_layout_to_any_other(kit, tmp_path_factory, shapes, worlds, seed):
         folder = kit.save_all(root, kit.cut(tensors, worlds[0], rng)).path
     verify_checkpoint(folder)
     right = kit.cut(tensors, worlds[1], rng)
-    for expected, pieces in zip(right, kit.emptied(right), strict=True):
-        load_shards(folder, pieces)
-        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+    for expected, shards in zip(right, kit.emptied(right), strict=True):
+        load_shards(folder, shards)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, shards, strict=True))
 
 
 def test_parameters_and_strided_views_are_filled_in_place(kit, tmp_path):
     weight = torch.randn(6, 4)
-    folder = kit.save_all(tmp_path, [[kit.piece("w", weight.t().contiguous().t())]]).path
+    folder = kit.save_all(tmp_path, [[kit.shard("w", weight.t().contiguous().t())]]).path
     storage = torch.zeros(4, 6)
     target = torch.nn.Parameter(storage.t())
-    load_shards(folder, [kit.piece("w", target)])
+    load_shards(folder, [kit.shard("w", target)])
     assert torch.equal(storage.t(), weight)
     assert target.grad_fn is None
 
 
 def test_a_rank_reads_only_the_files_it_overlaps(kit, tmp_path):
     w = torch.arange(32.0).reshape(8, 4)
-    ranks = [[kit.piece("w", w[2 * r : 2 * r + 2].clone(), w.shape, (2 * r, 0))] for r in range(4)]
+    ranks = [[kit.shard("w", w[2 * r : 2 * r + 2].clone(), w.shape, (2 * r, 0))] for r in range(4)]
     folder = kit.save_all(tmp_path, ranks).path
     (folder / "rank-00003.safetensors").write_bytes(b"broken")
     (folder / "rank-00003.json").write_bytes(b"broken")
-    mine = kit.piece("w", torch.zeros(3, 4), w.shape, (1, 0))
+    mine = kit.shard("w", torch.zeros(3, 4), w.shape, (1, 0))
     ready = prepare_restore(folder, [mine])
     assert sorted(ready.route.copies) == [0, 1]
     assert not mine.tensor.any()  # nothing changes before everything is known to be sound
@@ -74,7 +74,7 @@ def test_a_rank_reads_only_the_files_it_overlaps(kit, tmp_path):
 
 def test_a_rank_that_restarts_in_its_old_layout_reads_its_own_index_and_its_owners(kit, tmp_path):
     w = torch.arange(64.0).reshape(16, 4)
-    ranks = [[kit.piece("w", w[r : r + 1].clone(), w.shape, (r, 0))] for r in range(16)]
+    ranks = [[kit.shard("w", w[r : r + 1].clone(), w.shape, (r, 0))] for r in range(16)]
     folder = kit.save_all(tmp_path, ranks).path
     for rank, (mine,) in enumerate(ranks):
         ready = prepare_restore(folder, [mine], rank=rank, world=16)
@@ -85,7 +85,7 @@ def test_a_rank_that_restarts_in_its_old_layout_reads_its_own_index_and_its_owne
 
 def test_ranks_that_own_nothing_are_not_asked(kit, tmp_path):
     w = torch.arange(4.0)
-    copies = [[kit.piece("w", w.clone(), owner=rank == 0)] for rank in range(8)]  # plain data parallel
+    copies = [[kit.shard("w", w.clone(), owner=rank == 0)] for rank in range(8)]  # plain data parallel
     folder = kit.save_all(tmp_path, copies).path
     ready = prepare_restore(folder, copies[7], rank=7, world=8)
     assert (ready.route.num_indexes_read, list(ready.route.copies)) == (1, [0])
@@ -95,25 +95,25 @@ def test_ranks_that_own_nothing_are_not_asked(kit, tmp_path):
 def test_a_rank_of_another_copy_finds_the_writer_of_its_shard(kit, tmp_path, copies):
     """2 stages, copies, 8 shards: only the first copy writes. Restored with as many copies, and with one fewer."""
 
-    def pieces(rank, copies):
+    def shards(rank, copies):
         stage, shard = rank // (copies * 8), rank % 8
         name, owner = f"layers.{stage}.w", rank // 8 % copies == 0
-        return [kit.piece(name, torch.full((1, 2), float(rank)), (8, 2), (shard, 0), owner)]
+        return [kit.shard(name, torch.full((1, 2), float(rank)), (8, 2), (shard, 0), owner)]
 
-    folder = kit.save_all(tmp_path, [pieces(rank, 4) for rank in range(64)]).path
+    folder = kit.save_all(tmp_path, [shards(rank, 4) for rank in range(64)]).path
     world = 2 * copies * 8
     for rank in range(world):
-        mine = pieces(rank, copies)
+        mine = shards(rank, copies)
         ready = prepare_restore(folder, mine, rank=rank, world=world)
         assert ready.route.num_indexes_read <= 3, rank
         ready.fill()
         assert mine[0].tensor[0, 0] == rank // (copies * 8) * 32 + rank % 8
 
 
-def test_files_are_plain_safetensors_with_owned_pieces_only(kit, tmp_path):
+def test_files_are_plain_safetensors_with_owned_shards_only(kit, tmp_path):
     ranks = [
-        [kit.piece("a", torch.ones(3)), kit.piece("b", torch.zeros(0, 4), (2, 4), (2, 0))],
-        [kit.piece("a", torch.ones(3), owner=False), kit.piece("b", torch.full((2, 4), 2.0).bfloat16())],
+        [kit.shard("a", torch.ones(3)), kit.shard("b", torch.zeros(0, 4), (2, 4), (2, 0))],
+        [kit.shard("a", torch.ones(3), owner=False), kit.shard("b", torch.full((2, 4), 2.0).bfloat16())],
     ]
     folder = kit.save_all(tmp_path, ranks).path
     with safe_open(folder / "rank-00000.safetensors", "pt") as first:
@@ -123,8 +123,8 @@ def test_files_are_plain_safetensors_with_owned_pieces_only(kit, tmp_path):
 
 
 def test_every_tensor_is_aligned_for_readers_that_map_the_file(kit, tmp_path):
-    pieces = [kit.piece(f"t{place}", torch.ones(3, dtype=dtype)) for place, dtype in enumerate(reversed(DTYPES))]
-    folder = kit.save_all(tmp_path, [[*pieces, kit.piece("a", torch.ones(5, dtype=torch.uint8))]]).path
+    shards = [kit.shard(f"t{place}", torch.ones(3, dtype=dtype)) for place, dtype in enumerate(reversed(DTYPES))]
+    folder = kit.save_all(tmp_path, [[*shards, kit.shard("a", torch.ones(5, dtype=torch.uint8))]]).path
     for shard in CheckpointReader(folder).index(0).shards:
         assert shard.offset % (shard.size_bytes // shard.region.volume) == 0, shard.name
 
@@ -133,7 +133,7 @@ def test_meta_comes_back(kit, tmp_path):
     meta = {"tokens": 12345678901234567, "layout": {"data": 2}, "lr": 0.1, "note": "größer"}
     for rank in (1, 0):
         save_checkpoint(
-            tmp_path, step=7, attempt="x", pieces=[], meta=meta, rank=rank, world=2, rank_meta={"rng": f"state {rank}"}
+            tmp_path, step=7, attempt="x", shards=[], meta=meta, rank=rank, world=2, rank_meta={"rng": f"state {rank}"}
         )
     found = newest_checkpoint(tmp_path, verify=True)
     assert (found.step, found.world, found.meta, found.warnings) == (7, 2, meta, ())
@@ -145,23 +145,23 @@ def test_meta_comes_back(kit, tmp_path):
 def folder(kit, tmp_path):
     w = torch.arange(12.0).reshape(4, 3)
     ranks = [
-        [kit.piece("layers.0.w", w[:2].clone(), w.shape)],
-        [kit.piece("layers.0.w", w[2:].clone(), w.shape, (2, 0))],
+        [kit.shard("layers.0.w", w[:2].clone(), w.shape)],
+        [kit.shard("layers.0.w", w[2:].clone(), w.shape, (2, 0))],
     ]
     return kit.save_all(tmp_path, ranks).path
 
 
-def refused(error, folder, pieces, **options):
-    before = [piece.tensor.clone() for piece in pieces]
+def refused(error, folder, shards, **options):
+    before = [shard.tensor.clone() for shard in shards]
     with pytest.raises(error) as caught:
-        load_shards(folder, pieces, **options)
-    assert all(torch.equal(old, piece.tensor) for old, piece in zip(before, pieces, strict=True))
+        load_shards(folder, shards, **options)
+    assert all(torch.equal(old, shard.tensor) for old, shard in zip(before, shards, strict=True))
     return str(caught.value)
 
 
 def test_another_model_is_refused_with_all_its_differences(kit, folder):
-    pieces = [kit.piece("layers.0.v", torch.zeros(4, 3)), kit.piece("layers.0.w", torch.zeros(4, 4))]
-    assert refused(UserError, folder, pieces) == (
+    shards = [kit.shard("layers.0.v", torch.zeros(4, 3)), kit.shard("layers.0.w", torch.zeros(4, 4))]
+    assert refused(UserError, folder, shards) == (
         f"{folder}: holds no layers.0.v\n  it holds layers.0.w\n"
         f"{folder}: layers.0.w is [4, 3] there and [4, 4] in this model\n"
         "  resume with the job file of the run that wrote it"
@@ -169,7 +169,7 @@ def test_another_model_is_refused_with_all_its_differences(kit, folder):
 
 
 def test_another_dtype_is_refused_unless_asked_for(kit, folder):
-    target = kit.piece("layers.0.w", torch.zeros(4, 3, dtype=torch.bfloat16))
+    target = kit.shard("layers.0.w", torch.zeros(4, 3, dtype=torch.bfloat16))
     assert refused(UserError, folder, [target]) == (
         f"{folder}: layers.0.w is float32 there and bfloat16 in this model\n"
         "  values would be rounded\n  load with cast=True if that is meant"
@@ -179,24 +179,24 @@ def test_another_dtype_is_refused_unless_asked_for(kit, folder):
 
 
 def test_a_hole_is_refused(kit, tmp_path):
-    ranks = [[kit.piece("w", torch.ones(2, 3), (5, 3))], [kit.piece("w", torch.ones(2, 3), (5, 3), (3, 0))]]
+    ranks = [[kit.shard("w", torch.ones(2, 3), (5, 3))], [kit.shard("w", torch.ones(2, 3), (5, 3), (3, 0))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(DamagedCheckpoint, folder, [kit.piece("w", torch.zeros(5, 3))])
+    message = refused(DamagedCheckpoint, folder, [kit.shard("w", torch.zeros(5, 3))])
     assert message.startswith("w: has a hole: no rank wrote elements [2, 0] to [3, 3] (end excluded)")
-    load_shards(folder, [kit.piece("w", torch.zeros(2, 3), (5, 3), (3, 0))])  # a rank that needs only what is there
+    load_shards(folder, [kit.shard("w", torch.zeros(2, 3), (5, 3), (3, 0))])  # a rank that needs only what is there
     with pytest.raises(DamagedCheckpoint, match="has a hole"):
         verify_checkpoint(folder)
 
 
 def test_two_owners_of_one_element_are_refused(kit, tmp_path):
-    ranks = [[kit.piece("w", torch.ones(3, 3), (4, 3))], [kit.piece("w", torch.ones(2, 3), (4, 3), (2, 0))]]
+    ranks = [[kit.shard("w", torch.ones(3, 3), (4, 3))], [kit.shard("w", torch.ones(2, 3), (4, 3), (2, 0))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(DamagedCheckpoint, folder, [kit.piece("w", torch.zeros(4, 3))])
+    message = refused(DamagedCheckpoint, folder, [kit.shard("w", torch.zeros(4, 3))])
     assert message.startswith("w: is there twice: ranks 0, 1 all wrote elements [2, 0] to [3, 3]")
 
 
 def test_ranks_that_disagree_are_refused(kit, tmp_path):
-    ranks = [[kit.piece("w", torch.ones(2), (4,))], [kit.piece("w", torch.ones(2).double(), (4,), (2,))]]
+    ranks = [[kit.shard("w", torch.ones(2), (4,))], [kit.shard("w", torch.ones(2).double(), (4,), (2,))]]
     folder = kit.save_all(tmp_path, ranks).path
-    message = refused(DamagedCheckpoint, folder, [kit.piece("w", torch.zeros(4))])
+    message = refused(DamagedCheckpoint, folder, [kit.shard("w", torch.zeros(4))])
     assert message.startswith(f"{folder}: w is float32 [4] for rank 0 and float64 [4] for rank 1")

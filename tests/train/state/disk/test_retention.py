@@ -76,9 +76,9 @@ def reliability():
 
 
 def test_commits_after_the_sound_step_are_gone(tmp_path: Path) -> None:
-    piece = TensorShard(name="w", tensor=torch.ones(3), shape=(3,), start=(0,), replicas=1, owner=True, groups={})
+    shard = TensorShard(name="w", tensor=torch.ones(3), shape=(3,), start=(0,), replicas=1, owner=True, groups={})
     for step in (4, 8, 12):
-        save_checkpoint(tmp_path, step=step, attempt="a", pieces=[piece], meta={}, rank=0, world=1, keep=9)
+        save_checkpoint(tmp_path, step=step, attempt="a", shards=[shard], meta={}, rank=0, world=1, keep=9)
     assert [place.name for place in delete_commits_after(tmp_path, 8)] == ["step-00000012"]
     found = newest_checkpoint(tmp_path)
     assert found is not None

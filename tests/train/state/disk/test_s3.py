@@ -42,9 +42,9 @@ def rank_of(rank, root, world, rows, lives):
                 os.kill(os.getpid(), signal.SIGKILL)
         part = rows // world
         mine = torch.full((part, 8), float(value))
-        piece = TensorShard(name="w", tensor=mine, shape=(rows, 8), start=(rank * part, 0),
+        shard = TensorShard(name="w", tensor=mine, shape=(rows, 8), start=(rank * part, 0),
                             replicas=1, owner=True, groups={})
-        save_checkpoint(root, step=step, attempt=attempt, pieces=[piece], meta={"value": value}, rank=rank, world=world,
+        save_checkpoint(root, step=step, attempt=attempt, shards=[shard], meta={"value": value}, rank=rank, world=world,
                         keep=2, timeout_s=60, point=point)
 
 def run(root, lives, world, rows):
@@ -132,7 +132,7 @@ def values(kit, path, world=1):
     for rank in range(world):
         size = -(-ROWS // world)
         rows = min(size, ROWS - rank * size)
-        target = kit.piece("w", torch.zeros(rows, 8), (ROWS, 8), (rank * size, 0))
+        target = kit.shard("w", torch.zeros(rows, 8), (ROWS, 8), (rank * size, 0))
         load_shards(path, [target], rank=rank, world=world)
         found |= set(target.tensor.flatten().tolist())
     return found
@@ -162,14 +162,14 @@ def test_rank_0_dies_between_part_and_manifest(kit, runs, stop):
     remove_drafts(root)
     assert [place.name for place in list_commits(root)][-1] == "step-00000001"  # a sweep takes no commit
     save_checkpoint(
-        root, step=2, attempt="c", pieces=[kit.piece("w", torch.full((ROWS, 8), 7.0))], meta={}, rank=0, world=1
+        root, step=2, attempt="c", shards=[kit.shard("w", torch.full((ROWS, 8), 7.0))], meta={}, rank=0, world=1
     )
     assert values(kit, newest_checkpoint(root, verify=True).path) == {7.0}
 
 
 def test_damaged_and_missing_objects_fall_back(kit, store, root):
     for step in (1, 2):
-        path = kit.save_all(root, [[kit.piece("w", torch.full((ROWS, 8), float(step)))]], step=step).path
+        path = kit.save_all(root, [[kit.shard("w", torch.full((ROWS, 8), float(step)))]], step=step).path
     key = f"{path.key}/a1/rank-00000.safetensors"
     data = bytearray(store.cat_file(key))
     data[-1] ^= 1
@@ -192,8 +192,8 @@ def test_damaged_and_missing_objects_fall_back(kit, store, root):
 def test_large_tensors_go_up_in_parts_and_come_down_in_ranges(kit, store, root, monkeypatch):
     monkeypatch.setattr(objects_module, "CHUNK_BYTES", 5 * 2**20)  # the smallest part S3 allows
     large = torch.randn(3, 2**20)  # 12 MB
-    path = kit.save_all(root, [[kit.piece("w", large)]]).path
-    target = kit.piece("w", torch.zeros(1, 2**20), large.shape, (1, 0))
+    path = kit.save_all(root, [[kit.shard("w", large)]]).path
+    target = kit.shard("w", torch.zeros(1, 2**20), large.shape, (1, 0))
     load_shards(path, [target])
     assert torch.equal(target.tensor, large[1:2])
 
@@ -215,7 +215,7 @@ def test_an_upload_that_fails_leaves_no_parts_behind(store, root, monkeypatch):
 
 def test_a_bucket_that_is_not_there_is_an_error_of_the_save(kit, server):
     with pytest.raises(SystemFailure) as caught:
-        kit.save_all("s3://no-such-bucket/x", [[kit.piece("w", torch.ones(2))]])
+        kit.save_all("s3://no-such-bucket/x", [[kit.shard("w", torch.ones(2))]])
     assert str(caught.value).startswith("s3://no-such-bucket/x/step-00000100/a1: step 100 is not saved: ")
 
 

@@ -21,12 +21,12 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def pieces(kit, size=1000):
-    return [kit.piece("w", torch.arange(float(size))), kit.piece("n", torch.arange(3))]
+def shards(kit, size=1000):
+    return [kit.shard("w", torch.arange(float(size))), kit.shard("n", torch.arange(3))]
 
 
 def test_a_commit_is_a_folder_of_two_files_a_rank_and_a_manifest(kit, tmp_path):
-    saved = kit.save_all(tmp_path, [pieces(kit), []])
+    saved = kit.save_all(tmp_path, [shards(kit), []])
     assert names(tmp_path) == ["step-00000100"]
     assert names(saved.path) == [
         "manifest.json",
@@ -41,26 +41,26 @@ def test_a_commit_is_a_folder_of_two_files_a_rank_and_a_manifest(kit, tmp_path):
 
 def test_the_newest_are_kept(kit, tmp_path):
     for step in (1, 2, 3, 4):
-        kit.save_all(tmp_path, [pieces(kit)], step=step, keep=2)
+        kit.save_all(tmp_path, [shards(kit)], step=step, keep=2)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
-    kit.save_all(tmp_path, [pieces(kit)], step=123456789, keep=1)
-    kit.save_all(tmp_path, [pieces(kit)], step=1234567890, keep=1)  # more digits than the name is padded to
+    kit.save_all(tmp_path, [shards(kit)], step=123456789, keep=1)
+    kit.save_all(tmp_path, [shards(kit)], step=1234567890, keep=1)  # more digits than the name is padded to
     assert names(tmp_path) == ["step-1234567890"]
 
 
 def test_a_broken_commit_does_not_count_as_one_of_those_kept(kit, tmp_path):
     for step in (1, 2, 3):
-        kit.save_all(tmp_path, [pieces(kit)], step=step, keep=2)
+        kit.save_all(tmp_path, [shards(kit)], step=step, keep=2)
         if step > 1:
             (tmp_path / f"step-{step:08d}" / "manifest.json").write_text("{}")
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]  # the only good one is the oldest
-    kit.save_all(tmp_path, [pieces(kit)], step=4, keep=1)
+    kit.save_all(tmp_path, [shards(kit)], step=4, keep=1)
     assert names(tmp_path) == ["step-00000004"]
 
 
 def test_a_step_reached_again_replaces_the_old_commit(kit, tmp_path):
-    kit.save_all(tmp_path, [pieces(kit)], attempt="first", meta={"try": 1})
-    kit.save_all(tmp_path, [pieces(kit)], attempt="second", meta={"try": 2})
+    kit.save_all(tmp_path, [shards(kit)], attempt="first", meta={"try": 1})
+    kit.save_all(tmp_path, [shards(kit)], attempt="second", meta={"try": 2})
     assert names(tmp_path) == ["step-00000100"]
     assert newest_checkpoint(tmp_path, verify=True).meta == {"try": 2}
 
@@ -70,17 +70,17 @@ def test_the_old_commit_comes_back_when_the_new_one_cannot_take_its_place(kit, t
         if name == "set-aside":
             raise OSError(errno.EIO, "Input/output error")
 
-    kit.save_all(tmp_path, [pieces(kit)], meta={"try": 1})
+    kit.save_all(tmp_path, [shards(kit)], meta={"try": 1})
     with pytest.raises(SystemFailure, match="step 100 is not saved: Input/output error"):
-        kit.save_all(tmp_path, [pieces(kit)], attempt="a2", meta={"try": 2}, point=fail)
+        kit.save_all(tmp_path, [shards(kit)], attempt="a2", meta={"try": 2}, point=fail)
     assert names(tmp_path) == ["step-00000100"]
     assert newest_checkpoint(tmp_path, verify=True).meta == {"try": 1}
 
 
 def test_files_of_a_dead_attempt_are_not_ours(kit, tmp_path):
-    save_checkpoint(tmp_path, step=5, attempt="dead", pieces=pieces(kit), meta={}, rank=1, world=2)
+    save_checkpoint(tmp_path, step=5, attempt="dead", shards=shards(kit), meta={}, rank=1, world=2)
     with pytest.raises(SystemFailure) as caught:
-        save_checkpoint(tmp_path, step=5, attempt="alive", pieces=[], meta={}, rank=0, world=2, timeout_s=0.1)
+        save_checkpoint(tmp_path, step=5, attempt="alive", shards=[], meta={}, rank=0, world=2, timeout_s=0.1)
     draft = tmp_path / ".tmp-step-00000005-alive"
     assert str(caught.value) == (
         f"{draft}: step 5 is not saved: rank 1 did not write its shards in 0.1 s\n"
@@ -95,7 +95,7 @@ def test_drafts_nobody_touches_any_more_are_swept_and_others_are_not(kit, tmp_pa
     for name, age_s in ((".tmp-step-00000001-dead", 700), (".tmp-step-00000002-other", 1), (".old-step-00000003-x", 1)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    kit.save_all(tmp_path, [pieces(kit)])
+    kit.save_all(tmp_path, [shards(kit)])
     assert names(tmp_path) == [".tmp-step-00000002-other", "step-00000100"]
 
 
@@ -105,11 +105,11 @@ def test_rank_0_waits_for_a_slow_rank(kit, tmp_path):
     def late():
         time.sleep(0.3)
         began.set()
-        save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
+        save_checkpoint(tmp_path, step=1, attempt="a", shards=shards(kit), meta={}, rank=1, world=2)
 
     thread = threading.Thread(target=late)
     thread.start()
-    saved = save_checkpoint(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
+    saved = save_checkpoint(tmp_path, step=1, attempt="a", shards=[], meta={}, rank=0, world=2)
     began_at_return = began.is_set()
     thread.join()
     assert began_at_return
@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_the_commit_before_and_no_half(kit, saved, monkeypatc
     while True:  # full at every amount written, until there is room for all of it
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", FullDisk(room))
-            message = outcome(lambda: kit.save_all(saved, [pieces(kit, 50)], step=300))
+            message = outcome(lambda: kit.save_all(saved, [shards(kit, 50)], step=300))
         if message is None:
             break
         assert message == (
@@ -162,10 +162,10 @@ def test_rank_0_hears_at_once_of_a_rank_that_gave_up(kit, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", FullDisk(100))
         with pytest.raises(SystemFailure):
-            save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2)
+            save_checkpoint(tmp_path, step=1, attempt="a", shards=shards(kit), meta={}, rank=1, world=2)
     assert names(tmp_path / ".tmp-step-00000001-a") == ["rank-00001.failed"]
     with pytest.raises(SystemFailure) as caught:
-        save_checkpoint(tmp_path, step=1, attempt="a", pieces=[], meta={}, rank=0, world=2)
+        save_checkpoint(tmp_path, step=1, attempt="a", shards=[], meta={}, rank=0, world=2)
     assert "step 1 is not saved: rank-00001 gave up: No space left on device" in str(caught.value)
     assert names(tmp_path) == []
 
@@ -176,12 +176,12 @@ def test_a_really_full_disk(kit, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", room], capture_output=True).returncode:
         pytest.skip("mounting needs root")
     try:
-        kit.save_all(room, [pieces(kit, 100_000)], step=1)
+        kit.save_all(room, [shards(kit, 100_000)], step=1)
         with pytest.raises(SystemFailure, match="No space left on device"):
-            kit.save_all(room, [pieces(kit, 200_000)], step=2)
+            kit.save_all(room, [shards(kit, 200_000)], step=2)
         assert names(room) == ["step-00000001"]
         assert newest_checkpoint(room, verify=True).step == 1
-        kit.save_all(room, [pieces(kit, 90_000)], step=3)
+        kit.save_all(room, [shards(kit, 90_000)], step=3)
         assert newest_checkpoint(room, verify=True).step == 3
     finally:
         subprocess.run(["umount", room], check=True)
@@ -189,7 +189,7 @@ def test_a_really_full_disk(kit, tmp_path):
 
 def test_old_commits_go_first_where_the_disk_is_full_and_the_newest_stays(kit, tmp_path, monkeypatch):
     """Room for two and a half: of three that are to be kept, as many are as fit beside the next."""
-    room = 2.5 * kit.save_all(tmp_path / "measured", [pieces(kit)], step=1).bytes
+    room = 2.5 * kit.save_all(tmp_path / "measured", [shards(kit)], step=1).bytes
     root = tmp_path / "checkpoints"
     real = os.statvfs(tmp_path)
 
@@ -200,25 +200,25 @@ def test_old_commits_go_first_where_the_disk_is_full_and_the_newest_stays(kit, t
         return os.statvfs_result(fields)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert kit.save_all(root, [pieces(kit)], step=1, keep=3).deleted_for_room == ()
-    assert kit.save_all(root, [pieces(kit)], step=2, keep=3).deleted_for_room == (1,)
+    assert kit.save_all(root, [shards(kit)], step=1, keep=3).deleted_for_room == ()
+    assert kit.save_all(root, [shards(kit)], step=2, keep=3).deleted_for_room == (1,)
     assert names(root) == ["step-00000002"]
     room *= 4
     for step in (3, 4):
-        assert kit.save_all(root, [pieces(kit)], step=step, keep=3).deleted_for_room == ()
+        assert kit.save_all(root, [shards(kit)], step=step, keep=3).deleted_for_room == ()
     assert names(root) == ["step-00000002", "step-00000003", "step-00000004"]
     room = 0.0  # somebody else filled it: the newest stays though nothing fits
-    assert kit.save_all(root, [pieces(kit)], step=5, keep=3).deleted_for_room == (2, 3, 4)
+    assert kit.save_all(root, [shards(kit)], step=5, keep=3).deleted_for_room == (2, 3, 4)
     assert names(root) == ["step-00000005"]
 
 
 def test_a_limit_on_the_size_of_files(kit, tmp_path):
     """As a full disk, without root: the operating system refuses in the middle of the tensors."""
-    kit.save_all(tmp_path, [pieces(kit)], step=1)
+    kit.save_all(tmp_path, [shards(kit)], step=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        message = outcome(lambda: kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2))
+        message = outcome(lambda: kit.save_all(tmp_path, [shards(kit, 50_000)], step=2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message == (
@@ -227,7 +227,7 @@ def test_a_limit_on_the_size_of_files(kit, tmp_path):
     )
     assert names(tmp_path) == ["step-00000001"]
     assert newest_checkpoint(tmp_path, verify=True).step == 1
-    kit.save_all(tmp_path, [pieces(kit, 50_000)], step=2)
+    kit.save_all(tmp_path, [shards(kit, 50_000)], step=2)
     assert newest_checkpoint(tmp_path, verify=True).step == 2
 
 
@@ -237,7 +237,7 @@ def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
             shutil.rmtree(tmp_path)
 
     with pytest.raises(SystemFailure, match="step 1 is not saved: rank 0 gave up and took the folder away"):
-        save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=2, point=vanish)
+        save_checkpoint(tmp_path, step=1, attempt="a", shards=shards(kit), meta={}, rank=1, world=2, point=vanish)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_rank_whose_folder_was_taken_away_says_why(kit, tmp_path):
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_written(tmp_path, changes, message):
-    call = {"step": 1, "attempt": "a", "pieces": [], "meta": {}, "rank": 0, "world": 2, "keep": 2, **changes}
+    call = {"step": 1, "attempt": "a", "shards": [], "meta": {}, "rank": 0, "world": 2, "keep": 2, **changes}
     with pytest.raises(UserError) as caught:
         save_checkpoint(tmp_path, **call)
     assert str(caught.value).startswith(message)
@@ -261,16 +261,16 @@ def test_a_wrong_call_is_refused_before_anything_is_written(tmp_path, changes, m
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda kit: [kit.piece("w", torch.ones(2)), kit.piece("w", torch.ones(2))], "w: names two shards of one rank"),
+        (lambda kit: [kit.shard("w", torch.ones(2)), kit.shard("w", torch.ones(2))], "w: names two shards of one rank"),
         (
-            lambda kit: [kit.piece("w", torch.ones(2, dtype=torch.complex64))],
+            lambda kit: [kit.shard("w", torch.ones(2, dtype=torch.complex64))],
             "w: is complex64, which a checkpoint cannot",
         ),
-        (lambda kit: [kit.piece("w", torch.ones(2), (3,), (2,))], "w: starts at [2] with [2], outside the whole [3]"),
-        (lambda kit: [kit.piece("__metadata__", torch.ones(2))], "__metadata__: names two shards of one rank, or is"),
+        (lambda kit: [kit.shard("w", torch.ones(2), (3,), (2,))], "w: starts at [2] with [2], outside the whole [3]"),
+        (lambda kit: [kit.shard("__metadata__", torch.ones(2))], "__metadata__: names two shards of one rank, or is"),
     ],
 )
-def test_wrong_pieces_are_refused(kit, tmp_path, make, message):
+def test_wrong_shards_are_refused(kit, tmp_path, make, message):
     with pytest.raises(UserError) as caught:
         kit.save_all(tmp_path, [make(kit)])
     assert str(caught.value).startswith(message)
@@ -280,13 +280,13 @@ def test_wrong_pieces_are_refused(kit, tmp_path, make, message):
 def test_the_note_of_4096_ranks_is_read_quickly(kit, tmp_path):
     """Nothing a rank does grows with the world; what rank 0 does grows by one note of 200 bytes a rank."""
     began = time.process_time()  # of the processor: other tests may run beside this one
-    save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=1, world=4096)
+    save_checkpoint(tmp_path, step=1, attempt="a", shards=shards(kit), meta={}, rank=1, world=4096)
     assert time.process_time() - began < 0.2
     draft = tmp_path / ".tmp-step-00000001-a"
     for rank in range(2, 4096):
         for ending in (".json", ".safetensors", ".done"):
             os.link(draft / f"rank-00001{ending}", draft / f"rank-{rank:05d}{ending}")
     began = time.process_time()
-    save_checkpoint(tmp_path, step=1, attempt="a", pieces=pieces(kit), meta={}, rank=0, world=4096)
+    save_checkpoint(tmp_path, step=1, attempt="a", shards=shards(kit), meta={}, rank=0, world=4096)
     assert time.process_time() - began < 1.0
     assert [found.world for found in sound_checkpoints(tmp_path)] == [4096]

@@ -13,7 +13,7 @@ from phalanx.train.state.shards import lay_out_shards, region_of, whole_region
 
 
 class Memory:
-    """Pieces of a world, as a source; `asked` says which ranks were read."""
+    """Shards of a world, as a source; `asked` says which ranks were read."""
 
     where, step, meta = "memory", 7, {"tokens": 70}
 
@@ -21,7 +21,7 @@ class Memory:
         self.ranks, self.world, self.broken, self.asked = ranks, len(ranks), broken, []
 
     def count(self, rank):
-        return sum(piece.owner for piece in self.ranks[rank])
+        return sum(shard.owner for shard in self.ranks[rank])
 
     def index(self, rank):
         self.asked.append(rank)
@@ -36,16 +36,16 @@ class Memory:
 
 
 class Opened:
-    def __init__(self, pieces, broken):
-        self.pieces, self.broken = pieces, broken
+    def __init__(self, shards, broken):
+        self.shards, self.broken = shards, broken
 
     def check(self, shards):
         if self.broken:
             raise damaged_checkpoint("memory", "is gone")
 
     def read(self, shard, part):
-        piece = self.pieces[shard.offset]
-        return piece.tensor[part.within(region_of(piece))]
+        held = self.shards[shard.offset]
+        return held.tensor[part.within(region_of(held))]
 
 
 def rows(kit, world, fill=None):
@@ -54,10 +54,10 @@ def rows(kit, world, fill=None):
     parts = [w[rank * step : (rank + 1) * step].clone() for rank in range(world)]
     if fill is not None:
         parts = [torch.full_like(part, fill) for part in parts]
-    return [[kit.piece("w", part, w.shape, (rank * step, 0))] for rank, part in enumerate(parts)]
+    return [[kit.shard("w", part, w.shape, (rank * step, 0))] for rank, part in enumerate(parts)]
 
 
-def test_another_world_fills_its_pieces_from_it(kit):
+def test_another_world_fills_its_shards_from_it(kit):
     source, right = Memory(rows(kit, 4)), rows(kit, 3)
     for rank, (mine,) in enumerate(rows(kit, 3, fill=-1.0)):
         source.asked.clear()

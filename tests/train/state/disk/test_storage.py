@@ -27,15 +27,15 @@ def url():
     return f"memory://bucket/{uuid.uuid4().hex}"
 
 
-def pieces(kit, value=1.0):
+def shards(kit, value=1.0):
     return [
-        [kit.piece("w", torch.full((2, 3), value), (4, 3))],
-        [kit.piece("w", torch.full((2, 3), value), (4, 3), (2, 0))],
+        [kit.shard("w", torch.full((2, 3), value), (4, 3))],
+        [kit.shard("w", torch.full((2, 3), value), (4, 3), (2, 0))],
     ]
 
 
 def loaded(kit, path):
-    target = kit.piece("w", torch.zeros(4, 3))
+    target = kit.shard("w", torch.zeros(4, 3))
     load_shards(path, [target])
     return target.tensor.unique().tolist()
 
@@ -82,7 +82,7 @@ def test_a_url_joins_and_shows_as_a_path_does():
 
 
 def test_an_object_commit_is_a_manifest_that_names_its_attempt(kit, store, url):
-    path = kit.save_all(url, pieces(kit), step=1, attempt="a1").path
+    path = kit.save_all(url, shards(kit), step=1, attempt="a1").path
     parts = [f"step-00000001/a1/rank-{rank:05d}{ending}" for rank in (0, 1) for ending in (".json", ".safetensors")]
     assert keys(store, url) == [*parts, "step-00000001/manifest.json"]
     assert str(path) == f"{url}/step-00000001"
@@ -92,20 +92,20 @@ def test_an_object_commit_is_a_manifest_that_names_its_attempt(kit, store, url):
 
 def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url):
     for step in (1, 2, 3):
-        kit.save_all(url, pieces(kit, float(step)), step=step, keep=2)
+        kit.save_all(url, shards(kit, float(step)), step=step, keep=2)
     assert steps(url) == ["step-00000003", "step-00000002"]
-    kit.save_all(url, pieces(kit, 9.0), step=3, attempt="b")
+    kit.save_all(url, shards(kit, 9.0), step=3, attempt="b")
     assert loaded(kit, newest_checkpoint(url, verify=True).path) == [9.0]
     assert not any("step-00000003/a1" in key for key in keys(store, url))  # the attempt that no longer counts
-    save_checkpoint(url, step=4, attempt="dead", pieces=pieces(kit)[1], meta={}, rank=1, world=2)
+    save_checkpoint(url, step=4, attempt="dead", shards=shards(kit)[1], meta={}, rank=1, world=2)
     assert steps(url) == ["step-00000003", "step-00000002"]  # half a checkpoint is not listed
-    kit.save_all(url, pieces(kit), step=5)
+    kit.save_all(url, shards(kit), step=5)
     assert any("step-00000004" in key for key in keys(store, url))  # it is young: somebody may be writing it
-    kit.save_all(url, pieces(kit), step=5, attempt="dead.2", epoch=1)
+    kit.save_all(url, shards(kit), step=5, attempt="dead.2", epoch=1)
     assert any("step-00000004" in key for key in keys(store, url))  # of one start with ours: a rank is ahead of us
-    kit.save_all(url, pieces(kit), step=5, attempt="alive.1", epoch=2)
+    kit.save_all(url, shards(kit), step=5, attempt="alive.1", epoch=2)
     assert not any("step-00000004" in key for key in keys(store, url))
-    save_checkpoint(url, step=4, attempt="dead", pieces=pieces(kit)[1], meta={}, rank=1, world=2)
+    save_checkpoint(url, step=4, attempt="dead", shards=shards(kit)[1], meta={}, rank=1, world=2)
     remove_drafts(url)
     assert not any("step-00000004" in key for key in keys(store, url))
     assert steps(url) == ["step-00000005", "step-00000003"]
@@ -113,7 +113,7 @@ def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url
 
 def test_a_damaged_object_is_passed_over_with_the_same_words(kit, store, url):
     for step in (1, 2):
-        path = kit.save_all(url, pieces(kit, float(step)), step=step).path
+        path = kit.save_all(url, shards(kit, float(step)), step=step).path
     key = f"{path.key}/a1/rank-00001.safetensors"
     data = bytearray(store.cat_file(key))
     data[-3] ^= 4
@@ -125,7 +125,7 @@ def test_a_damaged_object_is_passed_over_with_the_same_words(kit, store, url):
     )
     store.rm_file(key)
     with pytest.raises(DamagedCheckpoint) as caught:
-        load_shards(path, [kit.piece("w", torch.zeros(4, 3))])
+        load_shards(path, [kit.shard("w", torch.zeros(4, 3))])
     assert str(caught.value).startswith(f"{path}/a1/rank-00001.safetensors: cannot be read: No such file or directory")
     store.pipe_file(f"{path.key}/manifest.json", b"{")
     assert newest_checkpoint(url).step == 1
@@ -135,12 +135,12 @@ def test_a_forged_attempt_leads_nowhere(kit, store, url):
     """The one name an object store takes from a file: it must stay one name below the step."""
     from phalanx.train.state.index import Manifest, encode_manifest
 
-    path = kit.save_all(url, pieces(kit), step=1).path
+    path = kit.save_all(url, shards(kit), step=1).path
     forged = Manifest(
         step=1, world=1, attempt="../step-00000002/a1", code="", meta={}, ranks=verify_checkpoint(path).ranks[:1]
     )
     store.pipe_file(f"{path.key}/manifest.json", encode_manifest(forged))
-    with pytest.raises(DamagedCheckpoint, match=r"it is of attempt '\.\./step-00000002/a1', epoch 0"):
+    with pytest.raises(DamagedCheckpoint, match=r"it belongs to attempt '\.\./step-00000002/a1', generation 0"):
         verify_checkpoint(path)
 
 
@@ -150,9 +150,9 @@ def test_what_fails_before_the_manifest_leaves_the_commit_before(kit, store, url
         if name == point:
             raise OSError(5, "Input/output error")
 
-    kit.save_all(url, pieces(kit, 1.0), step=1)
+    kit.save_all(url, shards(kit, 1.0), step=1)
     with pytest.raises(SystemFailure, match="step 1 is not saved: Input/output error"):
-        save_checkpoint(url, step=1, attempt="b", pieces=pieces(kit)[0], meta={}, rank=0, world=1, point=fail)
+        save_checkpoint(url, step=1, attempt="b", shards=shards(kit)[0], meta={}, rank=0, world=1, point=fail)
     assert loaded(kit, newest_checkpoint(url, verify=True).path) == [1.0]
     assert not any("/b/" in key for key in keys(store, url))
 
@@ -173,7 +173,7 @@ def test_a_store_that_cannot_be_listed_is_not_an_empty_one(url, monkeypatch):
 def test_the_saver_in_the_background_writes_objects(kit, url):
     saver = AsyncSaver(url, attempt="a", rank=0, world=1)
     for step in (1, 2, 3):
-        saver.save(step=step, pieces=[kit.piece("w", torch.full((4, 3), float(step)))], meta={})
+        saver.save(step=step, shards=[kit.shard("w", torch.full((4, 3), float(step)))], meta={})
     assert saver.wait().step == 3
     assert loaded(kit, newest_checkpoint(url, verify=True).path) == [3.0]
 
@@ -191,13 +191,13 @@ def test_a_driver_that_is_missing_says_what_to_install(monkeypatch):
 def test_a_disk_that_cannot_swap_two_names_renames_twice(kit, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "exchange_names", lambda one, other: False)
     for attempt, value in (("a", 1.0), ("b", 2.0)):
-        kit.save_all(tmp_path, pieces(kit, value), step=1, attempt=attempt)
+        kit.save_all(tmp_path, shards(kit, value), step=1, attempt=attempt)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert loaded(kit, newest_checkpoint(tmp_path, verify=True).path) == [2.0]
 
 
 def test_a_commit_set_aside_by_a_process_that_died_is_put_back(kit, tmp_path):
-    kit.save_all(tmp_path, pieces(kit), step=1)
+    kit.save_all(tmp_path, shards(kit), step=1)
     (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001-b.1")
     (tmp_path / ".tmp-step-00000001-b.1").mkdir()
     assert newest_checkpoint(tmp_path) is None

@@ -32,18 +32,18 @@ def test_a_damaged_tensor_is_never_handed_out(saved):
 
 def test_the_digest_is_of_the_values_and_not_of_the_layout(kit, tmp_path):
     tensors, rng = kit.some_tensors(), random.Random(4)
-    expected = shards_digest([kit.piece(name, value) for name, value in tensors.items()])
+    expected = shards_digest([kit.shard(name, value) for name, value in tensors.items()])
     for world in (1, 2, 5):
         folder = kit.save_all(tmp_path / str(world), kit.cut(tensors, world, rng)).path
         assert state_digest(folder) == expected
     tensors["norm.weight"][3] += 1
-    assert shards_digest([kit.piece(name, value) for name, value in tensors.items()]) != expected
+    assert shards_digest([kit.shard(name, value) for name, value in tensors.items()]) != expected
     assert state_digest(folder, lambda name: name == "scale") != expected
 
 
 def test_a_digest_of_a_part_is_refused(kit):
     with pytest.raises(UserError) as caught:
-        shards_digest([kit.piece("w", torch.ones(2), (4,))])
+        shards_digest([kit.shard("w", torch.ones(2), (4,))])
     assert str(caught.value) == (
         "w: is [2] of [4] on this rank\n  a digest of a part depends on the layout\n  save, then state_digest"
     )
@@ -52,8 +52,8 @@ def test_a_digest_of_a_part_is_refused(kit):
 def test_rows(kit, tmp_path):
     w = torch.ones(4, 3)
     ranks = [
-        [kit.piece("w", w[:2], w.shape), kit.piece("a", torch.tensor(1))],
-        [kit.piece("w", w[2:], w.shape, (2, 0))],
+        [kit.shard("w", w[:2], w.shape), kit.shard("a", torch.tensor(1))],
+        [kit.shard("w", w[2:], w.shape, (2, 0))],
     ]
     found = CheckpointReader(kit.save_all(tmp_path, ranks).path).tensors().values()
     assert [(one.name, one.dtype, one.shape, len(one.shards)) for one in found] == [

@@ -1,4 +1,4 @@
-"""Small states cut over ranks, a vault or two, and what a rank does with them."""
+"""Small states cut over ranks, a replica store or two, and what a rank does with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.train.state.replica_server import ReplicaServer
 SECRET = bytes(range(32))
 
 
-def piece(name, tensor, shape=None, start=None, owner=True):
+def shard(name, tensor, shape=None, start=None, owner=True):
     shape = tuple(tensor.shape) if shape is None else tuple(shape)
     start = (0,) * len(shape) if start is None else tuple(start)
     return TensorShard(name=name, tensor=tensor, shape=shape, start=start, replicas=1, owner=owner, groups={})
@@ -44,17 +44,17 @@ def cut(tensors, world):
     for name, tensor in tensors.items():
         for rank in range(world):
             if not tensor.dim():
-                ranks[rank].append(piece(name, tensor.clone(), owner=rank == 0))
+                ranks[rank].append(shard(name, tensor.clone(), owner=rank == 0))
                 continue
             rows = -(-tensor.shape[0] // world)
             part = tensor[rank * rows : (rank + 1) * rows].clone()
             begin = min(rank * rows, tensor.shape[0])
-            ranks[rank].append(piece(name, part, tensor.shape, (begin, *[0] * (tensor.dim() - 1))))
+            ranks[rank].append(shard(name, part, tensor.shape, (begin, *[0] * (tensor.dim() - 1))))
     return ranks
 
 
 def emptied(ranks):
-    return [[piece(p.name, torch.ones_like(p.tensor), p.shape, p.start, p.owner) for p in pieces] for pieces in ranks]
+    return [[shard(p.name, torch.ones_like(p.tensor), p.shape, p.start, p.owner) for p in shards] for shards in ranks]
 
 
 def same_bits(one, other):
@@ -64,28 +64,34 @@ def same_bits(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
-def keeper(vault, rank, world, *, epoch=1, slot=None, **options):
-    options = {"buddy": None, **options}
+def keeper(replica_store, rank, world, *, epoch=1, slot=None, **options):
+    options = {"peer": None, **options}
     return InMemoryCheckpointer(
-        vault, slot=rank if slot is None else slot, rank=rank, world=world, epoch=epoch, secret=SECRET, **options
+        replica_store,
+        slot=rank if slot is None else slot,
+        rank=rank,
+        world=world,
+        epoch=epoch,
+        secret=SECRET,
+        **options,
     )
 
 
-def put_all(vault, tensors, world, *, step, epoch=1, held=-1, keepers=None):
+def put_all(replica_store, tensors, world, *, step, epoch=1, held=-1, keepers=None):
     """Every rank puts its part, and all of it is complete."""
     own = keepers is None
-    keepers = keepers or [keeper(vault, rank, world, epoch=epoch) for rank in range(world)]
-    for one, pieces in zip(keepers, cut(tensors, world), strict=True):
-        one.put(step, pieces, {"step": step}, held=held, rank_meta={"seed": step})
+    keepers = keepers or [keeper(replica_store, rank, world, epoch=epoch) for rank in range(world)]
+    for one, shards in zip(keepers, cut(tensors, world), strict=True):
+        one.put(step, shards, {"step": step}, held=held, rank_meta={"seed": step})
     for one in keepers:
         one._sealer.wait()
         if own:
             one.close()
 
 
-def source(vault, host="here", *, choice=None, peers=None):
-    choice = choice or find_restore_points({host: vault.held()})[0]
-    return ReplicaSource(choice, vault=vault, local_host=host, peers=peers or {}, secret=SECRET)
+def source(replica_store, host="here", *, choice=None, peers=None):
+    choice = choice or find_restore_points({host: replica_store.held()})[0]
+    return ReplicaSource(choice, replica_store=replica_store, local_host=host, peers=peers or {}, secret=SECRET)
 
 
 def fork(work, *arguments):
@@ -112,7 +118,7 @@ def reap(child):
 def kit():
     return SimpleNamespace(
         SECRET=SECRET,
-        piece=piece,
+        shard=shard,
         state=state,
         cut=cut,
         emptied=emptied,
@@ -126,7 +132,7 @@ def kit():
 
 
 @pytest.fixture
-def vault():
+def replica_store():
     made = ReplicaStore(4)
     yield made
     made.close()
@@ -134,11 +140,11 @@ def vault():
 
 @pytest.fixture
 def serve():
-    """Starts vault servers that end with the test."""
+    """Starts replica servers that end with the test."""
     servers = []
 
-    def start(vault, host="there"):
-        servers.append(ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=host))
+    def start(replica_store, host="there"):
+        servers.append(ReplicaServer(replica_store, secret=SECRET, address="127.0.0.1", host=host))
         return servers[-1]
 
     yield start

@@ -26,13 +26,13 @@ def wait_for(condition, what):
         time.sleep(0.002)
 
 
-def newest(vault, slot):
+def newest(replica_store, slot):
     """The newest step that a host holds of its own."""
-    return max((one.step for one in vault.held() if (one.kind, one.slot) == ("own", slot)), default=-1)
+    return max((one.step for one in replica_store.held() if (one.kind, one.slot) == ("own", slot)), default=-1)
 
 
 @pytest.fixture
-def vaults():
+def stores():
     made = {host: ReplicaStore(2) for host in "ab"}
     yield made
     for one in made.values():
@@ -40,9 +40,9 @@ def vaults():
 
 
 @pytest.fixture
-def job(kit, vaults, serve):
+def job(kit, stores, serve):
     """Starts the four keepers of an epoch; they end with the test."""
-    servers = {host: serve(vault, host) for host, vault in vaults.items()}
+    servers = {host: serve(replica_store, host) for host, replica_store in stores.items()}
     keepers = []
 
     def start(epoch=1, restored=None):
@@ -52,11 +52,9 @@ def job(kit, vaults, serve):
             server.admit(epoch)
         keepers[:] = []
         for rank, host in HOSTS.items():
-            buddy = replica_peer_of(rank, HOSTS)
-            where = ReplicaAddress(host="127.0.0.1", port=servers[HOSTS[buddy.rank]].port, slot=buddy.slot)
-            keepers.append(
-                kit.keeper(vaults[host], rank, 4, epoch=epoch, slot=rank % 2, buddy=where, restored=restored)
-            )
+            peer = replica_peer_of(rank, HOSTS)
+            where = ReplicaAddress(host="127.0.0.1", port=servers[HOSTS[peer.rank]].port, slot=peer.slot)
+            keepers.append(kit.keeper(stores[host], rank, 4, epoch=epoch, slot=rank % 2, peer=where, restored=restored))
         return keepers
 
     start.servers = servers
@@ -66,101 +64,101 @@ def job(kit, vaults, serve):
 
 
 def put(kit, keepers, step, held):
-    for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
-        keeper.put(step, pieces, {"step": step}, held=held)
+    for keeper, shards in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
+        keeper.put(step, shards, {"step": step}, held=held)
     wait_for(lambda: all(k.safe_step == step for k in keepers), [(k.safe_step, k.trouble) for k in keepers])
 
 
 def restored(kit, source, step, world=3):
     right = kit.cut(kit.state(step), world)
-    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load_shards(source, pieces, rank=rank, world=world)
-        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+    for rank, (expected, shards) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load_shards(source, shards, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, shards, strict=True))
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_the_host_that_is_left_has_everything(kit, vaults, job, lost):
+def test_the_host_that_is_left_has_everything(kit, stores, job, lost):
     keepers = job()
     for step in (1, 2, 3):
         put(kit, keepers, step, held=step - 1)
     left = "ab".replace(lost, "")
-    (newest, *_) = find_restore_points({left: vaults[left].held()})
+    (newest, *_) = find_restore_points({left: stores[left].held()})
     assert (newest.step, newest.world) == (3, 4)
     assert [place.kind for places in newest.places.values() for place in places] == (
         ["guest", "guest", "own", "own"] if lost == "a" else ["own", "own", "guest", "guest"]
     )
-    source = ReplicaSource(newest, vault=vaults[left], local_host=left, peers={}, secret=kit.SECRET)
+    source = ReplicaSource(newest, replica_store=stores[left], local_host=left, peers={}, secret=kit.SECRET)
     restored(kit, source, 3)
 
 
-def test_a_rank_reads_the_other_hosts_snapshots_over_the_network(kit, vaults, job):
+def test_a_rank_reads_the_other_hosts_snapshots_over_the_network(kit, stores, job):
     put(kit, job(), 1, held=-1)
     # Without its own memory, as on a host that has just joined.
-    held = {host: vault.held() for host, vault in vaults.items()}
+    held = {host: replica_store.held() for host, replica_store in stores.items()}
     choice = RestorePoint.from_json(find_restore_points(held)[0].to_json())
     peers = {host: ("127.0.0.1", server.port) for host, server in job.servers.items()}
     fresh = ReplicaStore(1)
-    source = ReplicaSource(choice, vault=fresh, local_host="c", peers=peers, secret=kit.SECRET)
+    source = ReplicaSource(choice, replica_store=fresh, local_host="c", peers=peers, secret=kit.SECRET)
     restored(kit, source, 1)
     assert source.meta == {"step": 1}
     fresh.close()
 
 
-def test_where_one_copy_is_damaged_the_other_is_taken(kit, vaults, job):
+def test_where_one_copy_is_damaged_the_other_is_taken(kit, stores, job):
     put(kit, job(), 1, held=-1)
-    held = {host: vault.held() for host, vault in vaults.items()}
+    held = {host: replica_store.held() for host, replica_store in stores.items()}
     choice = find_restore_points(held)[0]
     peers = {"b": ("127.0.0.1", job.servers["b"].port)}
 
     def source():
-        return ReplicaSource(choice, vault=vaults["a"], local_host="a", peers=peers, secret=kit.SECRET)
+        return ReplicaSource(choice, replica_store=stores["a"], local_host="a", peers=peers, secret=kit.SECRET)
 
     entry = source().index(1).shards[0]
-    vaults["a"].segment("own", 1, 0).view()[entry.offset] ^= 4
+    stores["a"].segment("own", 1, 0).view()[entry.offset] ^= 4
     restored(kit, source(), 1)
-    vaults["b"].segment("guest", 1, 0).view()[entry.offset] ^= 4
+    stores["b"].segment("guest", 1, 0).view()[entry.offset] ^= 4
     with pytest.raises(DamagedCheckpoint) as caught:
         restored(kit, source(), 1)
     assert f"no sound copy of {entry.name} of rank 1: a: {entry.name} is not what was written" in str(caught.value)
     assert f"; b: {entry.name} is not what was written" in str(caught.value)
 
 
-def test_a_host_that_is_gone_is_named(kit, vaults, job):
+def test_a_host_that_is_gone_is_named(kit, stores, job):
     put(kit, job(), 1, held=-1)
-    choice = find_restore_points({host: vault.held() for host, vault in vaults.items()})[0]
+    choice = find_restore_points({host: replica_store.held() for host, replica_store in stores.items()})[0]
     fresh = ReplicaStore(1)
-    source = ReplicaSource(choice, vault=fresh, local_host="c", peers={}, secret=kit.SECRET)
+    source = ReplicaSource(choice, replica_store=fresh, local_host="c", peers={}, secret=kit.SECRET)
     with pytest.raises(DamagedCheckpoint, match="a: that host has left; b: that host has left"):
         restored(kit, source, 1)
     fresh.close()
 
 
-def test_a_copy_of_an_older_epoch_is_refused(kit, vaults, job):
+def test_a_copy_of_an_older_epoch_is_refused(kit, stores, job):
     old = job(epoch=1)
     put(kit, old, 1, held=-1)
     job.servers["b"].admit(2)
-    pieces = kit.cut(kit.state(2), 4)[0]
-    old[0].put(2, pieces, {}, held=1)
+    shards = kit.cut(kit.state(2), 4)[0]
+    old[0].put(2, shards, {}, held=1)
     wait_for(lambda: old[0].trouble, "a fenced rank hears of it")
-    assert old[0].trouble == "a copy of epoch 1 came after epoch 2 had begun"
+    assert old[0].trouble == "a replica of generation 1 came after generation 2 had begun"
     assert old[0].safe_step == 1
-    assert {one.step for one in vaults["b"].held() if one.kind == "guest"} == {1}
+    assert {one.step for one in stores["b"].held() if one.kind == "guest"} == {1}
 
 
-def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, vaults, job):
+def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, stores, job):
     """The server's process may not have heard of the new epoch: what lies in memory tells it."""
     put(kit, job(epoch=5), 1, held=-1)
     job.servers["b"]._epoch = -1
     zombie = kit.keeper(
-        vaults["a"], 0, 4, epoch=4, slot=0, buddy=ReplicaAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0)
+        stores["a"], 0, 4, epoch=4, slot=0, peer=ReplicaAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0)
     )
     zombie.put(9, kit.cut(kit.state(9), 4)[0], {}, held=-1)
     wait_for(lambda: zombie.trouble, "a fenced rank hears of it")
-    assert zombie.trouble == "a copy of epoch 4 came after epoch 5 had begun"
+    assert zombie.trouble == "a replica of generation 4 came after generation 5 had begun"
     zombie.close()
 
 
-def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, vaults, job):
+def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, stores, job):
     keepers = job(epoch=1)
     for step in (1, 2):
         put(kit, keepers, step, held=step - 1)
@@ -168,42 +166,42 @@ def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, vaults, job
     for step in (3, 4):
         put(kit, keepers, step, held=-1)  # nobody has agreed on anything yet
     for host in "ab":  # either may be lost now: step 2 can still be restored, and so can 3 and 4
-        found = find_restore_points({host: vaults[host].held()})
+        found = find_restore_points({host: stores[host].held()})
         assert [(one.epoch, one.step) for one in found] == [(2, 4), (2, 3), (1, 2)]
-        source = ReplicaSource(found[-1], vault=vaults[host], local_host=host, peers={}, secret=kit.SECRET)
+        source = ReplicaSource(found[-1], replica_store=stores[host], local_host=host, peers={}, secret=kit.SECRET)
         restored(kit, source, 2)
 
 
-def test_a_buddy_that_is_away_for_a_while_gets_every_step(kit, vaults, job, serve):
+def test_a_peer_that_is_away_for_a_while_gets_every_step(kit, stores, job, serve):
     keepers = job()
     put(kit, keepers, 1, held=-1)
     port = job.servers["b"].port
     job.servers["b"].close()
     for step in (2, 3, 4, 5):  # put returns at once, and leaves out what would push out the step that all hold
-        for keeper, pieces in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
-            assert keeper.put(step, pieces, {"step": step}, held=1) < 1
+        for keeper, shards in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
+            assert keeper.put(step, shards, {"step": step}, held=1) < 1
     assert [keeper.skipped for keeper in keepers] == [2, 2, 2, 2]
     wait_for(lambda: keepers[0].trouble and keepers[1].trouble, "they notice")
     assert keepers[0].trouble.startswith("127.0.0.1 does not take a copy: ")
     wait_for(lambda: [keeper.safe_step for keeper in keepers] == [1, 1, 3, 3], "the others go on")
-    assert newest(vaults["a"], 0) == 3
-    back = serve(vaults["b"], "b")
+    assert newest(stores["a"], 0) == 3
+    back = serve(stores["b"], "b")
     for keeper in keepers[:2]:
-        keeper._replica._buddy = ReplicaAddress(host="127.0.0.1", port=back.port, slot=keeper._rank)
+        keeper._replica._peer = ReplicaAddress(host="127.0.0.1", port=back.port, slot=keeper._rank)
     wait_for(lambda: all(keeper.safe_step == 3 for keeper in keepers), "they catch up")
     assert port != back.port
     assert not keepers[0].trouble
 
 
-def test_a_buddy_without_memory_says_so(kit, vaults, job, monkeypatch):
+def test_a_peer_without_memory_says_so(kit, stores, job, monkeypatch):
     keepers = job()
-    guests = vaults["b"].generations("guest", 0)
+    guests = stores["b"].generations("guest", 0)
     for segment in guests:
         monkeypatch.setattr(segment, "reserve", no_memory)
     keepers[0].put(1, kit.cut(kit.state(1), 4)[0], {}, held=-1)
     wait_for(lambda: keepers[0].trouble, "it hears of it")
     assert keepers[0].trouble == "no memory there"
-    assert (newest(vaults["a"], 0), keepers[0].safe_step) == (1, -1)
+    assert (newest(stores["a"], 0), keepers[0].safe_step) == (1, -1)
     monkeypatch.undo()
     wait_for(lambda: keepers[0].safe_step == 1, "it tries again")
 
@@ -212,7 +210,7 @@ def no_memory(size_bytes):
     raise SystemFailure(Problem(where="", what="no memory there"))
 
 
-def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
+def test_closing_does_not_wait_for_a_peer_that_hangs(kit, stores, monkeypatch):
     """A stopped process: its sockets take what they can and answer nothing."""
     monkeypatch.setattr("phalanx.train.state.in_memory.ANSWER_S", 3600.0)
     reading, writing = os.pipe()
@@ -220,21 +218,21 @@ def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
     def hang():
         from phalanx.train.state.replica_server import ReplicaServer
 
-        server = ReplicaServer(vaults["b"], secret=kit.SECRET, address="127.0.0.1")
+        server = ReplicaServer(stores["b"], secret=kit.SECRET, address="127.0.0.1")
         os.write(writing, server.port.to_bytes(4, "little"))
         time.sleep(600)
 
     child = kit.fork(hang)
     try:
         port = int.from_bytes(os.read(reading, 4), "little")
-        buddy = ReplicaAddress(host="127.0.0.1", port=port, slot=0)
-        keeper = kit.keeper(vaults["a"], 0, 1, slot=0, buddy=buddy)
-        pieces = kit.cut(kit.state(1), 1)[0]
-        keeper.put(1, pieces, {}, held=-1)
+        peer = ReplicaAddress(host="127.0.0.1", port=port, slot=0)
+        keeper = kit.keeper(stores["a"], 0, 1, slot=0, peer=peer)
+        shards = kit.cut(kit.state(1), 1)[0]
+        keeper.put(1, shards, {}, held=-1)
         wait_for(lambda: keeper.safe_step == 1, keeper.trouble)
         os.kill(child, signal.SIGSTOP)
-        keeper.put(2, pieces, {}, held=1)
-        wait_for(lambda: newest(vaults["a"], 0) == 2, "it is sealed here")
+        keeper.put(2, shards, {}, held=1)
+        wait_for(lambda: newest(stores["a"], 0) == 2, "it is sealed here")
         closing = threading.Thread(target=keeper.close, daemon=True)
         closing.start()
         closing.join(300)
@@ -247,8 +245,8 @@ def test_closing_does_not_wait_for_a_buddy_that_hangs(kit, vaults, monkeypatch):
         os.close(writing)
 
 
-def test_strangers_get_nothing(kit, vaults, serve):
-    server = serve(vaults["a"])
+def test_strangers_get_nothing(kit, stores, serve):
+    server = serve(stores["a"])
     with pytest.raises(ConnectionError):
         connect(("127.0.0.1", server.port), b"x" * 32, {}, timeout_s=5)
     channel = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-# As the agent does: makes the vault, forks ranks, kills them after a while, and looks at what they left. Every element
-# of a step is the number of the step, so that a mixture of two would show. One process for all lives: importing torch
-# takes longer than everything else here. Prints a line a life.
+# As the agent does: makes the replica store, forks ranks, kills them after a while, and looks at what they left. Every
+# element of a step is the number of the step, so that a mixture of two would show. One process for all lives: importing
+# torch takes longer than everything else here. Prints a line a life.
 DRIVER = """
 import json, os, random, signal, sys, time
 import torch
@@ -22,38 +22,38 @@ from phalanx.elastic.replica_store import ReplicaStore
 torch.set_num_threads(1)
 NAMES = [f"w{place}" for place in range(3)]
 
-def piece(name, value):
+def shard(name, value):
     tensor = torch.full((400, 500), float(value))  # 0.8 MB each: about 1 ms of copying a put, and 1 ms of sums
     return TensorShard(name=name, tensor=tensor, shape=tensor.shape, start=(0, 0), replicas=1, owner=True, groups={})
 
-def rank(vault, epoch, found, report):
+def rank(replica_store, epoch, found, report):
     restored = None if found is None else (found.epoch, found.step)
-    keeper = InMemoryCheckpointer(vault, slot=0, rank=0, world=1, epoch=epoch, secret=b"s" * 32, buddy=None,
+    keeper = InMemoryCheckpointer(replica_store, slot=0, rank=0, world=1, epoch=epoch, secret=b"s" * 32, peer=None,
                                   restored=restored)
     step = 0 if found is None else found.step
     while True:
         step += 1
-        keeper.put(step, [piece(name, step) for name in NAMES], {"step": step}, held=keeper.safe_step)
+        keeper.put(step, [shard(name, step) for name in NAMES], {"step": step}, held=keeper.safe_step)
         os.write(report, keeper.safe_step.to_bytes(8, "little", signed=True))
 
-def newest(vault):
-    found = find_restore_points({"here": vault.held()})
+def newest(replica_store):
+    found = find_restore_points({"here": replica_store.held()})
     if not found:
         return None, 0
-    source = ReplicaSource(found[0], vault=vault, local_host="here", peers={}, secret=b"")
-    pieces = [piece(name, -1) for name in NAMES]
-    load_shards(source, pieces)
-    values = {float(value) for one in pieces for value in one.tensor.aminmax()}
+    source = ReplicaSource(found[0], replica_store=replica_store, local_host="here", peers={}, secret=b"")
+    shards = [shard(name, -1) for name in NAMES]
+    load_shards(source, shards)
+    values = {float(value) for one in shards for value in one.tensor.aminmax()}
     assert values == {float(found[0].step)} and source.meta == {"step": found[0].step}, values
     return found[0], len(found)
 
-def live(vault, epoch, puts, seconds):
-    found = next(iter(find_restore_points({"here": vault.held()})), None)
+def live(replica_store, epoch, puts, seconds):
+    found = next(iter(find_restore_points({"here": replica_store.held()})), None)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            rank(vault, epoch, found, writing)
+            rank(replica_store, epoch, found, writing)
         finally:
             os._exit(1)
     os.close(writing)
@@ -63,14 +63,14 @@ def live(vault, epoch, puts, seconds):
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         safe = [int.from_bytes(data, "little", signed=True) for data in (*safe, *iter(lambda: told.read(8), b""))]
-    left, sets = newest(vault)
+    left, sets = newest(replica_store)
     before = found.step if found else 0
     print(json.dumps({"signal": os.WTERMSIG(status), "before": before, "safe": max(safe, default=-1),
                       "left": left.step if left else 0, "sets": sets}), flush=True)
 
-vault, rng = ReplicaStore(1), random.Random(int(sys.argv[1]))
+replica_store, rng = ReplicaStore(1), random.Random(int(sys.argv[1]))
 for epoch in range(1, int(sys.argv[2]) + 1):
-    live(vault, epoch, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
+    live(replica_store, epoch, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
 """
 
 
@@ -89,8 +89,9 @@ def test_killed_at_random_forty_times():
     assert any(life["left"] == life["before"] for life in lives)
 
 
-# Two hosts of two ranks, as two agents with a vault each; the ranks step together and agree on what is held as the
-# training does. After a while all processes of one host are killed, and the agent of the other looks at what it has.
+# Two hosts of two ranks, as two agents with a replica store each; the ranks step together and agree on what is held as
+# the training does. After a while all processes of one host are killed, and the agent of the other looks at what it
+# has.
 HOSTS = """
 import json, os, random, signal, sys, tempfile, time
 from datetime import timedelta
@@ -110,20 +111,20 @@ from phalanx.elastic.replica_store import ReplicaStore
 torch.set_num_threads(1)
 WHERE, SECRET = {0: "a", 1: "a", 2: "b", 3: "b"}, b"s" * 32
 
-def piece(rank, value, rows=100):
+def shard(rank, value, rows=100):
     tensor = torch.full((rows, 500), float(value))
     return TensorShard(name="w", tensor=tensor, shape=(400, 500), start=(100 * rank, 0),
                        replicas=1, owner=True, groups={})
 
-def run_rank(vault, rank, meeting, told):
-    server = ReplicaServer(vault, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
+def run_rank(replica_store, rank, meeting, told):
+    server = ReplicaServer(replica_store, secret=SECRET, address="127.0.0.1", host=WHERE[rank])
     store = dist.FileStore(meeting, 4)
-    store.set(f"vault{rank}", str(server.port))
+    store.set(f"replica_store{rank}", str(server.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=20))
-    buddy = replica_peer_of(rank, WHERE)
-    port = int(store.get(f"vault{buddy.rank}"))
-    keeper = InMemoryCheckpointer(vault, slot=rank % 2, rank=rank, world=4, epoch=1, secret=SECRET,
-                    buddy=ReplicaAddress(host="127.0.0.1", port=port, slot=buddy.slot))
+    peer = replica_peer_of(rank, WHERE)
+    port = int(store.get(f"replica_store{peer.rank}"))
+    keeper = InMemoryCheckpointer(replica_store, slot=rank % 2, rank=rank, world=4, epoch=1, secret=SECRET,
+                    peer=ReplicaAddress(host="127.0.0.1", port=port, slot=peer.slot))
     step, held = 0, -1
     try:
         while True:
@@ -131,17 +132,17 @@ def run_rank(vault, rank, meeting, told):
             dist.all_reduce(safe, dist.ReduceOp.MIN)  # the end of a step
             held, step = int(safe), step + 1
             told[8 * rank : 8 * rank + 8] = held.to_bytes(8, "little", signed=True)
-            keeper.put(step, [piece(rank, step)], {"step": step}, held=held)
+            keeper.put(step, [shard(rank, step)], {"step": step}, held=held)
     except RuntimeError:
         keeper.close()  # a peer is gone; what is copied is completed
 
-def start(ranks, meeting, told, vault):
+def start(ranks, meeting, told, replica_store):
     children = []
     for rank in ranks:
         child = os.fork()
         if not child:
             try:
-                run_rank(vault, rank, meeting, told)
+                run_rank(replica_store, rank, meeting, told)
             finally:
                 os._exit(0)
         children.append(child)
@@ -150,9 +151,9 @@ def start(ranks, meeting, told, vault):
 def live(seconds, lost, folder):
     told, meeting = mmap(-1, 64), os.path.join(folder, "store")
     told[:32] = (-1).to_bytes(8, "little", signed=True) * 4
-    vaults = {"a": ReplicaStore(2), "b": ReplicaStore(2)}
+    stores = {"a": ReplicaStore(2), "b": ReplicaStore(2)}
     ranks = {host: [rank for rank in WHERE if WHERE[rank] == host] for host in "ab"}
-    children = {host: start(ranks[host], meeting, told, vaults[host]) for host in "ab"}
+    children = {host: start(ranks[host], meeting, told, stores[host]) for host in "ab"}
     while told[:8] == (-1).to_bytes(8, "little", signed=True):
         time.sleep(0.001)
     time.sleep(seconds)
@@ -160,12 +161,12 @@ def live(seconds, lost, folder):
         os.kill(child, signal.SIGKILL)
     for child in children["a"] + children["b"]:
         os.waitpid(child, 0)
-    vaults.pop(lost)
-    (left, vault), = vaults.items()
+    stores.pop(lost)
+    (left, replica_store), = stores.items()
     held = max(int.from_bytes(told[8 * rank : 8 * rank + 8], "little", signed=True) for rank in range(4))
-    found = find_restore_points({left: vault.held()})[0]
-    source = ReplicaSource(found, vault=vault, local_host=left, peers={}, secret=SECRET)
-    whole = piece(0, -1, rows=400)
+    found = find_restore_points({left: replica_store.held()})[0]
+    source = ReplicaSource(found, replica_store=replica_store, local_host=left, peers={}, secret=SECRET)
+    whole = shard(0, -1, rows=400)
     load_shards(source, [whole])
     low, high = whole.tensor.aminmax()
     assert low == high == found.step, (low, high, found.step)

@@ -31,8 +31,8 @@ class Neighbour:
 
     trouble = ""
 
-    def __init__(self, vault, slot):
-        self.segments = vault.generations("guest", slot)
+    def __init__(self, replica_store, slot):
+        self.segments = replica_store.generations("guest", slot)
 
     def send(self, segment, needs):
         with _claim(self.segments, needs) as taken:
@@ -48,7 +48,7 @@ class Cluster:
 
     def __init__(self, kit, seed):
         self.kit, self.rng = kit, random.Random(seed)
-        self.vaults = {host: ReplicaStore(2) for host in "ab"}
+        self.stores = {host: ReplicaStore(2) for host in "ab"}
         self.epoch, self.step, self.floor, self.held = 0, 0, 0, -1
         self.restored = None
         self.lineage = Lineage()
@@ -66,16 +66,16 @@ class Cluster:
         self.keepers = []
         seats = {rank: HOSTS[seat] for rank, seat in enumerate(places)}
         for rank, seat in enumerate(places):
-            vault, buddy = self.vaults[HOSTS[seat]], replica_peer_of(rank, seats)
-            keeper = self.kit.keeper(vault, rank, 4, epoch=self.epoch, slot=seat % 2, restored=self.restored)
+            replica_store, peer = self.stores[HOSTS[seat]], replica_peer_of(rank, seats)
+            keeper = self.kit.keeper(replica_store, rank, 4, epoch=self.epoch, slot=seat % 2, restored=self.restored)
             keeper._sealer.close()
             keeper._sender.close()
             keeper._sealer, keeper._sender = Patient(), Patient()
-            keeper._replica = Neighbour(self.vaults[seats[buddy.rank]], buddy.slot)
+            keeper._replica = Neighbour(self.stores[seats[peer.rank]], peer.slot)
             self.keepers.append(keeper)
 
     def restorable(self, hosts):
-        return find_restore_points({host: self.vaults[host].held() for host in hosts}, lineage=self.lineage)
+        return find_restore_points({host: self.stores[host].held() for host in hosts}, lineage=self.lineage)
 
     def check(self):
         newest = self.restorable("ab")
@@ -97,8 +97,8 @@ class Cluster:
         self.held = max(self.held, min(keeper.safe_step for keeper in self.keepers))
         self.step += 1
         for rank in self.rng.sample(range(4), 4):
-            pieces = [self.kit.piece("w", torch.tensor([self.step]), (4,), (rank,))]
-            self.keepers[rank].put(self.step, pieces, {}, held=self.held)
+            shards = [self.kit.shard("w", torch.tensor([self.step]), (4,), (rank,))]
+            self.keepers[rank].put(self.step, shards, {}, held=self.held)
             self.check()
             self.run_some(3)
 
@@ -120,11 +120,11 @@ def test_what_all_held_is_never_lost(kit, seed):
         if cluster.rng.random() < 0.15:
             cluster.fall()
     assert cluster.step > 5
-    for vault in cluster.vaults.values():
-        vault.close()
+    for replica_store in cluster.stores.values():
+        replica_store.close()
 
 
-def test_the_buddy_is_on_the_next_host():
+def test_the_peer_is_on_the_next_host():
     three = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
     assert [replica_peer_of(rank, three) for rank in three] == [
         ReplicaPeer(rank=2, slot=0),
@@ -144,14 +144,14 @@ def test_no_two_ranks_share_a_place_and_work_is_even():
         hosts = {rank: f"host{rng.randrange(rng.randint(1, 5))}" for rank in range(rng.randint(1, 16))}
         taken = {}
         for rank, host in hosts.items():
-            buddy = replica_peer_of(rank, hosts)
-            if buddy is None:
+            peer = replica_peer_of(rank, hosts)
+            if peer is None:
                 assert len(set(hosts.values())) == 1
                 continue
-            assert hosts[buddy.rank] != host
-            place = (hosts[buddy.rank], buddy.slot)
+            assert hosts[peer.rank] != host
+            place = (hosts[peer.rank], peer.slot)
             assert place not in taken
-            taken[place] = buddy.rank
+            taken[place] = peer.rank
         for host in set(hosts.values()):
             loads = [list(taken.values()).count(rank) for rank in hosts if hosts[rank] == host]
             assert max(loads) - min(loads) <= 1

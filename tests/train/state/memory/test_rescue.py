@@ -19,45 +19,49 @@ def order_for(*hosts, at_most=None):
 
 def assert_same(kit, tensors, place, world):
     right = kit.cut(tensors, world)
-    for rank, (expected, pieces) in enumerate(zip(right, kit.emptied(right), strict=True)):
-        load_shards(place, pieces, rank=rank, world=world)
-        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, pieces, strict=True))
+    for rank, (expected, shards) in enumerate(zip(right, kit.emptied(right), strict=True)):
+        load_shards(place, shards, rank=rank, world=world)
+        assert all(kit.same_bits(a.tensor, b.tensor) for a, b in zip(expected, shards, strict=True))
 
 
-def test_the_newest_step_in_memory_becomes_a_checkpoint(kit, vault, tmp_path):
-    kit.put_all(vault, kit.state(5), 4, step=5)
-    kit.put_all(vault, kit.state(6), 4, step=6)
+def test_the_newest_step_in_memory_becomes_a_checkpoint(kit, replica_store, tmp_path):
+    kit.put_all(replica_store, kit.state(5), 4, step=5)
+    kit.put_all(replica_store, kit.state(6), 4, step=6)
     full, free = tmp_path / "no folder", tmp_path / "free"
     full.write_text("a file stands where the checkpoints should go")
-    saved = rescue_state(tmp_path, order_for("here"), host="here", vault=vault, places=[full, free], keep=2)
+    saved = rescue_state(
+        tmp_path, order_for("here"), host="here", replica_store=replica_store, places=[full, free], keep=2
+    )
     assert saved is not None
     assert (saved.step, saved.path.parent) == (6, free)
     assert CheckpointReader(saved.path).meta == {"step": 6}
     assert_same(kit, kit.state(6), saved.path, 3)
 
 
-def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, vault, tmp_path):
-    kit.put_all(vault, kit.state(5), 4, step=5)
+def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, replica_store, tmp_path):
+    kit.put_all(replica_store, kit.state(5), 4, step=5)
     for at_most, newer_than in ((None, 5), (4, 0)):
         order, places = order_for("here", at_most=at_most), [tmp_path / "c"]
-        found = rescue_state(tmp_path, order, host="here", vault=vault, places=places, keep=2, newer_than=newer_than)
+        found = rescue_state(
+            tmp_path, order, host="here", replica_store=replica_store, places=places, keep=2, newer_than=newer_than
+        )
         assert found is None
     assert not (tmp_path / "c").exists()
 
 
-def test_two_hosts_write_their_ranks_and_the_first_commits(kit, vault, tmp_path):
-    here, there = vault, ReplicaStore(4)
+def test_two_hosts_write_their_ranks_and_the_first_commits(kit, replica_store, tmp_path):
+    here, there = replica_store, ReplicaStore(4)
     tensors = kit.state(7)
-    for rank, pieces in enumerate(kit.cut(tensors, 4)):
+    for rank, shards in enumerate(kit.cut(tensors, 4)):
         keeper = kit.keeper(here if rank < 2 else there, rank, 4, slot=rank % 2)
-        keeper.put(7, pieces, {"step": 7}, held=-1, rank_meta={"seed": 7})
+        keeper.put(7, shards, {"step": 7}, held=-1, rank_meta={"seed": 7})
         keeper._sealer.wait()
         keeper.close()
     found = {}
 
     def work(host, store):
         order = order_for("here", "there")
-        found[host] = rescue_state(tmp_path, order, host=host, vault=store, places=[tmp_path / "c"], keep=2)
+        found[host] = rescue_state(tmp_path, order, host=host, replica_store=store, places=[tmp_path / "c"], keep=2)
 
     threads = [threading.Thread(target=work, args=pair) for pair in (("here", here), ("there", there))]
     for thread in threads:
@@ -70,10 +74,12 @@ def test_two_hosts_write_their_ranks_and_the_first_commits(kit, vault, tmp_path)
     there.close()
 
 
-def test_a_copy_that_is_damaged_is_not_written(kit, vault, tmp_path):
-    kit.put_all(vault, kit.state(5), 4, step=5)
-    segment = next(one for one in vault.generations("own", 2) if one.header() is not None)
+def test_a_copy_that_is_damaged_is_not_written(kit, replica_store, tmp_path):
+    kit.put_all(replica_store, kit.state(5), 4, step=5)
+    segment = next(one for one in replica_store.generations("own", 2) if one.header() is not None)
     segment.view()[4096 + 3] ^= 1
     with pytest.raises(SystemFailure, match=r"step 5 is not saved: .* is not what was written"):
-        rescue_state(tmp_path, order_for("here"), host="here", vault=vault, places=[tmp_path / "c"], keep=2)
+        rescue_state(
+            tmp_path, order_for("here"), host="here", replica_store=replica_store, places=[tmp_path / "c"], keep=2
+        )
     assert not list((tmp_path / "c").glob("step-*"))

@@ -170,7 +170,7 @@ const TITLES = {
   memory_limit_bytes: "Memory limit",
   collective_bytes: "Bytes of collectives",
   held: "Newest state held in memory",
-  epoch: "Formation",
+  epoch: "Generation",
 };
 
 // A name of a series or an account as a person reads it.

@@ -1,4 +1,4 @@
-// What happened to a run beside its steps: incidents, formations, checkpoints, evaluations.
+// What happened to a run beside its steps: incidents, memberships, checkpoints, evaluations.
 
 import { fill, h, table, words } from "../dom.js";
 import { NONE, clock, integer, isNumber, seconds } from "../units.js";
@@ -7,7 +7,7 @@ const FEW_ROWS = 12;
 const MOST_ROWS = 200;
 // In the order in which they are drawn: incidents last, over everything else.
 const KINDS = { epochs: "epoch", checkpoints: "checkpoint", evaluations: "evaluation", incidents: "incident" };
-const LEGEND = { incident: "incident", epoch: "new formation", checkpoint: "checkpoint", evaluation: "held-out loss" };
+const LEGEND = { incident: "incident", epoch: "new membership", checkpoint: "checkpoint", evaluation: "held-out loss" };
 
 const COLUMNS = [
   { head: "What", cell: (row) => [sign(row.kind), row.text, h("span", { class: "hint" }, recovered(row))] },

@@ -1,0 +1,107 @@
+"""One word per thing (docs/glossary.md): dropped words stay out of messages and manual, and links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("simulation/*.md")) + sorted(DOCS.glob("rules/*.md"))
+# A word to look for, how it is used wrongly, and what to say instead; each stands in the last column of the glossary.
+DROPPED = (
+    ("vault", r"(?<![-_])\bvaults?\b", "in-memory checkpoint, replica"),
+    ("budd", r"\bbudd(?:y|ies)\b", "peer"),
+    ("formation", r"\bformations?\b", "membership"),
+    ("council", r"\bcouncil\b", "coordinator"),
+    ("seat", r"\bseats?\b", "slot"),
+    ("fall", r"\b(?:rank|host|process)e?s? (?:that )?falls?\b|\bfallen (?:rank|host)", "fail"),
+    ("fell", r"\b(?:rank|host|process)e?s? (?:that )?fell\b", "failed"),
+    ("epoch", r"\bepochs? (?:\d|$)", "generation"),  # a number follows; in an f-string the text ends before it
+    ("counts with", r"\bcounts with\b", "assumes"),
+    ("time that shows", r"\btime that shows\b", "exposed communication"),
+    ("nothing beats these", r"\bnothing beats these\b", "Pareto front"),
+)
+PATTERNS = {word: re.compile(pattern, re.IGNORECASE) for word, pattern, _ in DROPPED}
+NUMBER = re.compile(
+    r"(?<![+] )\b1 (?:ranks|hosts|steps|faults|runs|files|layouts|errors|warnings|checkpoints|tokens)\b"
+)
+
+
+def dropped_words(text: str) -> list[str]:
+    """What a text says that it should not, with what to say instead."""
+    lower = text.lower()
+    found = [
+        (match.group(), say) for word, _, say in DROPPED if word in lower for match in PATTERNS[word].finditer(text)
+    ]
+    return [f"{word.strip()!r}: say {say}" for word, say in found]
+
+
+def spoken_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts of a source file in which somebody speaks: string constants with a space, docstrings among them."""
+    source = path.read_text(encoding="utf-8")
+    if not dropped_words(source) and "epoch {" not in source:  # most files; parsing all of them takes seconds
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def test_messages_use_the_words_of_the_glossary() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for line, text in spoken_texts(path)
+        for word in dropped_words(text)
+    ]
+    assert wrong == []
+
+
+def test_the_manual_uses_the_words_of_the_glossary() -> None:
+    wrong = []
+    for page in PAGES:
+        text = re.sub(r"\]\([^)]*\)|`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # neither links nor names of keys
+        found = dropped_words(text) if page.name != "glossary.md" else []
+        wrong += [f"{page.name}: {word}" for word in (*found, *NUMBER.findall(text))]
+    assert wrong == []
+
+
+def test_what_is_dropped_stands_in_the_glossary() -> None:
+    rows = [line.split("|") for line in (DOCS / "glossary.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    listed = " ".join(row[3] for row in rows if len(row) > 4)
+    for word in (
+        "vault",
+        "buddy",
+        "formation",
+        "council",
+        "seat",
+        "fell",
+        "epoch",
+        "counts with",
+        "nothing beats these",
+    ):
+        assert word in listed, word
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading.
+
+    >>> slug("## `phalanx watch RUN`"), slug("## Before a host takes part")
+    ('phalanx-watch-run', 'before-a-host-takes-part')
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).strip().replace(" ", "-")
+
+
+def test_links_of_the_manual_lead_somewhere() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    anchors = {page: {slug(line) for line in text.splitlines() if line.startswith("#")} for page, text in texts.items()}
+    lost = []
+    for page, text in texts.items():
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = target.partition("#")
+            there = (page.parent / name).resolve() if name else page
+            is_lost = not there.exists() or (there in anchors and anchor and anchor not in anchors[there])
+            lost += [f"{page.name}: {target}"] if is_lost else []
+    assert lost == []
