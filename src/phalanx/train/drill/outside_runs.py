@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -173,7 +174,7 @@ def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
             return True
 
         done = stage.command(*words, until=filled, signals=[signal.SIGINT])
-    if "NOT saved" not in done.err:
+    if not re.search(r"NOT saved: [\d,]+ steps?, up to", done.err):  # not: a save on the way that failed
         # Old checkpoints were deleted to make room: 130 is what Ctrl-C gives where all is saved.
         is_saved = done.code == 130 and "saved step" in done.err
         return OutsideFinding(ok=is_saved, reason=f"exit code {done.code}: {done.last}", steps_lost=0)
