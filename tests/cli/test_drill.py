@@ -294,7 +294,7 @@ def test_a_crash_loop_ends_with_a_reason(drill: Drill, tmp_path: Path) -> None:
     assert (code, failed(told["result"])) == (0, [])
     assert told["result"]["state"] == "failed"
     assert "given up: " in told["result"]["message"]
-    # fault.restarts = 3 without a step between, and one more; then the same without the slot that it was in, unless a busy
+    # fault.restarts = 3 without a step between, and one more; then the same without its slot, unless a busy
     # machine lets a rank of another slot fail between them, so that no single slot is to blame.
     assert len(told["result"]["outcomes"]) in (4, 8)
 
