@@ -80,8 +80,8 @@ def test_few_faults_are_told_one_by_one() -> None:
   coordinator         generation 2
   not fired, the run had ended: hang:step=99
 verdicts
-  ok     steps in order                2 generations
-  FAILED every sample in one step      step 3: 1 sample twice
+  ok      steps in order            2 generations
+  FAILED  every sample in one step  step 3: 1 sample twice
 recovery: 710 ms; the plan assumed 1.00 s
 effective training time: 80.0%; the plan predicts 75.0% at this failure rate"""
     )

@@ -101,7 +101,7 @@ def train(folder: Path, name: str, *settings: str, factor: float) -> tuple[subpr
 
 def phalanx(folder: Path, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False)
 
 
 def told(run: Run, kind: str, rank: int = 0) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from phalanx.units import DAY_S
 class MonthsClock:
     """Simulated seconds. Actions of one instant run in the order they were asked for.
 
-    >>> clock, seen = Clock(), []
+    >>> clock, seen = MonthsClock(), []
     >>> clock.after(5.0, lambda: seen.append(clock.now_s))
     >>> clock.after(2.0, lambda: clock.after(1.0, lambda: seen.append(clock.now_s)))
     >>> clock.run(until_s=10.0)
