@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], int]] = {
     "parallel": (("tests/train/parallel/",), 2),
     "guard, drill, verify, telemetry": (("tests/train/",), 2),
     "pages and records": (("tests/api/", "tests/metrics/", "tests/record/", "tests/web/"), 1),
-    # One process compiles the packet engine (half a minute on an empty cache), not two that begin together.
+    # One process compiles the packet engine, not two that begin together.
     "simulators": (("tests/sim/", "tests/validate/", "tests/cli/test_fabric"), 1),
     "other commands": (("tests/cli/",), 1),
     "plan": (("tests/plan/", "tests/hardware/", "tests/job/"), 1),
