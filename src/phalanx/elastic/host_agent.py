@@ -317,6 +317,8 @@ class HostAgent:
             timeout_s = CONNECT_S + len(self._order) / SHAKES_PER_S
             self._channel = connect(where, self._secret, hello, timeout_s=timeout_s, bind="")
         except (OSError, TimeoutError, Refused):
+            # No pause of ours: the kernel of a frozen coordinator takes the connection, and nobody answers.
+            self._ticked_s = time.monotonic()
             return False
         term = int(self._channel.peer.get("term", 0))
         if term < self._term:  # it was frozen, and does not know yet that it is over
