@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rules.kit import JOB, TODAY, evidence
@@ -12,6 +10,7 @@ from rules.toy import NASTY, bad, made, mixed, rule
 from synthetic import write_run
 
 from phalanx.errors import UserError
+from phalanx.io import notebook
 from phalanx.job.load import load
 from phalanx.record.run import open_run
 from phalanx.rules.api import check, report_dict
@@ -57,14 +56,7 @@ def test_html_for_a_notebook_holds_no_markup_of_others_and_no_style_sheet() -> N
 
 
 def test_columns_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = builtins.__import__
-
-    def without(name: str, *args: Any, **more: Any) -> Any:
-        if name == "pandas":
-            raise ImportError(name)
-        return found(name, *args, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(notebook, "find_spec", lambda name: None)
     columns = mixed().frame()
     assert list(columns["rule"][:2]) == ["CKP901", "CKP902"]
     assert {len(column) for column in columns.values()} == {len(mixed().findings)}
