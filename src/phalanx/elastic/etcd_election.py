@@ -62,9 +62,7 @@ class EtcdElection:
         left: int | None = None
         while (held := self._held()) is not None:
             now = int(self._ask("lease/timetolive", {"ID": str(held.get("lease", "0"))}).get("TTL", "-1"))
-            if (
-                left is not None and now >= left and now > 0
-            ):  # at 0 or -1 it is over, and etcd has yet to delete the key
+            if left is not None and now >= left and now > 0:  # at 0 it is over: etcd has yet to delete the key
                 return True
             left = now
             self._sleep(max(TTL_S, self._renew_s))
