@@ -112,7 +112,7 @@ def time_jobs(rank: int, jobs: list[ReferenceJob], threads: int) -> list[tuple[f
         engine.initialise()
         times = _time_steps(engine, job.vocab, job.micro * job.count, budget_s=BUDGET_S)
         held = sum(shard.tensor.numel() for shard in engine.shards) * (job.data if job.zero else 1)
-        found.append((_usual(times), held))
+        found.append((statistics.median(times), held))
     return found
 
 
@@ -125,12 +125,10 @@ def time_plan(rank: int, text: str, count: int, threads: int) -> float:
     engine = Engine(plan.job.model, settings, plan.job.optim, device=torch.device("cpu"))
     engine.initialise()
     rows = layout.micro_batch * count
-    return _usual(_time_steps(engine, plan.job.model.vocab, rows, budget_s=PLAN_BUDGET_S))
-
-
-def _usual(times: list[float]) -> float:
-    """The lower quartile: what else the machine does for a moment is no property of it."""
-    return sorted(times)[len(times) // 4]
+    times = _time_steps(engine, plan.job.model.vocab, rows, budget_s=PLAN_BUDGET_S)
+    return statistics.median(
+        times
+    )  # as a report says it; a lower quartile was 10 % below on a machine whose speed wanders
 
 
 def _time_steps(engine: Engine, vocab: int, rows: int, *, budget_s: float) -> list[float]:
