@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.elastic.rank_process import FAILED
 from phalanx.errors import SystemFailure, UserError
 from phalanx.train.verify.ranks import run_ranks
 
@@ -64,3 +67,21 @@ def test_a_hang_is_bounded():
 def test_threads_of_the_caller_do_not_matter():
     torch.ones(100, 100) @ torch.ones(100, 100)
     assert run_ranks(tasks.add, 2) == [1, 1]
+
+
+def test_a_rank_whose_server_is_gone_does_not_begin():
+    """Between its fork and its first line the server may have ended: its parent is then a process that lives on."""
+    text = (
+        "import os, sys\n"
+        "from multiprocessing import Pipe\n"
+        "from phalanx.train.verify import ranks, server\n"
+        "server.SERVER_PID = int(sys.argv[1])\n"
+        "ranks._answer = lambda order: None\n"
+        "order = ranks.RankTask(task=divmod, arguments=(), store='', rank=0, world=1, place=ranks.CORES, limit_s=1.0,"
+        " debug=True)\n"
+        "ranks._serve(Pipe()[1], order)\n"
+    )
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    codes = [subprocess.run([sys.executable, "-c", text, str(pid)]).returncode for pid in (gone.pid, os.getpid())]
+    assert codes == [FAILED, 0]

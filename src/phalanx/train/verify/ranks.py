@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from phalanx.elastic.gpus import check_nccl, loaded_nccl, shared_settings
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError
-from phalanx.train.verify.server import CALLER
+from phalanx.train.verify import server
 from phalanx.units import plural
 
 LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
@@ -90,7 +90,7 @@ def warm_up() -> None:
     _context()
     resource_tracker.ensure_running()  # first: it unblocks SIGINT itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; ours arrives afterwards
-    ours = {name: value for name, value in SERVER.items() if name not in os.environ} | {CALLER: str(os.getpid())}
+    ours = {name: value for name, value in SERVER.items() if name not in os.environ} | {server.CALLER: str(os.getpid())}
     os.environ.update(ours)
     try:
         forkserver.ensure_running()
@@ -212,7 +212,9 @@ def _silent(ranks: Sequence[int], world: int, limit_s: float) -> SystemFailure:
 
 def _serve(pipe: Connection, order: RankTask) -> None:
     """What a rank does with its life."""
-    die_with(os.getppid())  # the server, which ends with the caller however that ends
+    # The server ends with the caller, however that ends; it may have before we came so far, and then our parent is
+    # another process, which lives.
+    die_with(server.SERVER_PID)
     if not order.debug:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)

@@ -9,6 +9,7 @@ import os
 from phalanx.elastic.rank_process import die_with
 
 CALLER = "PHALANX_RANKS_CALLER"  # the process id of whoever starts the server
+SERVER_PID = os.getpid()  # as the ranks that it forks see it: their parent, unless it has ended since
 
 if caller := os.environ.pop(CALLER, ""):
     die_with(int(caller))
