@@ -48,7 +48,7 @@ from phalanx.elastic.host_agent import DISK_S, QUIET_S, turn_s
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[1] / "examples" / "drill.toml"
 SIZES = (64, 256, 512, 1024, 4096, 16384)
@@ -328,7 +328,7 @@ def _make_run(folder: Path, hosts: int, dead_after_s: float) -> Run:
     """A run of 8 ranks on each host."""
     overrides = [*OVERRIDES, f"fault.dead_after_s={dead_after_s}"]
     job = load_job(str(JOB), overrides=overrides, cluster=None, steps=0)
-    plan = make(job)
+    plan = plan_for_run(job)
     world = SLOTS * hosts
     layout = replace(plan.layout, data=world, shard=world, accumulation=1)
     run = create_run(folder, "plane", job_toml="", job={}, plan_json=replace(plan, layout=layout).to_json())

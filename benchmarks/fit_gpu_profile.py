@@ -29,8 +29,8 @@ from gpu_profile import Configuration, plan_of
 
 from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases
-from phalanx.plan.physics import Profile, physics, profiles
-from phalanx.plan.prediction import features, step_interval, weights
+from phalanx.plan.physics import Profile, shipped_physics, shipped_profiles
+from phalanx.plan.prediction import feature_widths, interval_features, step_interval
 from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.step import StepTimes, predict_step
 
@@ -54,7 +54,7 @@ FITTED = {  # value, log width of the prior
 FIXED = {  # read off the code
     "narrow_share": 2.0 / 3.0,  # train/parallel/float8.py: forward and input gradients; weight gradients in bf16
     "selective_attention": 0.0,  # train/parallel/recompute.py: attention and matrices are kept …
-    "selective_streams": 1.0 / float(physics().selective),  # … and everything else is done again
+    "selective_streams": 1.0 / float(shipped_physics().selective),  # … and everything else is done again
     "early_stop": 1.0,  # torch.utils.checkpoint
 }
 MORE = (
@@ -77,7 +77,7 @@ class Case:
             plan = plan_of(configuration, "1xH200", "dataset", Path(folder))
         self.request: PlanRequest = request_from_job(plan.job, plan.cluster)[0]
         self.layout = plan.layout
-        shipped = profiles()["phalanx"] if "phalanx" in profiles() else profiles()[START]
+        shipped = shipped_profiles()["phalanx"] if "phalanx" in shipped_profiles() else shipped_profiles()[START]
         # What the job's optimizer adds to a profile; the fit moves the profile below it.
         self.extra_bytes = float(self.request.profile.optimizer_bytes) - float(shipped.optimizer_bytes)
         self.newton_schulz = self.request.profile.newton_schulz
@@ -100,13 +100,13 @@ class Batch:
     def times(self, profile: Profile) -> StepTimes:
         """The steps under a profile."""
         own = replace(profile, optimizer_bytes=profile.optimizer_bytes + self._extra, newton_schulz=self._newton)
-        return predict_step(self.table, physics(), own)
+        return predict_step(self.table, shipped_physics(), own)
 
 
 def profile_of(logs: np.ndarray) -> Profile:
     """The profile of logarithms of the fitted scalars over their priors."""
     values = {name: prior * float(np.exp(log)) for (name, (prior, _)), log in zip(FITTED.items(), logs, strict=True)}
-    return replace(profiles()[START], **values, **FIXED)
+    return replace(shipped_profiles()[START], **values, **FIXED)
 
 
 def fit(members: list[Case]) -> np.ndarray:
@@ -130,11 +130,11 @@ def scales(members: list[Case], profile: Profile) -> tuple[float, float]:
     Errors of a fit are smaller than those of new rows by about √((n - p) / n); of the scalars half count as fitted, the
     others stay near their priors.
     """
-    below, above = weights()
+    below, above = feature_widths()
     batch = Batch(members)
     times = batch.times(profile)
     errors = np.log(batch.step_s / times.step_s) * np.sqrt(len(members) / (len(members) - len(FITTED) / 2.0))
-    table = features(batch.table, times)
+    table = interval_features(batch.table, times)
     low, high = np.quantile(-errors / (table @ below), 0.9), np.quantile(errors / (table @ above), 0.9)
     return max(LEAST_SCALE, float(low)), max(LEAST_SCALE, float(high))
 
@@ -211,7 +211,7 @@ def main() -> None:
     members = [Case(one) for one in found.values()]
     fitting = [one for one in members if not one.held_back]
     logs = None if args.check else fit(fitting)
-    profile = profiles()["phalanx"] if logs is None else profile_of(logs)
+    profile = shipped_profiles()["phalanx"] if logs is None else profile_of(logs)
     if not args.check:
         print({name: float(f"{getattr(profile, name):.4g}") for name in FITTED})
     if args.write and logs is not None:
@@ -219,9 +219,9 @@ def main() -> None:
         from phalanx.plan.physics import shipped_table
         from phalanx.plan.prediction import _table
 
-        for kept in (shipped_table, profiles, _table):
+        for kept in (shipped_table, shipped_profiles, _table):
             kept.cache_clear()
-        profile = profiles()["phalanx"]
+        profile = shipped_profiles()["phalanx"]
     page = report(members, profile)
     print(page)
     if args.table:

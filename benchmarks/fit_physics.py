@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from phalanx.plan.calibrate import calibrate, calibrated
+from phalanx.plan.calibrate import apply_calibration, fit_calibration
 from phalanx.plan.cases import Cases
-from phalanx.plan.physics import Physics, Profile, physics, profiles
+from phalanx.plan.physics import Physics, Profile, shipped_physics, shipped_profiles
 from phalanx.plan.prediction import step_interval
 from phalanx.plan.step import predict_step
 from phalanx.validate.throughput_rows import predict_rows
@@ -314,8 +314,8 @@ def left_out(problem: Problem, iterations: int, name: str) -> LeftOut:
     for seed in range(DRAWS):
         drawn = np.isin(np.arange(seconds.size), np.random.default_rng(seed).choice(seconds.size, 3, replace=False))
         scatter = SCATTER_SHARE * np.log(high / low) / 2.0
-        scalars = calibrate(take_rows(times, drawn), seconds[drawn], scatter[drawn])
-        rest = np.abs(calibrated(take_rows(times, ~drawn), scalars).step_s / seconds[~drawn] - 1.0)
+        scalars = fit_calibration(take_rows(times, drawn), seconds[drawn], scatter[drawn])
+        rest = np.abs(apply_calibration(take_rows(times, ~drawn), scalars).step_s / seconds[~drawn] - 1.0)
         medians.append(np.median(rest))
         tails.append(np.quantile(rest, 0.9))
     result = LeftOut(plain, float(np.mean(medians)), float(np.mean(tails)))
@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--save", type=Path, help="keep the fitted vector (.npy)")
     args = parser.parse_args()
-    constants, known = physics(), profiles()
+    constants, known = shipped_physics(), shipped_profiles()
     vector: Floats | None = None
     for _ in range(args.rounds):
         problem = load(args.tables, constants, known)

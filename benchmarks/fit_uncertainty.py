@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from phalanx.plan.prediction import FEATURES, features
+from phalanx.plan.prediction import FEATURES, interval_features
 from phalanx.validate.throughput_rows import predict_rows
 from phalanx.validate.throughput_table import number, read_table
 
@@ -55,7 +55,7 @@ def main() -> None:
     seconds = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
     source = np.array([rows[index]["source"] for index in found.priced])
     framework = np.array(found.frameworks)
-    table = features(found.cases, found.times)
+    table = interval_features(found.cases, found.times)
     error = np.log(seconds / found.times.step_s)
     common = framework != APART
     below, above = fit(table[common], error[common], source[common])

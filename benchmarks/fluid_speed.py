@@ -44,8 +44,8 @@ def rates() -> None:
         ("one path, one plane", one, routes.by_flow(seed=2)),
         ("one path, one plane, another seed", one, routes.by_flow(seed=3)),
         ("8 QPs hashed over 8 planes", eight, routes.by_qp(8, seed=2)),
-        ("one path in each of 8 planes", eight, routes.spray(8, seed=2)),
-        ("32 paths, adaptive, one plane", one, routes.spray(32, seed=2)),
+        ("one path in each of 8 planes", eight, routes.spray_routing(8, seed=2)),
+        ("32 paths, adaptive, one plane", one, routes.spray_routing(32, seed=2)),
         ("all paths of 8 planes", eight, routes.every_path(8)),
     )
     for name, text, routing in cases:
@@ -62,10 +62,17 @@ def completions() -> None:
     )
     for text, row in HTSIM_US.items():
         for paths, mean_us in row.items():
-            routing = routes.by_flow if paths == 1 else lambda k=paths, **kw: routes.spray(k, adaptive=False, **kw)
+            routing = (
+                routes.by_flow if paths == 1 else lambda k=paths, **kw: routes.spray_routing(k, adaptive=False, **kw)
+            )
             compare(text, str(paths), mean_us, routing)
     for paths, mean_us in BITMAP_US.items():
-        compare("clos2:1024x100G/1p/64/wide", f"{paths} adaptive", mean_us, lambda k=paths, **kw: routes.spray(k, **kw))
+        compare(
+            "clos2:1024x100G/1p/64/wide",
+            f"{paths} adaptive",
+            mean_us,
+            lambda k=paths, **kw: routes.spray_routing(k, **kw),
+        )
 
 
 def compare(text: str, name: str, mean_us: float, routing: Callable[..., routes.Routing]) -> None:
@@ -109,7 +116,7 @@ def _mean_s(name: str, paths: int, sigma: float, trips: float) -> float:
 
 
 def _completion(name: str, paths: int, seed: int, over: fluid.Wire) -> fluid.Completion:
-    routing = routes.by_flow(seed=seed) if paths == 1 else routes.spray(paths, adaptive=False, seed=seed)
+    routing = routes.by_flow(seed=seed) if paths == 1 else routes.spray_routing(paths, adaptive=False, seed=seed)
     flows = traffic_matrix.permutation(1024, 2e6, seed=seed)
     return fluid.complete_flows(parse_fabric(name), flows, routing=routing, wire=over, batch=0.02)
 
@@ -121,7 +128,7 @@ def oversubscribed() -> None:
     )
     for text in ("clos2:1024x100G/1p/40/4:1/wide", "clos2:1024x100G/1p/36/8:1/wide"):
         fabric, flows = replace(parse_fabric(text), hop_s=1e-6), traffic_matrix.permutation(1024, 2e6)
-        ours = fluid.complete_flows(fabric, flows, routing=routes.spray(128), wire=fluid.HTSIM, batch=0.02)
+        ours = fluid.complete_flows(fabric, flows, routing=routes.spray_routing(128), wire=fluid.HTSIM, batch=0.02)
         theirs = run_connections(fabric, flows, transport=replace(HTSIM, paths=128))
         fast = f"{ours.times_s.min() * 1e6:.1f}, {theirs.best_s * 1e6:.1f}"
         mean, other = ours.mean_s * 1e6, theirs.mean_s * 1e6
@@ -136,8 +143,8 @@ def loads(quick: bool) -> None:
             continue
         start = time.process_time()
         worst = [
-            routes.offered(
-                fabric, traffic_matrix.permutation(FULL, 1.0, seed=seed), routing=routes.spray(paths, seed=seed)
+            routes.offered_load(
+                fabric, traffic_matrix.permutation(FULL, 1.0, seed=seed), routing=routes.spray_routing(paths, seed=seed)
             ).worst_fabric
             for seed in ((1, 2) if paths <= 256 else (1,))
         ]

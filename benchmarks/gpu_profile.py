@@ -33,7 +33,7 @@ import torch.distributed as dist
 from phalanx.io.toml import to_toml
 from phalanx.job.dataset import MANIFEST, TOKENIZER, Manifest, Source
 from phalanx.job.load import load
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
 from phalanx.train import worker

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
@@ -71,7 +71,7 @@ class Subject:
 
     @property
     def request(self) -> PlanRequest:
-        return request_from_job(self.job, resolve(f"8xH100:{max(-(-self.layout.devices // 8), 1)}"))[0]
+        return request_from_job(self.job, resolve_cluster(f"8xH100:{max(-(-self.layout.devices // 8), 1)}"))[0]
 
     def planned_bytes(self, request: PlanRequest) -> float:
         """Of tensors: the planner's buffers are the communication library's and the allocator's."""
@@ -230,7 +230,7 @@ def one_rank(subject: Subject, place: int) -> dict[str, Any]:
     rows = layout.micro_batch * layout.accumulation
     tokens = torch.randint(0, job.model.vocab, (rows, subject.sequence), device=device)
     if layout.pipeline > 1:
-        schedule, stages = engine._schedule(layout.accumulation)
+        schedule, stages = engine.micro_batches.schedule(layout.accumulation)
         assume_static(schedule)
         for stage in stages:  # torch 2.11 checks shapes that a split output has not
             if hasattr(stage, "_validate_fwd_outputs"):

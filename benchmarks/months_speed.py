@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.job.load import load
-from phalanx.plan.make import plan
+from phalanx.plan.make import make_plan
 from phalanx.sim.months.causes import NetworkCauses
 from phalanx.sim.months.policy import MonthsPolicy, months_policy
 from phalanx.sim.months.simulate_run import simulate_runs
@@ -26,7 +26,7 @@ REPEATS = 3
 
 def cases() -> dict[str, MonthsPolicy]:
     """Llama 3.1 405B's plan, at its own failure rate and at that of eight times the hosts."""
-    made = plan(load(LLAMA))
+    made = make_plan(load(LLAMA))
     usual, edge = months_policy(made), months_policy(made, network=NetworkCauses(edge=True))
     return {
         "16,384 GPUs": usual,

@@ -31,10 +31,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.elastic.gpus import NcclLibrary, ask_nccl
-from phalanx.errors import PhalanxError
-from phalanx.hardware.discover import discover
-from phalanx.train.verify.matrix import (
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from layout_matrix import (  # tests/layout_matrix.py
     MATRIX_CASES,
     MatrixCase,
     bounds_of,
@@ -47,6 +46,10 @@ from phalanx.train.verify.matrix import (
     sample_cases,
     trial_of,
 )
+
+from phalanx.elastic.gpus import NcclLibrary, ask_nccl
+from phalanx.errors import PhalanxError
+from phalanx.hardware.discover import discover
 from phalanx.train.verify.proof import CACHE
 from phalanx.train.verify.ranks import PRELOAD, TrialPlace, run_ranks, warm_up
 from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial

@@ -23,12 +23,12 @@ from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.roce_run import roce_routes
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Transport
-from phalanx.sim.traffic_matrix import flows, permutation, shift
+from phalanx.sim.traffic_matrix import make_flows, permutation, shift
 
 SETTLED_S = 5e-3
 INCAST_FABRIC = parse_fabric("clos2:64x400G/1p/16/wide")
 # Seven hosts of seven T0s to host 0, and a victim from a neighbour of the first of them to a neighbour of host 0.
-INCAST = flows([*range(8, 64, 8), 15], [0] * 7 + [1], 4e9)
+INCAST = make_flows([*range(8, 64, 8), 15], [0] * 7 + [1], 4e9)
 FAULT_FABRIC = parse_fabric("clos2:256x800G/8p/32/wide")
 AT_S = 50e-6
 FAULTS: tuple[tuple[str, tuple[Fault, ...]], ...] = (

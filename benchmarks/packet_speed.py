@@ -22,7 +22,7 @@ from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import HTSIM, Transport
-from phalanx.sim.traffic_matrix import flows, permutation
+from phalanx.sim.traffic_matrix import make_flows, permutation
 
 NBYTES = 2e6
 SEEDS = (1, 2, 3)
@@ -129,7 +129,7 @@ def incasts() -> list[str]:
     lines = ["| all to one, 3 tiers | uet-htsim tail | ours | error |", "|---|---|---|---|"]
     for text, nbytes, window, tail in INCASTS:
         over = fabric(text)
-        traffic = flows(range(1, over.hosts), [0] * (over.hosts - 1), nbytes)
+        traffic = make_flows(range(1, over.hosts), [0] * (over.hosts - 1), nbytes)
         ours = 1e6 * run_connections(over, traffic, transport=replace(HTSIM, window_packets=window)).tail_s
         lines.append(
             f"| {over.hosts:,} hosts, {nbytes / 1e3:.0f} KB | {tail:.1f} | {ours:.1f} | {ours / tail - 1:+.1%} |"

@@ -21,7 +21,7 @@ from phalanx.network import collectives as net
 from phalanx.network.nccl_choice import MIB, Operation, expect_collective
 from phalanx.network.nccl_system import NcclSystem, build_system
 from phalanx.network.nccl_tables import Family
-from phalanx.plan.physics import physics
+from phalanx.plan.physics import shipped_physics
 from phalanx.validate.throughput_score import Scorecard, predict_table, score_predictions
 from phalanx.validate.throughput_table import read_table
 
@@ -56,7 +56,7 @@ def _system(ranks: int, per_domain: int, link: float, nic: float) -> NcclSystem:
 
 def through_nccl(operation: Operation, pace: float) -> Seconds:
     """A stand-in for net.all_reduce or net.all_gather that asks the NCCL model, slower by `pace`."""
-    k = physics()
+    k = shipped_physics()
 
     def seconds(group: net.Group, nbytes: net.Floats) -> net.Floats:
         parts = np.broadcast_arrays(
@@ -92,12 +92,12 @@ def asked(pace: float) -> Iterator[None]:
 
 def planner_over_nccl() -> list[str]:
     """The planner's own seconds of one message over the NCCL model's, on nodes of 8 H100."""
-    k = physics()
+    k = shipped_physics()
     lines = [f"| ranks | {' | '.join(f'{size / MIB:g} MiB' for size in SIZES)} |", "|---|" + "---|" * len(SIZES)]
     for ranks in RANKS:
         cells = []
         for size in SIZES:
-            group = net.place(
+            group = net.place_group(
                 np.array([float(ranks)]), np.array([1.0]), domain=np.array([8.0]), devices=np.array([float(ranks)]),
                 link_bytes_per_s=np.array([450e9 * k.link]), nic_bytes_per_s=np.array([50e9 * k.nic]),
                 link_latency_s=np.array([3.4e-6 * k.link_latency]), nic_latency_s=np.array([14e-6 * k.nic_latency]),

@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan.request import request_from_job
 from phalanx.plan.score import score_layouts
@@ -56,7 +56,7 @@ def first_check(path: Path) -> tuple[float, float]:
 def measure(name: str) -> dict[str, float]:
     """Processor seconds, best of three: scoring every layout, and the whole search with runners-up and Pareto set."""
     job = load(EXAMPLES / name).job
-    request, _ = request_from_job(job, resolve(job.cluster.target))
+    request, _ = request_from_job(job, resolve_cluster(job.cluster.target))
     scoring, searching, legal = [], [], 0
     for _ in range(REPEATS):
         started = time.process_time()

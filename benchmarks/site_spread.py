@@ -18,16 +18,16 @@ from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.failures import (
     SiteSpread,
     host_failure_spread,
-    known,
+    known_rate,
     recovery_spread,
     repair_spread,
     site_figures,
 )
 from phalanx.job.load import load
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import REPAIR_S
-from phalanx.sim.months.forecast import site_range, site_spreads, spread
+from phalanx.sim.months.forecast import forecast_spread, site_range, site_spreads
 from phalanx.sim.months.policy import months_policy
 from phalanx.sim.months.simulate_run import simulate_runs
 
@@ -130,9 +130,9 @@ def simulated(fact: Fact) -> Line:
     assert found is not None
     outcomes = list(simulate_runs(made, days=fact.days, count=20, seed=0))
     if fact.quantity == "effective":
-        one, (low, high) = spread([each.effective for each in outcomes]), found.effective
+        one, (low, high) = forecast_spread([each.effective for each in outcomes]), found.effective
     else:
-        one, (low, high) = spread([each.unexpected for each in outcomes]), found.interruptions
+        one, (low, high) = forecast_spread([each.unexpected for each in outcomes]), found.interruptions
     return Line(
         name=fact.name,
         value=fact.value,
@@ -194,7 +194,7 @@ def page() -> str:
     exact = [one for one in everything if not one.at_least]
     share = sum(one.covered for one in exact) / len(exact)
     rates, recoveries = host_failure_spread(find_accelerator("H100"), 8), recovery_spread()
-    assert known(1.0).interval == (1.0, 1.0)
+    assert known_rate(1.0).interval == (1.0, 1.0)
     lines = [
         f"# Spread between sites, {datetime.date.today():%Y-%m-%d}",
         "",

@@ -33,8 +33,9 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim, Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
-from phalanx.train.engine import Engine, StepResult
+from phalanx.train.engine import Engine
 from phalanx.train.settings import Settings
+from phalanx.train.step_result import StepResult
 from phalanx.train.telemetry.monitor import PeerRendezvous, meet_peers, monitored_rank
 from phalanx.train.telemetry.noise import LocalNorms, NoiseScale
 from phalanx.train.telemetry.sensors import sensors_of

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import request_from_job
@@ -69,7 +69,7 @@ def _one(model: str, sequence: int, name: str, layout: Layout, *, verbose: bool)
     sequences = layout.data * layout.micro_batch * layout.accumulation
     wishes = [f"model.preset={model}", f"data.sequence={sequence}", f"batch.global_sequences={sequences}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
-    request, _ = request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))
+    request, _ = request_from_job(job, resolve_cluster(f"8xH100:{max(layout.devices // 8, 1)}"))
     inside = layout.devices // layout.pipeline
     step = TracedStep.of(job, layout)
     traces = [trace_ranks(step, [place * inside])[0] for place in range(layout.pipeline)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.plan.request import PlanRequest, request_from_job
 
@@ -48,7 +48,7 @@ def make_ask(make_job: MakeJob) -> MakeAsk:
         resolved = make_job(*args, **kwargs)
         request, _ = request_from_job(
             resolved.job,
-            resolve(resolved.job.cluster.target),
+            resolve_cluster(resolved.job.cluster.target),
             origins={key: origin.where for key, origin in resolved.origins.items()},
         )
         return request

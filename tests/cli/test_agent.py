@@ -16,7 +16,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.elastic.handshake import make_secret
 from phalanx.record.run import Run, create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
 Agent = Callable[..., list[str]]
@@ -24,7 +24,7 @@ Agent = Callable[..., list[str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    plan = make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    plan = plan_for_run(load_job(str(JOB), overrides=[], cluster=None, steps=0))
     made = create_run(tmp_path, "joined", job_toml="", job={}, plan_json=plan.to_json())
     make_secret(made.path / "secret")
     made.set_launch(world=4, join=2, addresses=["127.0.0.1"])
@@ -107,7 +107,7 @@ def test_code_that_the_job_names_needs_the_word_of_the_caller(
     code = tmp_path / "net.py"
     code.write_text(f"open({str(mark)!r}, 'w').close()\n")
     job = [f"model.module={code}:build", f"plugins.loss={code}:loss"]
-    plan = make(load_job(str(JOB), overrides=job, cluster=None, steps=0))
+    plan = plan_for_run(load_job(str(JOB), overrides=job, cluster=None, steps=0))
     run.replan(job_toml="", job={}, plan_json=plan.to_json())
     run.set_launch(**{**run.launch(), "allow_code": True})
     assert agent() == []

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import from_json_values
 
@@ -32,7 +32,7 @@ def test_json_round_trips(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster", "72xGB200:8", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["machine"] is None
-    assert from_json_values(Cluster, data["cluster"]) == resolve("72xGB200:8")
+    assert from_json_values(Cluster, data["cluster"]) == resolve_cluster("72xGB200:8")
 
 
 def test_this_machine_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:

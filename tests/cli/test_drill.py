@@ -18,9 +18,9 @@ import pytest
 from phalanx.api.drills import DrillCall, _shrink, keep_record
 from phalanx.cli.main import main
 from phalanx.cli.output import note
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
-from phalanx.plan.make import plan
+from phalanx.plan.make import make_plan
 from phalanx.record.run import Run
 from phalanx.rules.gather import Request, gather_evidence
 from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
@@ -201,7 +201,7 @@ def test_a_store_that_cannot_be_written_loses_no_result(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     result = SimpleNamespace(run=Run(path=tmp_path), ok=True, state="done", outcomes=(), verdicts=(), numbers=None)
     call = DrillCall(job="job.toml", tell=note)
-    path = keep_record(call, (), result, plan(load(job), resolve("local-cpu:4")), part="x")  # type: ignore[arg-type]
+    path = keep_record(call, (), result, make_plan(load(job), resolve_cluster("local-cpu:4")), part="x")  # type: ignore[arg-type]
     assert json.loads(path.read_text())["part"] == "x"
     assert "cannot be written: " in capsys.readouterr().err
 

@@ -14,9 +14,9 @@ from phalanx.errors import UserError, mistake
 from phalanx.job.load import load
 from phalanx.network.fabric.design import DesignRequest, design_fabrics, nominal_ratio
 from phalanx.network.fabric.design_verdict import Prices
-from phalanx.network.fabric.fabric_text import percent
+from phalanx.network.fabric.fabric_text import format_percent
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.sim.months.causes import network_share
 
@@ -61,7 +61,7 @@ def test_ctrl_c_keeps_what_is_finished(
     assert main(["fabric", "design", "--job", JOB, "--tiers", "2"]) == 130
     said = " ".join(capsys.readouterr().out.split())
     assert "The job's step takes 1.00 s" in said
-    assert f"waits for the network {percent(network_share(plan))} of its time" in said
+    assert f"waits for the network {format_percent(network_share(plan))} of its time" in said
 
 
 def test_a_design_the_engine_refuses_is_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.api.progress_line import terminal_text
 from phalanx.cli.main import main
-from phalanx.hardware.cluster import render_cluster, resolve
+from phalanx.hardware.cluster import render_cluster, resolve_cluster
 
 ODD = "x\x1b[2J\x9b1m\u202ey"
 FABRIC = "hosts = 64\nnic_gbps = 400\ntiers = 2\nradix = 32\n"
@@ -85,7 +85,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_a_page_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    text = render_cluster(resolve("2xH100:1"))
+    text = render_cluster(resolve_cluster("2xH100:1"))
     Path("c.toml").write_text(text.replace("name = ", 'name = "q\\u001b[2J\\u009b" #', 1))
     capsys.readouterr()
     assert main(["plan", f"{ODD}.toml", "--cluster", "c.toml"]) == 0

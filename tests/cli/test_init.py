@@ -64,7 +64,7 @@ def test_the_printed_commands_work(
     stories = "".join(json.dumps({"text": f"story {n}: {n * 7} ships and {n % 9} sailors"}) + "\n" for n in range(4000))
     Path("stories.jsonl").write_text(stories)
     own = (corpus.TextOrigin(path=Path("stories.jsonl").resolve()),)
-    monkeypatch.setattr(corpus, "corpus", lambda name, folder, note: own if name == "offline-english" else None)
+    monkeypatch.setattr(corpus, "fetch_corpus", lambda name, folder, note: own if name == "offline-english" else None)
     assert main(["init", *arguments]) == 0
     plan, build, train = printed_commands(capsys.readouterr().err)
     assert main(plan[1:]) == 0, "planning needs no data"

@@ -86,7 +86,7 @@ def test_ctrl_c_during_a_break_leaves_the_step(job, capsys, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(breaks, "aftermath", stopped)
+    monkeypatch.setattr(breaks, "failure_aftermath", stopped)
     assert main(["sim", job, "--fabric", "clos2:32x400G/4p/8", "--break", "t1"]) == 130
     out, err = capsys.readouterr()
     assert "WHERE THE TIME GOES" in out

@@ -17,7 +17,7 @@ from phalanx.elastic.coordinator import AgentConnections, _greet
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 HERE = Path(__file__).parent
 JOB = HERE.parents[1] / "examples" / "drill.toml"
@@ -118,7 +118,7 @@ def test_nobody_there(listener: Listener) -> None:
 
 def test_an_agent_on_another_address_tells_what_its_link_carries(tmp_path: Path) -> None:
     """Real agents: the coordinator's own host measures nothing, the other one does, and the number is recorded."""
-    plan: Plan = make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    plan: Plan = plan_for_run(load_job(str(JOB), overrides=[], cluster=None, steps=0))
     run = create_run(tmp_path, "fake", job_toml="", job={}, plan_json=plan.to_json())
     run.set_launch(v=1)
     hosts = [client.HostSpec(name=f"host-{n}", slots=2, address=f"127.0.0.{n + 1}") for n in range(2)]

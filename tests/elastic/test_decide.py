@@ -24,7 +24,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.account.stragglers import places
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
 DEAD_S, TIMEOUT_S = 5.0, 60.0  # of the job: fault.dead_after_s and comm.init_timeout_s
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    return plan_for_run(load_job(str(JOB), overrides=[], cluster=None, steps=0))
 
 
 @dataclass(kw_only=True)

@@ -48,7 +48,7 @@ from phalanx.elastic.election import LEASE_S
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.membership import HostMembership, HostSlot
 from phalanx.plan.plan import Plan
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
 SEEDS = int(os.environ.get("PHALANX_SIMULATIONS", "16"))
@@ -61,7 +61,7 @@ Message = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    return plan_for_run(load_job(str(JOB), overrides=[], cluster=None, steps=0))
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from phalanx.elastic.election import Deposed, Election, ElectionUnavailable, cho
 from phalanx.elastic.etcd_election import EtcdElection
 from phalanx.elastic.json_http import HttpProblem, ask_json
 from phalanx.elastic.kubernetes_election import KubernetesElection
+from phalanx.elastic.lease_clock import LeaseClock
 from phalanx.record.run import create_run
 
 PATIENCE_S = 60.0
@@ -81,7 +82,7 @@ def test_etcd_elects_one_and_a_holder_that_renews_keeps_its_term(etcd: str) -> N
 
     def renew() -> None:
         while not stop.wait(0.2):
-            holder._tried_s = -1e9  # more often than a coordinator would
+            holder.lease_clock.tried_s = -1e9  # more often than a coordinator would
             holder.renew()
 
     thread = threading.Thread(target=renew)
@@ -100,14 +101,14 @@ def test_etcd_elects_one_and_a_holder_that_renews_keeps_its_term(etcd: str) -> N
 
 
 def test_etcd_takes_the_term_from_a_silent_holder(etcd: str) -> None:
-    holder, other = (EtcdElection([etcd], "silent", lease_s=2.0) for _ in range(2))
+    holder, other = (EtcdElection([etcd], "silent", lease_clock=LeaseClock(lease_s=2.0)) for _ in range(2))
     assert holder.take()
     assert any(other.take() for _ in range(20)), (
         "its lease is over"
     )  # a busy etcd prolongs leases when it elects itself anew
     assert other.term > holder.term
     for call in (holder.check, holder.renew):
-        holder._tried_s = -1e9
+        holder.lease_clock.tried_s = -1e9
         with pytest.raises(Deposed):
             call()
     other.check()
@@ -115,7 +116,9 @@ def test_etcd_takes_the_term_from_a_silent_holder(etcd: str) -> None:
 
 def test_a_holder_trusts_its_lease_while_etcd_is_away_and_no_longer(etcd: str) -> None:
     now = [100.0]
-    holder = EtcdElection([f"http://127.0.0.1:{free_port()}", etcd], "away", clock=lambda: now[0])
+    holder = EtcdElection(
+        [f"http://127.0.0.1:{free_port()}", etcd], "away", lease_clock=LeaseClock(clock=lambda: now[0])
+    )
     assert holder.take(), "the second member answers"
     holder._endpoints = [f"http://127.0.0.1:{free_port()}"]
     now[0] += 2.0
@@ -229,8 +232,7 @@ def lease_election(leases: Leases, clock: Clock, *, token: str = TOKEN) -> Kuber
         namespace="training",
         name="run",
         token=lambda: token,
-        clock=lambda: clock.now_s,
-        sleep=clock.sleep,
+        lease_clock=LeaseClock(clock=lambda: clock.now_s, sleep=clock.sleep),
     )
 
 

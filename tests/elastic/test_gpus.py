@@ -46,7 +46,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Four ranks for four H200, 20 GB each."""
     path = tmp_path_factory.mktemp("job") / "job.toml"
     path.write_text(JOB)
-    made = prepare.make(prepare.load_job(str(path), overrides=[], cluster="local-cpu:4", steps=0))
+    made = prepare.plan_for_run(prepare.load_job(str(path), overrides=[], cluster="local-cpu:4", steps=0))
     cluster = replace(made.cluster, name="4xH200", accelerator=find_accelerator("H200"))
     layout = replace(made.layout, data=4, tensor=1, context=1, pipeline=1, shard=1, zero=0)
     return replace(made, cluster=cluster, layout=layout, memory=replace(made.memory, total_bytes=20e9))

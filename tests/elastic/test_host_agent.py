@@ -21,14 +21,14 @@ from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import StopSignals
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    return plan_for_run(load_job(str(JOB), overrides=[], cluster=None, steps=0))
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
 from phalanx.train import joined
-from phalanx.train.joined import _agree, _meet, check_world, join
-from phalanx.train.prepare import load_job, make
+from phalanx.train.joined import _agree, _meet, check_world, run_joined_rank
+from phalanx.train.prepare import load_job, plan_for_run
 
 HERE = Path(__file__).parent
 JOB = HERE.parents[1] / "examples" / "drill.toml"
@@ -40,7 +40,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(load_job(str(JOB), overrides=["fault.dead_after_s=2"], cluster=None, steps=0))
+    return plan_for_run(load_job(str(JOB), overrides=["fault.dead_after_s=2"], cluster=None, steps=0))
 
 
 def place(rank: int, world: int, port: int) -> RankPlace:
@@ -73,7 +73,7 @@ def join_all(
     with ThreadPoolExecutor(RANKS) as pool:
         prepare: Callable[[], tuple[Plan, Run]] = lambda: (plan, run)  # noqa: E731
         tasks = [
-            pool.submit(join, replace(place(rank, RANKS, port), one_host=True), prepare, watch, agent=agent)
+            pool.submit(run_joined_rank, replace(place(rank, RANKS, port), one_host=True), prepare, watch, agent=agent)
             for rank in range(RANKS)
         ]
         return [task.result(WITHIN_S) for task in tasks]
@@ -122,7 +122,7 @@ def test_a_failure_of_rank_0_reaches_the_others(port: int) -> None:
 
     def other() -> None:
         with pytest.raises(SystemFailure) as caught:
-            join(place(1, 2, port), never, watch)
+            run_joined_rank(place(1, 2, port), never, watch)
         told.append(str(caught.value))
         both.wait(30)
 
@@ -133,7 +133,7 @@ def test_a_failure_of_rank_0_reaches_the_others(port: int) -> None:
         raise ValueError("no plan")
 
     with pytest.raises(ValueError) as caught:
-        join(place(0, 2, port), prepare, watch)
+        run_joined_rank(place(0, 2, port), prepare, watch)
     both.wait(30)  # `caught` keeps the store of rank 0 alive until here
     thread.join(30)
     assert str(caught.value) == "no plan"
@@ -141,7 +141,7 @@ def test_a_failure_of_rank_0_reaches_the_others(port: int) -> None:
 
 
 def test_a_failed_run_fails_every_task(tmp_path: Path, port: int) -> None:
-    plan = make(load_job(str(JOB), overrides=["fault.recovery='stop'"], cluster=None, steps=0))
+    plan = plan_for_run(load_job(str(JOB), overrides=["fault.recovery='stop'"], cluster=None, steps=0))
     run = run_of(tmp_path, plan)
     ended = join_all(plan, run, port, "raise")
     assert {(outcome.state, outcome.exit_code) for outcome, _ in ended} == {("failed", 3)}
@@ -158,7 +158,7 @@ def test_what_goes_wrong_before_the_agents_start_is_left_in_the_run(
 
     monkeypatch.setattr(joined, "tend_agents", refuse)
     with pytest.raises(RuntimeError):
-        join(place(0, 1, port), lambda: (plan, run), watch)
+        run_joined_rank(place(0, 1, port), lambda: (plan, run), watch)
     assert "RuntimeError: boom" in run.log(0).read_text()
     assert (run.status()["state"], run.status()["message"]) == ("failed", "rank 0: boom")
 
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_one_clear_message(port: int) -> None:
         holder.bind(("::", port))
         holder.listen()
         with pytest.raises(SystemFailure) as caught:
-            join(place(0, 1, port), never, watch)
+            run_joined_rank(place(0, 1, port), never, watch)
     assert str(caught.value) == (
         f"rank 0: port {port} of 127.0.0.1 is in use\n"
         "  rank 0 listens there for the others\n"
@@ -208,7 +208,7 @@ def test_a_rank_is_there_once_and_all_belong_together(port: int) -> None:
 def test_ranks_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "MEETING_S", 0.5)
     with pytest.raises(SystemFailure) as caught:
-        join(place(0, 3, port), never, watch)
+        run_joined_rank(place(0, 3, port), never, watch)
     assert str(caught.value).startswith("rank 0: 2 of 3 ranks did not come within 0.5 s: 1, 2\n")
 
 
@@ -229,7 +229,7 @@ def test_the_store_of_one_machine_is_reached_from_it_alone(port: int) -> None:
 def test_a_first_node_that_cannot_be_looked_up_is_said_at_once(port: int) -> None:
     nowhere = replace(place(1, 2, port), address="no-such-host.invalid", derived=True)
     with pytest.raises(SystemFailure) as caught:
-        join(nowhere, never, watch)
+        run_joined_rank(nowhere, never, watch)
     assert str(caught.value).startswith("rank 1: the first node of srun, no-such-host.invalid, is no host that can be")
     assert "export MASTER_ADDR with an address of that node" in str(caught.value)
 

@@ -16,7 +16,7 @@ from phalanx.elastic import preflight as checks
 from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 HOST = Machine(
     hostname="gpu-04", cpu_model="x", sockets=1, cores=2, usable_cores=2, numa_nodes=1, memory_bytes=64 * 10**9
@@ -47,7 +47,7 @@ compute = "fp32"
 def cpu_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path = tmp_path_factory.mktemp("job") / "job.toml"
     path.write_text(JOB)
-    return make(load_job(str(path), overrides=[], cluster="local-cpu:4", steps=0))
+    return plan_for_run(load_job(str(path), overrides=[], cluster="local-cpu:4", steps=0))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from phalanx.record.run import create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 HERE = Path(__file__).parent
 JOB = HERE.parents[1] / "examples" / "drill.toml"
@@ -18,7 +18,7 @@ OTHER = "an-innocent-value-of-the-environment"
 
 
 def test_a_run_folder_holds_nothing_of_the_environment(tmp_path: Path) -> None:
-    plan = make(load_job(str(JOB), overrides=['fault.recovery="stop"'], cluster=None, steps=0))
+    plan = plan_for_run(load_job(str(JOB), overrides=['fault.recovery="stop"'], cluster=None, steps=0))
     run = create_run(tmp_path, "fake", job_toml="", job={}, plan_json=plan.to_json())
     run.set_launch(v=1)
     environ = {**os.environ, "PHALANX_TEST_TOKEN": TOKEN, "PHALANX_TEST_OTHER": OTHER}

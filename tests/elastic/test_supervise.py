@@ -18,7 +18,7 @@ import pytest
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 HERE = Path(__file__).parent
 JOB = HERE.parents[1] / "examples" / "drill.toml"
@@ -35,7 +35,7 @@ def make_run(tmp_path: Path) -> MakeRun:
     def build(recovery: str = "stop", settings: Sequence[str] = (), **fault: object) -> Run:
         wanted = {"recovery": f'"{recovery}"', "dead_after_s": 2, **fault}
         overrides = [*(f"fault.{name}={value}" for name, value in wanted.items()), *settings]
-        plan: Plan = make(load_job(str(JOB), overrides=overrides, cluster=None, steps=0))
+        plan: Plan = plan_for_run(load_job(str(JOB), overrides=overrides, cluster=None, steps=0))
         run = create_run(tmp_path, "fake", job_toml="", job={}, plan_json=plan.to_json())
         run.set_launch(v=1)
         return run

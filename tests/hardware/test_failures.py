@@ -9,8 +9,8 @@ from phalanx.hardware.failures import (
     COVERAGE,
     failures_per_host_day,
     host_failure_spread,
-    known,
-    middle,
+    known_rate,
+    middle_range,
     rate_source,
     recovery_spread,
     sample_sites,
@@ -62,15 +62,15 @@ def test_kinds_with_one_figure_have_a_wider_range():
 
 
 def test_an_own_figure_does_not_spread():
-    assert known(0.01).interval == (0.01, 0.01)
-    assert {rate for rate, _ in sample_sites(known(0.01), recovery_spread(), count=7)} == {0.01}
+    assert known_rate(0.01).interval == (0.01, 0.01)
+    assert {rate for rate, _ in sample_sites(known_rate(0.01), recovery_spread(), count=7)} == {0.01}
 
 
 def test_sampled_sites_fill_both_spreads():
     rates, recoveries = host_failure_spread(H100, 8), recovery_spread()
     sampled = sample_sites(rates, recoveries, count=200)
     for place, spread in enumerate((rates, recoveries)):
-        found = middle([one[place] for one in sampled])
+        found = middle_range([one[place] for one in sampled])
         assert found == pytest.approx(spread.interval, rel=0.1)
     logs = [[math.log(one[place]) for one in sampled] for place in (0, 1)]
     mean = [sum(one) / len(one) for one in logs]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import SystemFailure, UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.probe import MachineProfile, load_profile, save_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
@@ -199,8 +199,8 @@ def test_ranks_that_share_gpus_have_a_share_of_each(tmp_path: Path) -> None:
 
 
 def test_the_spelling_of_ranks_on_this_machine(tmp_path: Path) -> None:
-    cluster = resolve("local-cpu:3", environ=environ(tmp_path))
+    cluster = resolve_cluster("local-cpu:3", environ=environ(tmp_path))
     assert (cluster.name, cluster.devices, cluster.accelerator.family) == ("local:3", 3, "cpu")
     for text in ("local:0", "local:-1", "local-cpu:99999999", "local:5000"):
         with pytest.raises(UserError):
-            resolve(text, environ=environ(tmp_path))
+            resolve_cluster(text, environ=environ(tmp_path))

@@ -12,13 +12,13 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.hardware import step_probe
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cpu_steps import CpuStep
 from phalanx.hardware.discover import discover
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import from_json_values, json_text
 from phalanx.job.load import load
-from phalanx.plan.make import plan, plan_here
+from phalanx.plan.make import make_plan, plan_here
 from phalanx.plan.plan import Plan
 
 STEP = CpuStep(
@@ -124,14 +124,16 @@ def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, _ = worker
     measure("local", environ, told)
-    cluster = resolve("local-cpu:4", environ=environ)
+    cluster = resolve_cluster("local-cpu:4", environ=environ)
     assert cluster.cpu is not None
     assert cluster.cpu.cores == discover().usable_cores
     assert "steps measured on 20" in cluster.source
     assert from_json_values(Cluster, json.loads(json_text(cluster))) == cluster
-    made = plan(load(FIRST_RUN), cluster)
+    made = make_plan(load(FIRST_RUN), cluster)
     assert Plan.from_json(made.to_json()).cluster == cluster
-    other = plan(load(FIRST_RUN), resolve("local-cpu:4", environ={**environ, "XDG_DATA_HOME": "/nonexistent"}))
+    other = make_plan(
+        load(FIRST_RUN), resolve_cluster("local-cpu:4", environ={**environ, "XDG_DATA_HOME": "/nonexistent"})
+    )
     assert other.cluster.cpu is None
     assert made.prediction.step_s != other.prediction.step_s
     assert made.prediction.step_s_low < made.prediction.step_s < made.prediction.step_s_high
@@ -151,7 +153,7 @@ def test_the_chosen_layout_is_timed_once_and_the_prediction_passes_through_it(wo
     )
 
     def make() -> Plan:
-        return plan(load(FIRST_RUN), resolve("local-cpu:4", environ=environ))
+        return make_plan(load(FIRST_RUN), resolve_cluster("local-cpu:4", environ=environ))
 
     made = plan_here(make, "local-cpu:4", environ=environ, tell=told.append)
     assert [line for line in told if line.startswith("timing ")] == [
@@ -168,7 +170,7 @@ def test_the_chosen_layout_is_timed_once_and_the_prediction_passes_through_it(wo
     other = ["model.hidden=64", "model.head_dim=16"]
     cluster = "local-cpu:4"
     small = plan_here(
-        lambda: plan(load(FIRST_RUN, overrides=other), resolve(cluster, environ=environ)),
+        lambda: make_plan(load(FIRST_RUN, overrides=other), resolve_cluster(cluster, environ=environ)),
         cluster, environ=environ, tell=told.append,
     )  # fmt: skip
     assert told[-1].startswith("not timed: ValueError: ")
@@ -180,7 +182,7 @@ def test_the_worker_times_a_plan_with_fewer_micro_batches() -> None:
     pytest.importorskip("torch")
     sets = ["parallel.pipeline=1", "parallel.shard=2", "model.hidden=32", "model.heads=2", "model.head_dim=16"]
     sets += ["model.ffn=64", "data.sequence=32", "batch.global_tokens=1024"]
-    made = plan(load(FIRST_RUN, overrides=sets), resolve("local-cpu:2"))
+    made = make_plan(load(FIRST_RUN, overrides=sets), resolve_cluster("local-cpu:2"))
     assert made.layout.accumulation > 2
     (found,) = step_probe._run_worker(["--plan", "2", "2"], step_probe._seconds, os.environ, made.to_json())
     assert found["seconds"] > 0

@@ -11,7 +11,7 @@ from phalanx.network import collectives as net
 from phalanx.network.nccl_choice import expect_collective, possible_pairs
 from phalanx.network.nccl_system import build_system, unrounded_system
 from phalanx.network.nccl_tables import FAMILIES
-from phalanx.plan.physics import physics
+from phalanx.plan.physics import shipped_physics
 
 MIB, GIB = 2.0**20, 2.0**30
 # An 8 x H100 node with 8 x 400 Gb/s: what NCCL calls bus bandwidth per device, and its Simple-protocol latencies.
@@ -27,7 +27,7 @@ def group(n, stride=1, *, domain=8.0, devices=0, **changes):
     """A group on a cluster of `devices`, by default just those it spans."""
     machine = {"domain": domain, "devices": devices or n * stride, **H100, **changes}
     machine = {name: np.array([float(value)]) for name, value in machine.items()}
-    return net.place(np.array([float(n)]), np.array([float(stride)]), **machine)
+    return net.place_group(np.array([float(n)]), np.array([float(stride)]), **machine)
 
 
 def reduce(g, nbytes):
@@ -43,7 +43,7 @@ def exchange(g, nbytes):
 
 
 def message(g, nbytes):
-    return net.send(g, np.array([float(nbytes)])).item()
+    return net.message_seconds(g, np.array([float(nbytes)])).item()
 
 
 EVERY = [reduce, gather, exchange, message]
@@ -282,14 +282,14 @@ def test_send_takes_the_link_its_neighbour_is_on():
 def test_elementwise_over_arrays():
     n = np.array([1.0, 8.0, 64.0])
     machine = {name: np.full(3, value) for name, value in H100.items()}
-    g = net.place(n, np.ones(3), domain=np.full(3, 8.0), devices=n, **machine)
+    g = net.place_group(n, np.ones(3), domain=np.full(3, 8.0), devices=n, **machine)
     together = net.all_reduce(g, np.full(3, GIB))
     assert together == pytest.approx([reduce(group(int(one)), GIB) for one in n])
 
 
 def test_a_ring_over_two_domains_waits_for_the_hop_between_them():
     """Four members, two in each domain: every step of the ring crosses the network, at the rate of one card."""
-    group = net.place(
+    group = net.place_group(
         np.array(4.0),
         np.array(1.0),
         domain=np.array(2.0),
@@ -306,8 +306,8 @@ def test_a_ring_over_two_domains_waits_for_the_hop_between_them():
 @pytest.mark.parametrize("mib", [1, 16, 256, 1024])
 def test_the_planner_s_sum_stays_within_its_stated_factor_of_the_nccl_model(ranks, mib):
     """Decision 27: one is beside compute and fitted to published steps, the other alone: 0.47 to 2.03 here."""
-    k = physics()
-    group = net.place(
+    k = shipped_physics()
+    group = net.place_group(
         np.array([float(ranks)]),
         np.array([1.0]),
         domain=np.array([8.0]),

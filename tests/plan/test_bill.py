@@ -3,15 +3,15 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.schema import Cost
-from phalanx.plan.bill import regions, run_bill
+from phalanx.plan.bill import grid_regions, run_bill
 
 HOUR = 3600.0
 
 
 def charge(spec="8xH100:2", *, hours=10.0, spares=0, **cost):
-    cluster = resolve(spec)
+    cluster = resolve_cluster(spec)
     return run_bill(cluster, cost=Cost(**cost), wall_s=hours * HOUR, spares=spares, devices=cluster.devices)
 
 
@@ -44,14 +44,14 @@ def test_h100_servers_draw_what_mlperf_measured():
 
 
 def test_power_of_the_cluster_wins():
-    cluster = replace(resolve("8xH100:2"), power_w_per_device=1000.0)
+    cluster = replace(resolve_cluster("8xH100:2"), power_w_per_device=1000.0)
     made = run_bill(cluster, cost=Cost(pue=1.0), wall_s=HOUR, spares=0, devices=16)
     assert made.kwh == pytest.approx(16.0)
     assert made.power_source == "given for the cluster"
 
 
 def test_unknown_power_is_no_number():
-    cluster = resolve("8xH100:2")
+    cluster = resolve_cluster("8xH100:2")
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0))
     made = run_bill(cluster, cost=Cost(), wall_s=HOUR, spares=0, devices=16)
     assert (made.watts_per_device, made.kwh, made.kwh_interval, made.kgco2e) == (None, None, None, None)
@@ -66,7 +66,7 @@ def test_a_cpu_does_not_cite_gpu_servers():
 
 
 def test_the_range_of_money_combines_price_and_time():
-    cluster = resolve("8xH100:2")
+    cluster = resolve_cluster("8xH100:2")
     ends = {"cost": Cost(), "wall_s": 10 * HOUR, "spares": 0, "devices": 16}
     alone, both = run_bill(cluster, **ends), run_bill(cluster, **ends, wall_interval_s=(9 * HOUR, 12 * HOUR))
     assert both.usd == pytest.approx((0.9 * alone.usd[0], alone.usd[1], 1.2 * alone.usd[2]))
@@ -83,7 +83,7 @@ def test_carbon_follows_the_region():
 
 def test_defaults_are_medians_with_a_source():
     made = charge()
-    values = sorted(one.gco2_per_kwh for one in regions().values())
+    values = sorted(one.gco2_per_kwh for one in grid_regions().values())
     assert values[0] < made.grid_gco2_per_kwh < values[-1]
     assert made.pue == 1.1
     assert "median of 12 cloud regions" in made.grid_source

@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
+from phalanx.plan.calibrate import GROUPS, Calibration, apply_calibration, fit_calibration
 from phalanx.plan.step import StepTimes
 from phalanx.validate.throughput_rows import predict_rows
 from phalanx.validate.throughput_score import take_rows
@@ -30,7 +30,7 @@ def times():
 
 
 def errors(times, found, truth):
-    return np.abs(calibrated(times, found).step_s / truth - 1.0)
+    return np.abs(apply_calibration(times, found).step_s / truth - 1.0)
 
 
 def test_at_most_five_scalars():
@@ -47,13 +47,13 @@ def test_every_part_but_the_bubble_has_one_scalar():
 
 
 def test_ones_change_nothing(times):
-    same = calibrated(times, Calibration())
+    same = apply_calibration(times, Calibration())
     for field in fields(StepTimes):
         assert getattr(same, field.name) == pytest.approx(getattr(times, field.name)), field.name
 
 
 def test_calibrated_parts_still_add_up(times):
-    changed = calibrated(times, Calibration(compute=1.4, host=0.5, outer_traffic=3.0))
+    changed = apply_calibration(times, Calibration(compute=1.4, host=0.5, outer_traffic=3.0))
     parts = [part for group in GROUPS.values() for part in group]
     assert sum(getattr(changed, part) for part in parts) + changed.bubble_s == pytest.approx(changed.step_s)
 
@@ -66,7 +66,7 @@ def test_recompute_costs_nothing_beside_a_slow_host_and_gains_nothing_either():
     times = predict_rows((none, full)).times
     assert (times.launch_s > times.matmul_s).all(), "the host sets the step"
     for scalars in (Calibration(compute=0.5), Calibration(memory=0.5), Calibration(compute=0.2, memory=0.2, host=3.0)):
-        plain, again = calibrated(times, scalars).step_s
+        plain, again = apply_calibration(times, scalars).step_s
         assert again >= plain, scalars
 
 
@@ -74,20 +74,20 @@ def test_a_faster_device_does_not_shorten_a_step_that_the_host_or_the_network_se
     small = ROW | {"layers": "24", "hidden": "512", "heads": "8", "seq": "256", "gpus": "1", "global_batch": "8"}
     small |= {"tp": "1", "dp": "1", "model_name": "", "ffn": "2048", "vocab": "512"}
     host = predict_rows((small | {"id": "host"},)).times
-    quick = calibrated(host, Calibration(compute=0.1))
+    quick = apply_calibration(host, Calibration(compute=0.1))
     assert float(quick.step_s[0] / host.step_s[0]) > 0.97
     spread = ROW | {"id": "network", "seq": "256", "global_batch": "64", "zero_stage": "3", "dp": "64", "tp": "1"}
     network = predict_rows((spread,)).times
     assert float(network.shard_s[0]) > float(network.matmul_s[0]), "ZeRO-3 traffic sets the step"
-    quick = calibrated(network, Calibration(compute=0.1))
+    quick = apply_calibration(network, Calibration(compute=0.1))
     gained = float((network.step_s - quick.step_s)[0])
     assert gained < 0.5 * float(0.9 * (network.matmul_s + network.attention_s + network.head_s)[0])
 
 
 def test_no_measurements_leave_ones(times):
     nothing = take_rows(times, np.zeros(len(LAYOUTS), dtype=bool))
-    assert calibrate(nothing, np.array([])) == Calibration()
-    assert calibrate(times, np.full(len(LAYOUTS), np.nan)) == Calibration()
+    assert fit_calibration(nothing, np.array([])) == Calibration()
+    assert fit_calibration(times, np.full(len(LAYOUTS), np.nan)) == Calibration()
 
 
 @pytest.mark.parametrize("bad", [0.0, -3.0, np.inf, np.nan])
@@ -96,28 +96,28 @@ def test_measurements_that_are_none_are_left_out(times, bad):
     spoilt = truth.copy()
     spoilt[0] = bad
     without = np.arange(len(LAYOUTS)) > 0
-    expected = calibrate(take_rows(times, without), truth[without])
-    assert calibrate(times, spoilt).compute == pytest.approx(expected.compute, rel=1e-3)
+    expected = fit_calibration(take_rows(times, without), truth[without])
+    assert fit_calibration(times, spoilt).compute == pytest.approx(expected.compute, rel=1e-3)
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.3])
 def test_a_slower_device_is_recovered_from_three_steps(times, slower):
-    truth = calibrated(times, Calibration(compute=slower)).step_s
-    found = calibrate(take_rows(times, FEW), truth[FEW])
+    truth = apply_calibration(times, Calibration(compute=slower)).step_s
+    found = fit_calibration(take_rows(times, FEW), truth[FEW])
     # The priors hold compute closer than the host, so the host takes a part of the blame; unseen steps come out well.
     assert found.compute == pytest.approx(slower, rel=0.1)
     assert np.mean(errors(times, found, truth)[~FEW]) < np.mean(errors(times, Calibration(), truth)[~FEW]) / 2
 
 
 def test_a_slower_network_is_recovered_on_the_layouts_that_use_it(times):
-    truth = calibrated(times, Calibration(inner_traffic=2.0)).step_s
-    found = calibrate(take_rows(times, FEW), truth[FEW])
+    truth = apply_calibration(times, Calibration(inner_traffic=2.0)).step_s
+    found = fit_calibration(take_rows(times, FEW), truth[FEW])
     assert found.inner_traffic > 1.5
     assert np.max(errors(times, found, truth)) < np.max(errors(times, Calibration(), truth)) / 2
 
 
 def test_exact_predictions_are_left_as_they_are(times):
-    found = calibrate(times, times.step_s)
+    found = fit_calibration(times, times.step_s)
     for name in GROUPS:
         assert getattr(found, name) == pytest.approx(1.0, abs=1e-3)
 
@@ -126,17 +126,17 @@ def test_exact_predictions_are_left_as_they_are(times):
 def test_one_absurd_measurement_does_not_ruin_the_rest(times, factor):
     spoilt = times.step_s.copy()
     spoilt[-1] *= factor
-    found = calibrate(times, spoilt)
+    found = fit_calibration(times, spoilt)
     assert np.max(errors(times, found, times.step_s)[:-1]) < 0.15
 
 
 def test_scalars_stay_positive_and_bounded(times):
-    found = calibrate(take_rows(times, FEW), np.array([1e-6, 1e6, 1.0]))
+    found = fit_calibration(take_rows(times, FEW), np.array([1e-6, 1e6, 1.0]))
     for name in GROUPS:
         assert 0.01 < getattr(found, name) < 100.0
 
 
 def test_noisy_measurements_move_less(times):
     truth = times.step_s * 1.3
-    sure, unsure = (calibrate(take_rows(times, FEW), truth[FEW], noise) for noise in (0.03, 0.5))
+    sure, unsure = (fit_calibration(take_rows(times, FEW), truth[FEW], noise) for noise in (0.03, 0.5))
     assert 1.0 < unsure.compute < sure.compute

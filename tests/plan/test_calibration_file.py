@@ -5,8 +5,8 @@ import pytest
 
 import phalanx
 from phalanx.errors import UserError
-from phalanx.plan.calibrate import GROUPS, Calibration, calibrated, read_calibration
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.calibrate import GROUPS, Calibration, apply_calibration, read_calibration
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import search_layouts
@@ -32,7 +32,7 @@ def test_what_calibrate_writes_is_read(file):
 def test_a_calibrated_plan_is_the_calibrated_step(file, make_job, make_ask):
     plan = make_plan(make_job(cluster="8xH100:4", parallel__tensor=2), calibration=read_calibration(file))
     _, times, _ = price_layouts(make_ask(cluster="8xH100:4", parallel__tensor=2), [plan.layout])
-    expected = calibrated(times, Calibration(**SCALARS))
+    expected = apply_calibration(times, Calibration(**SCALARS))
     assert plan.prediction.step_s == pytest.approx(float(expected.step_s[0]))
     assert plan.prediction.step_s > float(times.step_s[0])
     shown = {use.axis: use.shown_s for use in plan.mapping}

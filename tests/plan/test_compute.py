@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import BF16, FP4, FP8, FP32
-from phalanx.plan.compute import compute_seconds, matmul, rates, routed_tokens
-from phalanx.plan.physics import Profile, physics
+from phalanx.plan.compute import compute_seconds, matmul_pass, matmul_rates, routed_tokens
+from phalanx.plan.physics import Profile, shipped_physics
 from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
@@ -18,12 +18,12 @@ FULL, SELECTIVE, NONE = 2.0, 1.0, 0.0
 
 
 def case(preset="llama-3-8b", cluster="8xH100:1", **changes):
-    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve_cluster(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | changes])
 
 
 def work(*args, **changes):
-    return compute_seconds(case(*args, **changes), physics(), Profile())
+    return compute_seconds(case(*args, **changes), shipped_physics(), Profile())
 
 
 def seconds(part):
@@ -39,7 +39,7 @@ def test_never_faster_than_the_best_matmul_anyone_measured():
     cases = case(micro_batch=4.0)
     weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     ideal = 6.0 * weights * cases.tokens.item() / cases.matmul_flops.item()
-    found = seconds(compute_seconds(cases, physics(), Profile()).matmul)
+    found = seconds(compute_seconds(cases, shipped_physics(), Profile()).matmul)
     assert ideal < found < 2.0 * ideal
 
 
@@ -59,7 +59,7 @@ def test_a_larger_matmul_never_takes_less(rows, cols, inner):
     c, rate = case(), np.array([6e14])
 
     def both(m, n, k):
-        done = matmul(c, physics(), *(np.array([float(one)]) for one in (m, n, k)), rate)
+        done = matmul_pass(c, shipped_physics(), *(np.array([float(one)]) for one in (m, n, k)), rate)
         return seconds(done)
 
     assert both(2 * rows, cols, inner) >= both(rows, cols, inner)
@@ -109,7 +109,8 @@ def test_fp8_helps_only_devices_that_have_it():
 def test_fp4_is_no_slower_than_fp8():
     for cluster in ("8xH100:1", "8xB200:1", "8xA100:1"):
         fp4, fp8 = (
-            rates(case(cluster=cluster, precision=float(one)), physics(), Profile())[0].item() for one in (FP4, FP8)
+            matmul_rates(case(cluster=cluster, precision=float(one)), shipped_physics(), Profile())[0].item()
+            for one in (FP4, FP8)
         )
         assert fp4 >= fp8
 
@@ -196,7 +197,7 @@ def test_tensor_parallel_layers_launch_more():
 
 
 def test_a_better_framework_profile_is_faster():
-    slow, fast = (compute_seconds(case(), physics(), Profile(gemm=speed)).matmul for speed in (0.5, 1.0))
+    slow, fast = (compute_seconds(case(), shipped_physics(), Profile(gemm=speed)).matmul for speed in (0.5, 1.0))
     assert seconds(slow) > 1.8 * seconds(fast)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan import plan_cache as kept
 
@@ -29,7 +29,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kept, "make_plan", counted)
 
     def request(*overrides: str, spec: str = "8xH100:2"):
-        return kept.cached_plan(load(job, overrides=overrides), resolve(spec), environ=environ)
+        return kept.cached_plan(load(job, overrides=overrides), resolve_cluster(spec), environ=environ)
 
     return request, searches, kept.plan_cache_folder(environ)
 

@@ -5,20 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import FP8, FP16, FP32
 from phalanx.plan.memory import (
-    MemoryProfile,
     empty_stages,
     in_flight,
     layer_activations,
-    memory_profiles,
     predict_memory,
     predict_most_memory,
-    stack_memory,
 )
+from phalanx.plan.memory_profile import MemoryProfile, memory_profiles, stack_memory
 from phalanx.validate.throughput_rows import row_columns, to_cases
 
 ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1", "global_batch": "64"}
@@ -29,7 +27,7 @@ NONE, SELECTIVE, FULL = 0.0, 1.0, 2.0
 
 
 def case(preset="llama-3-8b", cluster="8xH100:8", **changes):
-    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve_cluster(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | {"schedule": PLAIN} | changes])
 
 
@@ -333,7 +331,7 @@ def test_what_a_search_counts_is_the_count_of_the_plan_below_its_limit():
         for recompute in (NONE, SELECTIVE, FULL)
         for batch in (32.0, 96.0)
     ]
-    known = model_columns(known_presets()["llama-3-8b"].model()) | machine_columns(resolve("8xH100:8"))
+    known = model_columns(known_presets()["llama-3-8b"].model()) | machine_columns(resolve_cluster("8xH100:8"))
     cases = to_cases([row_columns(ROW, 1, "none") | known | row for row in rows])
     for profile in (memory_profiles()["phalanx"], MemoryProfile()):
         exact, most = predict_memory(cases, profile).total, predict_most_memory(cases, profile).total

@@ -12,7 +12,7 @@ from phalanx.errors import UserError
 from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.make import checkpoint_bytes
 from phalanx.plan.optimizer import newton_schulz_flops
-from phalanx.plan.physics import profiles
+from phalanx.plan.physics import shipped_profiles
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import search_layouts
 from phalanx.plan.text import plan_text
@@ -22,7 +22,7 @@ OTHERS = ("adamw8bit", "adafactor", "muon")
 
 def test_adamw_in_fp32_changes_nothing(make_ask):
     request = make_ask()
-    assert request.profile == profiles()["phalanx"]
+    assert request.profile == shipped_profiles()["phalanx"]
     assert request.memory.optimizer_bytes == 12.0
     assert request.memory.table_optimizer_bytes == 0.0
 

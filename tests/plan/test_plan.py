@@ -5,7 +5,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.plan.plan import Plan
 
 
@@ -60,7 +60,7 @@ def test_a_ramp_takes_longer_than_none(make_job):
 def test_cluster_can_be_given_as_text_or_value(make_job):
     job = make_job(cluster="8xH100:4")
     assert phalanx.plan(job, "8xH100:1").layout.devices == 8
-    assert phalanx.plan(job, resolve("8xA100:1")).cluster.accelerator.name == "A100-80GB-SXM"
+    assert phalanx.plan(job, resolve_cluster("8xA100:1")).cluster.accelerator.name == "A100-80GB-SXM"
     assert phalanx.plan(job.job).layout.devices == 32
 
 

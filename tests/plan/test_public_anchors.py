@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
-from phalanx.plan.make import plan
-from phalanx.plan.memory import memory_profiles
+from phalanx.plan.make import make_plan
+from phalanx.plan.memory_profile import memory_profiles
 from phalanx.plan.request import request_from_job
 from phalanx.plan.score import score_layouts
 from phalanx.plan.search import search_layouts
@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def request(name, *sets):
     job = load(EXAMPLES / name, overrides=sets).job
-    return request_from_job(job, resolve(job.cluster.target))[0]
+    return request_from_job(job, resolve_cluster(job.cluster.target))[0]
 
 
 def best_by_sizes(question):
@@ -66,7 +66,7 @@ def test_deepseek_v3():
 
 def test_llama_3_as_published():
     """Table 4 of arXiv 2407.21783: 41 % MFU on 16,384 H100 without full recompute; the example prices it within 5 %."""
-    made = plan(load(EXAMPLES / "llama-3.1-405b-as-published.toml"))
+    made = make_plan(load(EXAMPLES / "llama-3.1-405b-as-published.toml"))
     sizes = made.layout
     assert (sizes.tensor, sizes.context, sizes.pipeline, sizes.data) == (8, 1, 16, 128)
     assert sizes.recompute != "full"

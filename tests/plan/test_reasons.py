@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.plan.reasons import PARTS, _faster, crossing, explain_alternative, slowest_part
+from phalanx.plan.reasons import PARTS, _faster, crossing_point, explain_alternative, slowest_part
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import search_layouts
 
@@ -38,7 +38,9 @@ def test_the_crossing_is_where_the_two_are_equal(make_ask):
     for other in found.others:
         if other.step_s <= found.best.step_s:
             continue  # ahead already: passed over for being less simple, and no crossing is printed
-        match = re.fullmatch(r"wins with a NIC ([≤≥]) ([\d,]+) Gb/s per device", crossing(request, best, other.layout))
+        match = re.fullmatch(
+            r"wins with a NIC ([≤≥]) ([\d,]+) Gb/s per device", crossing_point(request, best, other.layout)
+        )
         if match is None or not other.fits:
             continue
         value = float(match[2].replace(",", "")) * 1e9 / 8

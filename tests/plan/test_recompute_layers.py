@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.load import load
-from phalanx.plan.make import plan
+from phalanx.plan.make import make_plan
 
 JOB = Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml"
 FIXED = ["parallel.mode=fixed", "parallel.zero=3", "parallel.shard=64", "batch.micro=1"]  # one layout, whatever fits
 
 
 def priced(*overrides: str) -> tuple[float, float]:
-    made = plan(load(JOB, overrides=[*FIXED, *overrides]))
+    made = make_plan(load(JOB, overrides=[*FIXED, *overrides]))
     return made.prediction.step_s, made.memory.total_bytes
 
 

@@ -2,20 +2,20 @@ import math
 
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import (
+    checkpoint_overhead,
     daly_interval,
     effective_time,
     exact_effective_time,
-    overhead,
     predict_reliability,
     spare_hosts,
 )
 
 
 def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, step_s=5.0, **fault):
-    cluster = resolve(spec)
+    cluster = resolve_cluster(spec)
     return predict_reliability(
         cluster,
         checkpoint=checkpoint or Checkpoint(),
@@ -58,7 +58,9 @@ def test_effective_time_table(gpus, lost_s, ettr):
 
 def test_daly_minimises_the_overhead():
     best = daly_interval(10.0, 11_000.0)
-    assert overhead(10.0, best, 11_000.0) < min(overhead(10.0, best * f, 11_000.0) for f in (0.8, 1.25))
+    assert checkpoint_overhead(10.0, best, 11_000.0) < min(
+        checkpoint_overhead(10.0, best * f, 11_000.0) for f in (0.8, 1.25)
+    )
 
 
 def test_being_off_costs_as_the_theory_says():

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan.request import request_from_job
 from phalanx.plan.score import price_layouts, score_layouts
-from phalanx.plan.search import DECIDES, FULL_MEMORY, SAFE_MEMORY, SAME, complexity, search_layouts
+from phalanx.plan.search import DECIDES, FULL_MEMORY, SAFE_MEMORY, SAME, layout_complexity, search_layouts
 from phalanx.plan.space import build_space
 
 
@@ -80,7 +80,7 @@ def test_among_equals_the_simplest_wins(make_ask, monkeypatch):
     found, scores = search_layouts(request), all_equal(build_space(request))
     assert found.fastest.step_s == scores.step_s.min() < found.best.step_s <= SAME * found.fastest.step_s
     rows = np.arange(scores.base.size)
-    keys = dict(zip(map(scores.layout, rows), zip(*complexity(scores, rows), strict=True), strict=True))
+    keys = dict(zip(map(scores.layout, rows), zip(*layout_complexity(scores, rows), strict=True), strict=True))
     assert keys[found.best.layout] == min(keys.values()) < keys[found.fastest.layout]
     assert [one.idea for one in found.others if one.layout == found.fastest.layout] == ["fastest on paper"]
 
@@ -109,7 +109,7 @@ def test_beyond_a_tie_the_fastest_wins_whatever_it_takes(make_ask, monkeypatch):
 def test_stages_come_before_axes_before_schedules(make_ask):
     scores = score_layouts(build_space(make_ask()))
     rows = np.arange(scores.base.size)
-    keys = list(zip(*complexity(scores, rows), strict=True))
+    keys = list(zip(*layout_complexity(scores, rows), strict=True))
     plain = [row for row in rows[::97] if scores.layout(int(row)).axes == 0]
     piped = [row for row in rows[::97] if scores.layout(int(row)).axes == 1]
     assert max(keys[row] for row in plain) < min(keys[row] for row in piped)
@@ -128,7 +128,7 @@ def test_stages_come_before_axes_before_schedules(make_ask):
 def test_a_simpler_layout_may_not_risk_the_memory():
     """BLOOM on 48 nodes: TP8 PP6 is simpler and 1.4 % slower, but would fill 94 % of the usable memory."""
     job = load(Path(__file__).parents[2] / "examples" / "bloom-176b-48x8xA100.toml").job
-    request, _ = request_from_job(job, resolve(job.cluster.target))
+    request, _ = request_from_job(job, resolve_cluster(job.cluster.target))
     best = search_layouts(request).best
     assert best.memory_bytes <= 0.9 * score_layouts(build_space(request)).usable_bytes
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.model import known_presets
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, PRECISION, SCHEDULES
-from phalanx.plan.physics import Profile, physics, profiles
+from phalanx.plan.physics import Profile, shipped_physics, shipped_profiles
 from phalanx.plan.step import StepTimes, predict_step, smooth_max, stage_layers
 from phalanx.validate.throughput_rows import row_columns, to_cases
 
@@ -24,12 +24,12 @@ GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE = (float(index) for index in range(len(SC
 
 
 def case(preset="llama-3-8b", cluster="8xH100:8", **changes):
-    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve_cluster(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | {"schedule": PLAIN, "zero": 1.0} | changes])
 
 
 def step(*args, profile=None, **changes):
-    return predict_step(case(*args, **changes), physics(), profile or Profile())
+    return predict_step(case(*args, **changes), shipped_physics(), profile or Profile())
 
 
 def seconds(*args, **changes):
@@ -64,7 +64,7 @@ def layouts(draw):
         "schedule": draw(st.sampled_from([GPIPE, PLAIN, ZERO_BUBBLE])),
         "offload": float(draw(st.integers(0, len(OFFLOAD) - 1))),
         "compression": float(draw(st.integers(0, len(COMPRESSION) - 1))),
-        "profile": draw(st.sampled_from(list(profiles().values()))),
+        "profile": draw(st.sampled_from(list(shipped_profiles().values()))),
     }
 
 
@@ -122,10 +122,10 @@ def test_rows_do_not_touch_each_other():
         {"dp": 64.0, "zero": 3.0, "shard": 64.0},
     ]
     base = row_columns(ROW, 1, "none") | model_columns(known_presets()["llama-3-8b"].model())
-    base |= machine_columns(resolve("8xH100:8")) | {"schedule": PLAIN, "zero": 1.0}
+    base |= machine_columns(resolve_cluster("8xH100:8")) | {"schedule": PLAIN, "zero": 1.0}
     dense = [base | one for one in changes]
     moe = base | model_columns(known_presets()["mixtral-8x7b"].model()) | {"dp": 64.0, "ep": 8.0}
-    together = predict_step(to_cases([*dense, moe]), physics(), Profile()).step_s
+    together = predict_step(to_cases([*dense, moe]), shipped_physics(), Profile()).step_s
     alone = [seconds(**one) for one in changes] + [seconds("mixtral-8x7b", dp=64.0, ep=8.0)]
     assert together == pytest.approx(alone)
 

@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 import phalanx
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.plan import text
 from phalanx.plan.reasons import explain_alternative
 from phalanx.plan.search import Candidate
-from phalanx.plan.text import WIDTH, amount, plan_text
+from phalanx.plan.text import WIDTH, format_amount, plan_text
 
 
 def test_the_page_holds_every_section_within_the_width(make_job):
@@ -118,11 +118,11 @@ def test_the_headline_and_the_bill_carry_the_interval(make_job):
     assert "over 58.0 days (80%: 45.0 days to 176 days), failures included" in page
     assert "lowest price and fastest run to highest price and slowest" in " ".join(page.split())
     low, high = plan.bill.kwh_interval
-    assert f" kWh ({amount(low)} to {amount(high)}): " in page
+    assert f" kWh ({format_amount(low)} to {format_amount(high)}): " in page
 
 
 def test_unknown_power_is_said_not_counted_as_none(make_job):
-    cluster = resolve("8xH100:2")
+    cluster = resolve_cluster("8xH100:2")
     plan = phalanx.plan(make_job(), replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0)))
     page = plan_text(plan)
     assert "energy and carbon: unknown: set power_w_per_device in a cluster file" in page

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.model import known_presets
 from phalanx.plan import traffic
 from phalanx.plan.case_columns import machine_columns, model_columns
 from phalanx.plan.cases import COMPRESSION
 from phalanx.plan.compute import compute_seconds
-from phalanx.plan.physics import Profile, physics
+from phalanx.plan.physics import Profile, shipped_physics
 from phalanx.plan.weights import rank_weights
 from phalanx.validate.throughput_rows import row_columns, to_cases
 
@@ -17,12 +17,12 @@ ROW = {"layers": "1", "hidden": "64", "seq": "4096", "gpu": "H100", "gpus": "1",
 
 
 def case(preset="llama-3-8b", cluster="8xH100:8", **changes):
-    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve(cluster))
+    known = model_columns(known_presets()[preset].model()) | machine_columns(resolve_cluster(cluster))
     return to_cases([row_columns(ROW, 1, "none") | known | changes])
 
 
 def groups(**changes):
-    return traffic.groups(case(**changes), physics(), Profile())
+    return traffic.axis_groups(case(**changes), shipped_physics(), Profile())
 
 
 def shape(group):
@@ -62,7 +62,7 @@ def test_experts_live_inside_data_and_tensor_ranks():
 def sync(preset="llama-3-8b", profile=None, **changes):
     cases, profile = case(preset, **changes), profile or Profile()
     weights = rank_weights(cases, stage_layers=cases.layers)
-    return traffic.gradient_traffic(cases, traffic.groups(cases, physics(), profile), weights, profile)
+    return traffic.gradient_traffic(cases, traffic.axis_groups(cases, shipped_physics(), profile), weights, profile)
 
 
 def test_one_data_rank_has_no_gradient_traffic():
@@ -105,7 +105,7 @@ def test_expert_parallelism_leaves_less_to_reduce():
 
 def tensor(**changes):
     cases, profile = case(**changes), Profile()
-    return traffic.tensor_seconds(cases, traffic.groups(cases, physics(), profile), profile).item()
+    return traffic.tensor_seconds(cases, traffic.axis_groups(cases, shipped_physics(), profile), profile).item()
 
 
 def test_tensor_traffic_explodes_past_the_node():
@@ -126,7 +126,7 @@ def test_sequence_parallelism_moves_the_same_bytes():
 def shard(**changes):
     cases, profile = case(**changes), Profile()
     weights = rank_weights(cases, stage_layers=cases.layers)
-    return traffic.shard_seconds(cases, traffic.groups(cases, physics(), profile), weights, profile).item()
+    return traffic.shard_seconds(cases, traffic.axis_groups(cases, shipped_physics(), profile), weights, profile).item()
 
 
 def test_zero_3_inside_the_node_is_cheaper_than_over_slow_nics():
@@ -143,7 +143,7 @@ def test_zero_3_is_three_collectives_of_the_weights():
 
 def experts(**changes):
     cases, profile = case("deepseek-v3", **changes), Profile()
-    return traffic.expert_seconds(cases, traffic.groups(cases, physics(), profile), profile).item()
+    return traffic.expert_seconds(cases, traffic.axis_groups(cases, shipped_physics(), profile), profile).item()
 
 
 def test_experts_across_nodes_cost_more_than_inside():
@@ -153,13 +153,15 @@ def test_experts_across_nodes_cost_more_than_inside():
 
 def test_dense_models_have_no_expert_traffic():
     cases = case(dp=64.0, ep=8.0)
-    assert traffic.expert_seconds(cases, traffic.groups(cases, physics(), Profile()), Profile()) == 0
+    assert traffic.expert_seconds(cases, traffic.axis_groups(cases, shipped_physics(), Profile()), Profile()) == 0
 
 
 def context(**changes):
     cases = case(**changes)
-    behind = compute_seconds(cases, physics(), Profile()).attention.forward
-    return traffic.context_seconds(cases, physics(), traffic.groups(cases, physics(), Profile()), behind).item()
+    behind = compute_seconds(cases, shipped_physics(), Profile()).attention.forward
+    return traffic.context_seconds(
+        cases, shipped_physics(), traffic.axis_groups(cases, shipped_physics(), Profile()), behind
+    ).item()
 
 
 def test_ring_attention_hides_behind_long_sequences():
@@ -167,7 +169,7 @@ def test_ring_attention_hides_behind_long_sequences():
     short, long = ({"cp": 8.0, "tp": 8.0, "seq": length} for length in (8192.0, 524288.0))
     shares = []
     for one in (short, long):
-        attention = compute_seconds(case(**one), physics(), Profile()).attention.forward.item()
+        attention = compute_seconds(case(**one), shipped_physics(), Profile()).attention.forward.item()
         shares.append(context(**one) / attention)
     assert shares[1] < 0.2 * shares[0]
 
@@ -179,15 +181,15 @@ def test_fewer_key_heads_travel_lighter():
 
 def test_pipeline_neighbours_send_one_activation():
     cases = case(pp=4.0, dp=16.0)
-    sent = traffic.send_seconds(cases, traffic.groups(cases, physics(), Profile())).item()
+    sent = traffic.send_seconds(cases, traffic.axis_groups(cases, shipped_physics(), Profile())).item()
     assert sent > 4096 * 4096 * 2 / cases.nic_bytes_per_s.item()
     split = case(pp=4.0, dp=2.0, tp=8.0, sp=1.0)
-    assert traffic.send_seconds(split, traffic.groups(split, physics(), Profile())).item() < 0.3 * sent
+    assert traffic.send_seconds(split, traffic.axis_groups(split, shipped_physics(), Profile())).item() < 0.3 * sent
 
 
 def test_stages_inside_one_domain_use_the_fast_link():
     near, far = case(pp=4.0), case(pp=4.0, dp=16.0)
-    times = [traffic.send_seconds(c, traffic.groups(c, physics(), Profile())).item() for c in (near, far)]
+    times = [traffic.send_seconds(c, traffic.axis_groups(c, shipped_physics(), Profile())).item() for c in (near, far)]
     assert times[0] < 0.5 * times[1]
 
 

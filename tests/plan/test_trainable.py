@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.trainable import COMPRESSIONS, trainer_problems
 
 CASES = {
@@ -36,19 +36,19 @@ def written(tmp_path, overrides):
 def test_the_plan_warns(name):
     overrides, cluster, told = CASES[name]
     resolved = load("examples/llama-3-8b-64xH100.toml", overrides=overrides)
-    made = make_plan(resolved, resolve(cluster))
+    made = make_plan(resolved, resolve_cluster(cluster))
     assert any("`phalanx train` cannot run this plan" in text and told in text for text in made.warnings)
     assert trainer_problems(made.job, made.layout, made.cluster)
 
 
 def test_another_framework_is_not_held_to_our_limits():
     overrides = ["model.preset=deepseek-v3", "parallel.framework=megatron-core"]
-    made = make_plan(load("examples/llama-3-8b-64xH100.toml", overrides=overrides), resolve("8xH100:64"))
+    made = make_plan(load("examples/llama-3-8b-64xH100.toml", overrides=overrides), resolve_cluster("8xH100:64"))
     assert not any("phalanx train" in text for text in made.warnings)
 
 
 def test_what_can_be_trained_is_not_warned_of():
-    made = make_plan(load("examples/llama-3-8b-64xH100.toml"), resolve("8xH100:8"))
+    made = make_plan(load("examples/llama-3-8b-64xH100.toml"), resolve_cluster("8xH100:8"))
     assert trainer_problems(made.job, made.layout, made.cluster) == []
 
 

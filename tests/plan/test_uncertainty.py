@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.physics import profiles
-from phalanx.plan.prediction import FEATURES, features, scales, step_interval, weights
+from phalanx.plan.physics import shipped_profiles
+from phalanx.plan.prediction import FEATURES, feature_widths, framework_scatter, interval_features, step_interval
 from phalanx.validate.throughput_rows import predict_rows
 
 ROW = {
@@ -28,7 +28,7 @@ def width(found, framework="default"):
 @given(
     tp=st.sampled_from([1, 2, 8]),
     pp=st.sampled_from([1, 2, 8]),
-    framework=st.sampled_from(["", *profiles()]),
+    framework=st.sampled_from(["", *shipped_profiles()]),
     model=st.sampled_from(["llama-3-8b", "mixtral-8x7b"]),
     gpus=st.sampled_from([64, 4096]),
 )
@@ -40,7 +40,7 @@ def test_low_step_high(tp, pp, framework, model, gpus):
 
 def test_an_unknown_framework_is_wider():
     found = predicted()
-    known = [width(found, name) for name in profiles() if name != "default"]
+    known = [width(found, name) for name in shipped_profiles() if name != "default"]
     assert width(found, "default") > 1.2 * np.median(known)
     assert width(found, "never heard of") == width(found, "default")
 
@@ -55,7 +55,7 @@ def test_exposed_traffic_is_less_certain():
 
 def test_features_are_shares():
     found = predicted(tp=8, pp=4)
-    table = features(found.cases, found.times)
+    table = interval_features(found.cases, found.times)
     assert table.shape == (1, len(FEATURES))
     assert np.all(table >= 0)
     assert table[0, FEATURES.index("base")] == 1.0
@@ -63,9 +63,9 @@ def test_features_are_shares():
 
 
 def test_shipped_widths_never_turn_inside_out():
-    for side in (*weights(), *scales(list(profiles()))):
+    for side in (*feature_widths(), *framework_scatter(list(shipped_profiles()))):
         assert np.all(side >= 0)
-    assert all(side[FEATURES.index("base")] > 0 for side in weights())
+    assert all(side[FEATURES.index("base")] > 0 for side in feature_widths())
 
 
 def test_one_framework_per_case():

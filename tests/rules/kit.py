@@ -14,10 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan import make
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.evidence import Evidence
@@ -109,7 +109,7 @@ def _planned(sets: tuple[str, ...], text: str, cluster: str | None) -> Evidence:
     path = Path(_folder()) / "job.toml"  # one name for all jobs: lines of equal jobs are then equal
     path.write_text(text, encoding="utf-8")
     resolved = load(path, overrides=sets)
-    where = resolve(cluster or resolved.job.cluster.target)
+    where = resolve_cluster(cluster or resolved.job.cluster.target)
     refusals, plan = (), None
     try:
         with patch.object(make, search_layouts.__name__, _search_once):

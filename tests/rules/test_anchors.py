@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rules.kit import answers, evidence
 
-from phalanx.plan.reliability import daly_interval, effective_time, overhead, spare_hosts
+from phalanx.plan.reliability import checkpoint_overhead, daly_interval, effective_time, spare_hosts
 from phalanx.rules.edition import EDITION, all_rules
 from phalanx.rules.outcome import Edit
 from phalanx.rules.rule import GROUPS
@@ -49,7 +49,9 @@ def test_the_curve_is_flat(times: float, more: float) -> None:
     """Young's optimum, to first order: x times it costs (x + 1/x) / 2 of its overhead."""
     mtbf_s = 1e6
     best_s = (2 * 10.0 * mtbf_s) ** 0.5
-    assert overhead(10.0, best_s * times, mtbf_s) / overhead(10.0, best_s, mtbf_s) == pytest.approx(1 + more)
+    assert checkpoint_overhead(10.0, best_s * times, mtbf_s) / checkpoint_overhead(
+        10.0, best_s, mtbf_s
+    ) == pytest.approx(1 + more)
 
 
 def test_the_worked_example() -> None:

@@ -15,7 +15,7 @@ from synthetic import write_run
 from phalanx.errors import PhalanxError, UserError
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict, load
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.rules.api import base_of, check_plan

@@ -11,7 +11,7 @@ from phalanx.cli.main import main
 from phalanx.job.load import load
 from phalanx.network.nccl_choice import expect_collective
 from phalanx.network.nccl_cluster import group_system
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 
 JOB = """\
 name = "same"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.rules.profiles import PROFILES, find_profile, profile_of
 
 
@@ -26,11 +26,11 @@ from phalanx.rules.profiles import PROFILES, find_profile, profile_of
     ],
 )
 def test_by_the_accelerator(spec: str, name: str) -> None:
-    assert profile_of(resolve(spec)).name == name
+    assert profile_of(resolve_cluster(spec)).name == name
 
 
 def test_generations_of_tpu_differ_in_what_is_known_of_them() -> None:
-    five, seven = (profile_of(resolve(f"256xTPU-{one}:1")) for one in ("v5e", "v7"))
+    five, seven = (profile_of(resolve_cluster(f"256xTPU-{one}:1")) for one in ("v5e", "v7"))
     assert {five.name, seven.name} == {"tpu"}
     assert "fp8" in seven.formats
     assert "fp8" not in five.formats

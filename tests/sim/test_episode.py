@@ -15,10 +15,10 @@ from phalanx.sim.fluid import IDEAL, MRC, Wire
 from phalanx.sim.packets.faults import Fault
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
-ALONE = traffic_matrix.flows([0], [60], 20e6)  # 200 µs at line rate
+ALONE = traffic_matrix.make_flows([0], [60], 20e6)  # 200 µs at line rate
 QPS = routes.Routing(spread="qp", paths=8, planes="equal", recovery="conventional")
 ROCE = Manner(name="RoCE", routing=QPS, react_s=1.0, go_back=True)
-EDGE = Manner(name="MRC", routing=routes.spray(256), react_s=30e-6)
+EDGE = Manner(name="MRC", routing=routes.spray_routing(256), react_s=30e-6)
 PORT = Fault(part="nic", number=0, at_s=50e-6)
 
 
@@ -67,9 +67,9 @@ def test_two_grey_parts_on_a_path_lose_more_than_one() -> None:
 
 
 def test_a_flow_that_is_done_is_not_touched() -> None:
-    flows = traffic_matrix.flows([0, 0], [60, 61], [1e6, 20e6])
+    flows = traffic_matrix.make_flows([0, 0], [60, 61], [1e6, 20e6])
     assert run(EDGE, replace(PORT, at_s=100e-6), flows=flows).touched == 1
-    assert run(EDGE, PORT, flows=traffic_matrix.flows([0, 0], [60, 61], [20e6, 20e6])).touched == 2
+    assert run(EDGE, PORT, flows=traffic_matrix.make_flows([0, 0], [60, 61], [20e6, 20e6])).touched == 2
 
 
 def test_a_port_that_returns_lets_a_queue_pair_go_on_where_it_was() -> None:
@@ -112,7 +112,9 @@ def test_connections_touched_are_those_with_a_path_there() -> None:
     """1-(1-1/n)^k with n = 8 T1s and k = 32 or 8 paths in the plane."""
     flows = traffic_matrix.shift(64, 20e6)
     for paths in (64, 256):
-        found = run(replace(EDGE, routing=routes.spray(paths)), Fault(part="t1", number=3, at_s=50e-6), flows=flows)
+        found = run(
+            replace(EDGE, routing=routes.spray_routing(paths)), Fault(part="t1", number=3, at_s=50e-6), flows=flows
+        )
         expected = 64 * (1 - (1 - 1 / 8) ** (paths / 8))
         assert found.touched == pytest.approx(expected, abs=3 * math.sqrt(expected * (1 - expected / 64.001)) + 1)
 
@@ -139,19 +141,19 @@ def test_loss_everywhere_dries_up_the_paths_of_long_transfers() -> None:
     """A packet in a hundred retires a path, probes bring back 1 in 10 ms: after 1 ms four paths are left, of eight."""
     sender = replace(EDGE, least_paths=4, probe_s=10e-3)
     grey = Fault(part="traffic", loss=0.01)
-    short, long = run(sender, grey), run(sender, grey, flows=traffic_matrix.flows([0], [60], 2e9))
+    short, long = run(sender, grey), run(sender, grey, flows=traffic_matrix.make_flows([0], [60], 2e9))
     assert short.times_s[0] == pytest.approx(200e-6 / 0.99, rel=0.01)
     assert long.times_s[0] == pytest.approx(20e-3 / 0.5 / 0.99, rel=0.03)
-    rare = run(sender, replace(grey, loss=0.001), flows=traffic_matrix.flows([0], [60], 2e9))
+    rare = run(sender, replace(grey, loss=0.001), flows=traffic_matrix.make_flows([0], [60], 2e9))
     assert rare.times_s[0] == pytest.approx(20e-3, rel=0.01)
 
 
 def test_losses_and_probes_balance_between_dry_and_all_paths() -> None:
     """800 Gb/s lose 0.001 of 23.5 million packets a second; 128 paths that return after 10 ms can spare 124 of 235: the
     rate falls to 0.53 of the line, which is four of eight planes, and with 0.0007 to 0.75, which is six."""
-    sender = replace(EDGE, routing=routes.spray(128), least_paths=4, probe_s=10e-3)
+    sender = replace(EDGE, routing=routes.spray_routing(128), least_paths=4, probe_s=10e-3)
     for loss, planes in ((0.01, 4), (0.001, 4), (0.0007, 6), (0.0005, 8)):
-        found = run(sender, Fault(part="traffic", loss=loss), flows=traffic_matrix.flows([0], [60], 40e9))
+        found = run(sender, Fault(part="traffic", loss=loss), flows=traffic_matrix.make_flows([0], [60], 40e9))
         assert found.times_s[0] == pytest.approx(0.4 * 8 / planes / (1 - loss), rel=0.05), loss
 
 
@@ -159,7 +161,7 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
     """The packet engine, one queue pair at 100G, 100 MB (24,415 packets), seed 1: 8.2 ms without loss, 211 ms with 1 %
     (three timers of 67 ms), 1,423 ms with 3 %: n·p² timers, 2.4 and 22 of them, beside which going back is little."""
     one = replace(parse_fabric("clos2:4x100G/1p/8"))
-    sent = traffic_matrix.flows([0], [3], 100e6)
+    sent = traffic_matrix.make_flows([0], [3], 100e6)
     for loss, expected in ((0.01, 2.44), (0.03, 21.97)):
         times = [
             run_episode(
@@ -178,7 +180,7 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
 def test_what_is_denied_is_never_used() -> None:
     """A dead NIC port that senders were told of costs its eighth from the start, and not a packet."""
     port = Fault(part="nic", number=0)
-    flows = traffic_matrix.flows([0], [60], 20e6)
+    flows = traffic_matrix.make_flows([0], [60], 20e6)
     for denied in ((), (port,)):
         found = run_episode(FABRIC, flows, manner=EDGE, faults=(port,), denied=denied, wire=IDEAL)
         assert (found.lost_packets == 0) == (found.touched == 0) == bool(denied)
@@ -203,6 +205,6 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(*args)
 
     monkeypatch.setattr("phalanx.sim.episode._advance", stop_in_the_second)
-    found = run(EDGE, replace(PORT, at_s=1e-3), flows=traffic_matrix.flows([0, 1], [60, 61], [1e6, 2e9]))
+    found = run(EDGE, replace(PORT, at_s=1e-3), flows=traffic_matrix.make_flows([0, 1], [60, 61], [1e6, 2e9]))
     assert found.stopped == "interrupted"
     assert np.isfinite(found.times_s).tolist() == [True, False]

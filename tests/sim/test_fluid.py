@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import fluid, routes, traffic_matrix
-from phalanx.sim.fabric_links import BrokenParts, transceiver
+from phalanx.sim.fabric_links import BrokenParts, transceiver_lanes
 
 LEAF_SPINE = parse_fabric("clos2:1024x100G/1p/64/wide")
 FAT_TREE = parse_fabric("clos3:1024x100G/1p/16")
@@ -20,22 +20,22 @@ def seconds_us(
 
 
 def test_one_flow_runs_at_line_rate() -> None:
-    done = seconds_us("clos2:64x100G/1p/16", traffic_matrix.flows([0], [63], 2e6), routes.by_flow())
+    done = seconds_us("clos2:64x100G/1p/16", traffic_matrix.make_flows([0], [63], 2e6), routes.by_flow())
     assert done.tolist() == pytest.approx([160.0])
 
 
 def test_shares_that_are_freed_are_used() -> None:
     # 1 MB and 3 MB into one NIC: both at half until the short one is done at 160 µs, then the long one alone.
-    flows = traffic_matrix.flows([0, 8], [63, 63], [1e6, 3e6])
-    assert seconds_us("clos2:64x100G/1p/16", flows, routes.spray(8)).tolist() == pytest.approx([160.0, 320.0])
+    flows = traffic_matrix.make_flows([0, 8], [63, 63], [1e6, 3e6])
+    assert seconds_us("clos2:64x100G/1p/16", flows, routes.spray_routing(8)).tolist() == pytest.approx([160.0, 320.0])
 
 
 def test_a_qp_carries_its_part_and_spraying_shares_the_whole() -> None:
     """Two of four planes have lost the path: a fixed part waits for the slow path, a pool does not."""
-    fabric, flows = parse_fabric("clos2:64x400G/4p/16"), traffic_matrix.flows([0], [63], 2e6)
+    fabric, flows = parse_fabric("clos2:64x400G/4p/16"), traffic_matrix.make_flows([0], [63], 2e6)
     slow = BrokenParts(nics=((0, 0), (1, 0)), left=0.1)
     by_qp = routes.Routing(spread="qp", paths=4, planes="equal")
-    for routing, expected in ((by_qp, 400.0), (routes.spray(4), 40.0 * 4 / 2.2)):
+    for routing, expected in ((by_qp, 400.0), (routes.spray_routing(4), 40.0 * 4 / 2.2)):
         done = fluid.complete_flows(fabric, flows, routing=routing, broken=slow, wire=fluid.IDEAL)
         assert done.tail_s * 1e6 == pytest.approx(expected)
 
@@ -43,7 +43,7 @@ def test_a_qp_carries_its_part_and_spraying_shares_the_whole() -> None:
 def test_incast_is_fair_and_the_victim_unharmed() -> None:
     """7:1 on 400G: 57.1 Gb/s each (arXiv:2605.04333 section 5.2.8), and the victim at line rate."""
     fabric = parse_fabric("clos2:64x400G/1p/16")
-    rates = fluid.solve_rates(fabric, traffic_matrix.incast(fabric, 1e6), routing=routes.spray(64))
+    rates = fluid.solve_rates(fabric, traffic_matrix.incast(fabric, 1e6), routing=routes.spray_routing(64))
     assert rates.share[:7] * 400 == pytest.approx(np.full(7, 57.14), abs=0.01)
     assert rates.share[7] == pytest.approx(1.0)
 
@@ -51,15 +51,15 @@ def test_incast_is_fair_and_the_victim_unharmed() -> None:
 def test_what_failures_take_is_exact() -> None:
     fabric = parse_fabric("clos2:64x800G/8p/16")
     flows = traffic_matrix.shift(64, 1e6)
-    whole = routes.spray(8 * 16)
+    whole = routes.spray_routing(8 * 16)
     assert fluid.solve_rates(fabric, flows, routing=whole, broken=BrokenParts(nics=((2, 5),))).slowest <= 7 / 8
-    alone = traffic_matrix.flows([5], [60], 1e6)
+    alone = traffic_matrix.make_flows([5], [60], 1e6)
     assert fluid.solve_rates(fabric, alone, routing=whole, broken=BrokenParts(nics=((2, 5),))).mean == pytest.approx(
         7 / 8
     )
-    dead = fluid.solve_rates(fabric, flows, routing=whole, broken=BrokenParts(nics=transceiver(8, 5)))
+    dead = fluid.solve_rates(fabric, flows, routing=whole, broken=BrokenParts(nics=transceiver_lanes(8, 5)))
     assert dead.stalled == 2  # what host 5 sends and what it receives
-    done = fluid.complete_flows(fabric, flows, routing=whole, broken=BrokenParts(nics=transceiver(8, 5)))
+    done = fluid.complete_flows(fabric, flows, routing=whole, broken=BrokenParts(nics=transceiver_lanes(8, 5)))
     assert np.isinf(done.times_s).sum() == 2
     assert np.isfinite(done.mean_s)
 
@@ -68,7 +68,7 @@ def test_recovery_at_the_edge_keeps_what_conventional_routing_loses() -> None:
     fabric, flows = parse_fabric("clos2:64x800G/8p/16"), traffic_matrix.permutation(64, 1e6, seed=2)
     broken = BrokenParts(t1=((0, 0), (3, 2)), nics=((1, 7),))
     mean = {
-        recovery: fluid.solve_rates(fabric, flows, routing=routes.spray(64, recovery=recovery), broken=broken)  # type: ignore[arg-type]
+        recovery: fluid.solve_rates(fabric, flows, routing=routes.spray_routing(64, recovery=recovery), broken=broken)  # type: ignore[arg-type]
         for recovery in ("none", "conventional", "edge")
     }
     assert mean["none"].slowest < mean["edge"].slowest
@@ -80,7 +80,7 @@ def test_all_paths_are_the_limit_of_many(text: str) -> None:
     fabric = parse_fabric(text)
     flows = traffic_matrix.permutation(fabric.hosts, 1.0, seed=1)
     limit = fluid.solve_rates(fabric, flows, routing=routes.every_path(fabric.planes))
-    many = fluid.solve_rates(fabric, flows, routing=routes.spray(128 * fabric.planes))
+    many = fluid.solve_rates(fabric, flows, routing=routes.spray_routing(128 * fabric.planes))
     assert many.share == pytest.approx(limit.share, abs=0.1)
     assert (many.mean, limit.mean) == pytest.approx((limit.mean, many.mean), rel=0.02)
 
@@ -129,7 +129,9 @@ def test_eight_hashed_qps_over_eight_planes() -> None:
 def test_oblivious_spraying_overloads_links_as_balls_in_bins_do() -> None:
     fabric = parse_fabric("clos2:2048x800G/8p/64/wide")
     worst = {
-        paths: routes.offered(fabric, traffic_matrix.shift(2048, 1.0), routing=routes.spray(paths)).worst_fabric
+        paths: routes.offered_load(
+            fabric, traffic_matrix.shift(2048, 1.0), routing=routes.spray_routing(paths)
+        ).worst_fabric
         for paths in (8, 64, 256)
     }
     # 32,768 links with a Poisson mean of 32, 256 and 1,024 paths per 32 links: the worst is about 4.2 sigma above.
@@ -150,7 +152,7 @@ def test_oblivious_spraying_overloads_links_as_balls_in_bins_do() -> None:
     ],
 )
 def test_mean_completion_within_ten_per_cent_of_uet_htsim(fabric: object, paths: int, mean_us: float) -> None:
-    routing = routes.by_flow() if paths == 1 else routes.spray(paths, adaptive=False)
+    routing = routes.by_flow() if paths == 1 else routes.spray_routing(paths, adaptive=False)
     flows = traffic_matrix.permutation(1024, 2e6, seed=1)
     done = fluid.complete_flows(fabric, flows, routing=routing, wire=fluid.HTSIM, batch=0.02)  # type: ignore[arg-type]
     assert done.mean_s * 1e6 == pytest.approx(mean_us, rel=0.10)
@@ -158,7 +160,7 @@ def test_mean_completion_within_ten_per_cent_of_uet_htsim(fabric: object, paths:
 
 def test_one_connection_of_uet_htsim_to_the_last_digit() -> None:
     done = fluid.complete_flows(
-        FAT_TREE, traffic_matrix.flows([0], [1023], 2e6), routing=routes.spray(16), wire=fluid.HTSIM
+        FAT_TREE, traffic_matrix.make_flows([0], [1023], 2e6), routing=routes.spray_routing(16), wire=fluid.HTSIM
     )
     assert round(done.mean_s * 1e6, 1) == 176.2
 
@@ -166,13 +168,13 @@ def test_one_connection_of_uet_htsim_to_the_last_digit() -> None:
 def test_latency_of_the_paper() -> None:
     """5.09 µs under one T0 and 6.54 µs over T1 for 2 bytes (arXiv:2605.04333 section 5.2.1): a calibration."""
     fabric = parse_fabric("clos2:64x800G/8p/16")
-    flows = traffic_matrix.flows([0, 1], [1, 63], 2.0)
-    done = fluid.complete_flows(fabric, flows, routing=routes.spray(8), wire=fluid.MRC)
+    flows = traffic_matrix.make_flows([0, 1], [1, 63], 2.0)
+    done = fluid.complete_flows(fabric, flows, routing=routes.spray_routing(8), wire=fluid.MRC)
     assert done.times_s * 1e6 == pytest.approx([5.09, 6.54], rel=0.01)
 
 
 def test_oversubscription_is_what_is_left() -> None:
-    done = seconds_us("clos2:96x100G/1p/16/3:1", traffic_matrix.shift(96, 2e6), routes.spray(64))
+    done = seconds_us("clos2:96x100G/1p/16/3:1", traffic_matrix.shift(96, 2e6), routes.spray_routing(64))
     assert done.mean() == pytest.approx(3 * 160.0, rel=0.02)
 
 

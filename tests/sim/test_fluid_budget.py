@@ -7,9 +7,9 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import links_of
-from phalanx.sim.fluid import afford, expected
+from phalanx.sim.fluid import check_fluid_budget, fluid_cost
 from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.routes import by_flow, by_qp, every_path, spray
+from phalanx.sim.routes import by_flow, by_qp, every_path, spray_routing
 
 LINKS = links_of(parse_fabric("clos2:131072x800G/8p/512"))
 HOSTS = 131_072
@@ -17,9 +17,14 @@ HOSTS = 131_072
 
 def test_estimates_are_near_what_was_measured() -> None:
     """CPU seconds and GB on one core, 2026-11-15: rates and completion times of a permutation (docs: fluid.md)."""
-    measured = {by_qp(8): (24.6, 0.61), spray(8): (20.4, 0.57), spray(32): (42.6, 0.98), every_path(8): (4.5, 0.51)}
+    measured = {
+        by_qp(8): (24.6, 0.61),
+        spray_routing(8): (20.4, 0.57),
+        spray_routing(32): (42.6, 0.98),
+        every_path(8): (4.5, 0.51),
+    }
     for routing, (cpu_s, gigabytes) in measured.items():
-        seconds, nbytes = expected(LINKS, HOSTS, routing)
+        seconds, nbytes = fluid_cost(LINKS, HOSTS, routing)
         assert 0.5 < seconds / cpu_s < 2
         assert nbytes / 1e9 == pytest.approx(gigabytes, rel=0.4)
 
@@ -33,12 +38,12 @@ def test_estimates_are_near_what_was_measured() -> None:
 )
 def test_what_is_too_much_says_what_would_fit(paths: int, budget: PacketBudget, said: str) -> None:
     with pytest.raises(UserError) as caught:
-        afford(LINKS, HOSTS, spray(paths), budget)
+        check_fluid_budget(LINKS, HOSTS, spray_routing(paths), budget)
     assert said in str(caught.value)
     assert ("raise --cpu" in str(caught.value)) == (budget.cpu_s == 20)  # more time does not help against memory
 
 
 def test_one_path_has_no_fewer() -> None:
-    afford(LINKS, HOSTS, by_flow(), PacketBudget())
+    check_fluid_budget(LINKS, HOSTS, by_flow(), PacketBudget())
     with pytest.raises(UserError, match="simulate about 31,746 flows or raise --cpu"):
-        afford(LINKS, HOSTS, by_flow(), PacketBudget(cpu_s=1))
+        check_fluid_budget(LINKS, HOSTS, by_flow(), PacketBudget(cpu_s=1))

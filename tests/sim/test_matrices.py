@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
-from phalanx.plan.make import plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.mapping import AxisUse
 from phalanx.sim import fluid, plan_flows, routes, simulate, traffic_matrix
 
@@ -85,7 +85,7 @@ def test_bad_traffic_is_refused(name: str, hosts: int, nbytes: float, text: str)
 def test_sizes_from_anywhere_have_a_limit() -> None:
     for nbytes in (1e30, float("inf")):
         with pytest.raises(UserError, match="hours long at any speed"):
-            traffic_matrix.flows([0, 1], [1, 2], [1.0, nbytes])
+            traffic_matrix.make_flows([0, 1], [1, 2], [1.0, nbytes])
 
 
 def use(**changes: object) -> AxisUse:
@@ -208,7 +208,7 @@ spec = "4xH100:8"
 def test_no_axis_of_a_plan_puts_more_on_a_nic_than_its_time_allows(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(EXPERTS)
-    made = plan(str(path))
+    made = make_plan(str(path))
     line = made.cluster.nic_bytes_per_s
     sent = {one.axis: one for one in plan_flows.plan_collectives(made)}
     for one in sent.values():
@@ -225,7 +225,7 @@ def test_ring_on_a_full_fabric_takes_the_time_of_its_bytes() -> None:
     fabric = parse_fabric("clos2:64x400G/1p/16/8r")
     flows = plan_flows.axis_flows(use(), 64, 8)
     assert flows is not None
-    done = fluid.complete_flows(fabric, flows, routing=routes.spray(64), wire=fluid.IDEAL)
+    done = fluid.complete_flows(fabric, flows, routing=routes.spray_routing(64), wire=fluid.IDEAL)
     assert done.tail_s == pytest.approx(4e6 * 8 / 400e9, rel=0.05)
 
 

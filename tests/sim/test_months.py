@@ -23,11 +23,26 @@ from phalanx.network.fabric.failure_budget import (
     part_rates,
     part_s,
 )
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.reliability import daly_interval
 from phalanx.sim.months import simulate_run as run_module
-from phalanx.sim.months.causes import ALL_NETWORK, Cause, NetworkCauses, arrivals, network_share, slower, usual_mix
-from phalanx.sim.months.forecast import Forecast, forecast_months, formula_shares, site_range, spread, try_levers
+from phalanx.sim.months.causes import (
+    ALL_NETWORK,
+    Cause,
+    NetworkCauses,
+    failure_arrivals,
+    network_share,
+    pace_without_nic,
+    usual_mix,
+)
+from phalanx.sim.months.forecast import (
+    Forecast,
+    forecast_months,
+    forecast_spread,
+    formula_shares,
+    site_range,
+    try_levers,
+)
 from phalanx.sim.months.months_text import forecast_text
 from phalanx.sim.months.policy import (
     UNNOTICED_S,
@@ -37,7 +52,7 @@ from phalanx.sim.months.policy import (
     months_policy,
     usual_planned_per_day,
 )
-from phalanx.sim.months.recovery_table import recoveries, recovering, recovery_cases, recovery_row
+from phalanx.sim.months.recovery_table import compared_recoveries, recovery_cases, recovery_row, with_recovery
 from phalanx.sim.months.recovery_table import recovery_table_text as compare_page
 from phalanx.sim.months.simulate_run import simulate_run, simulate_runs
 from phalanx.units import DAY_S
@@ -298,7 +313,7 @@ def test_effective_time_against_the_formulas(gpus, restart_s, table):
         ALONE, mix=(SOFTWARE,), mtbf_s=mtbf_s, detect_s=0.0, restart_s=float(restart_s),
         saving=Saving(interval_s=interval_s, blocking_s=10.0, lag_s=0.0),
     )  # fmt: skip
-    found = spread([one.effective for one in simulate_runs(made, days=60.0, count=12, seed=0)])
+    found = forecast_spread([one.effective for one in simulate_runs(made, days=60.0, count=12, seed=0)])
     exact = interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + 10.0) / mtbf_s))
     error = 2 * (found.high - found.mean)  # 3.6 standard errors
     assert found.mean == pytest.approx(exact, abs=error)
@@ -324,7 +339,7 @@ def test_shares_of_causes_are_those_of_llama_3():
 def test_bursts_keep_the_mean():
     def counted(shape):
         random = np.random.default_rng(5)
-        drawn = itertools.islice(arrivals(usual_mix(), mtbf_s=100.0, shape=shape, random=random), 20_000)
+        drawn = itertools.islice(failure_arrivals(usual_mix(), mtbf_s=100.0, shape=shape, random=random), 20_000)
         return np.array([gap_s for gap_s, _ in drawn])
 
     poisson, bursts = counted(1.0), counted(0.6)
@@ -492,15 +507,15 @@ def test_who_outlives_what(llama):
     falls = {one.name: one.takes_host for one in on_fabric(llama).mix if one.name in ("link", "T0 switch")}
     assert falls == {"link": True, "T0 switch": False}  # a switch is waited for, a host with a dead cable is replaced
     slowest = {one.name: one.pace for one in on_fabric(llama, edge=True).mix}
-    assert slowest["link"] == slowest["T0 switch"] == slower(llama, 1 / 4)
+    assert slowest["link"] == slowest["T0 switch"] == pace_without_nic(llama, 1 / 4)
     assert slowest["link"] < slowest["T1 switch"] < slowest["uplink"] < 1.0
     # 128 uplinks and 64 T1s a plane: a T1 takes two of the first, in one of four planes.
     lost = {"uplink": 1 / 128, "T1 switch": 2 / 128}
     for name, share in lost.items():
-        assert slowest[name] == pytest.approx(slower(llama, share / 4))
+        assert slowest[name] == pytest.approx(pace_without_nic(llama, share / 4))
     routed = {one.name: one.pace for one in on_fabric(llama).mix}
     for name, share in lost.items():  # hashed QPs stay in their plane, and the message waits for the slowest
-        assert routed[name] == pytest.approx(slower(llama, share))
+        assert routed[name] == pytest.approx(pace_without_nic(llama, share))
 
 
 @pytest.mark.parametrize("kind", ["ethernet", "infiniband"])
@@ -573,8 +588,8 @@ def test_compare_has_both_networks_at_every_recovery(llama):
 
 
 def test_a_quick_recovery_shortens_noticing_only_when_it_must():
-    assert (recovering(USUAL, 20.0).detect_s, recovering(USUAL, 20.0).restart_s) == (20.0, 0.0)
-    assert recoveries(90.0) == (600.0, 90.0)
+    assert (with_recovery(USUAL, 20.0).detect_s, with_recovery(USUAL, 20.0).restart_s) == (20.0, 0.0)
+    assert compared_recoveries(90.0) == (600.0, 90.0)
 
 
 def test_page(llama):

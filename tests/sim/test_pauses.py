@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.sim.fair_rates import LinkTable, fair_rates_of, paused
+from phalanx.sim.fair_rates import LinkTable, fair_rates_of, paused_rates
 
 
 def rates(paths: list[list[int]], capacity: list[float]) -> tuple[list[float], list[float]]:
@@ -14,7 +14,7 @@ def rates(paths: list[list[int]], capacity: list[float]) -> tuple[list[float], l
     table = LinkTable(start=start, link=np.concatenate(paths).astype(np.int32), pull=np.ones(len(paths)))
     room = np.array(capacity)
     fair = fair_rates_of(table, room, engine="numpy")
-    return fair.tolist(), paused(table, fair, room).tolist()
+    return fair.tolist(), paused_rates(table, fair, room).tolist()
 
 
 def test_who_shares_a_link_before_a_crowded_one_goes_as_slowly() -> None:

@@ -60,7 +60,7 @@ def test_up_and_down_meet_at_the_same_switch(text: str) -> None:
 
 def test_hosts_under_one_t0_do_not_go_up() -> None:
     one = fabric_links.links_of(fabric())
-    found = routes.route_flows(one, traffic_matrix.flows([0, 0], [1, 63], 1.0), routes.by_flow())
+    found = routes.route_flows(one, traffic_matrix.make_flows([0, 0], [1, 63], 1.0), routes.by_flow())
     assert found.hops.tolist() == [2, 4]
 
 
@@ -68,7 +68,7 @@ def test_rails_put_a_servers_nics_on_different_t0s() -> None:
     one = fabric_links.links_of(fabric("clos2:64x400G/4p/16/8r"))
     assert one.host_t0(np.arange(8)).tolist() == list(range(8))
     assert one.host_t0(np.array([3, 11])).tolist() == [3, 3]  # rail 3 of two servers: one switch away
-    flows = traffic_matrix.flows([0], [11], 1.0)
+    flows = traffic_matrix.make_flows([0], [11], 1.0)
     aligned = routes.route_flows(one, flows, replace(routes.by_flow(), rails=True))
     assert aligned.hops.tolist() == [2]
     assert routes.route_flows(one, flows, routes.by_flow()).hops.tolist() == [4]
@@ -88,20 +88,20 @@ def test_choices_are_even_and_repeatable() -> None:
 
 def test_spraying_gives_every_plane_the_same() -> None:
     one = fabric_links.links_of(fabric("clos2:40x800G/8p/16"))
-    found = routes.route_flows(one, traffic_matrix.ring(40, 1.0), routes.spray(16))
+    found = routes.route_flows(one, traffic_matrix.ring(40, 1.0), routes.spray_routing(16))
     plane = (found.links[:, 0] // one.per_plane).reshape(40, 16)
     assert all(np.bincount(row, minlength=8).tolist() == [2] * 8 for row in plane)
 
 
 def test_dead_paths_are_left_by_those_who_may() -> None:
     one = fabric_links.links_of(fabric("clos2:64x400G/4p/16"))
-    left = fabric_links.shares(one, fabric_links.BrokenParts(nics=((1, 0),), t1=((0, 2), (2, 1))))
-    flows = traffic_matrix.flows([0, 8], [63, 1], 1.0)
+    left = fabric_links.link_shares(one, fabric_links.BrokenParts(nics=((1, 0),), t1=((0, 2), (2, 1))))
+    flows = traffic_matrix.make_flows([0, 8], [63, 1], 1.0)
     for recovery, cut in (("none", True), ("edge", False)):
-        routing = routes.spray(64, recovery=recovery)  # type: ignore[arg-type]
+        routing = routes.spray_routing(64, recovery=recovery)  # type: ignore[arg-type]
         assert routes.route_flows(one, flows, routing, left).cut.any() == cut
     # Switches cannot change the plane that the sender chose: with a dead NIC port its share stays lost.
-    conventional = routes.route_flows(one, flows, routes.spray(64, recovery="conventional"), left)
+    conventional = routes.route_flows(one, flows, routes.spray_routing(64, recovery="conventional"), left)
     assert conventional.cut[:64].sum() == 16
     assert conventional.cut[64:].sum() == 0
 
@@ -110,7 +110,7 @@ def test_dead_paths_are_left_by_those_who_may() -> None:
 def test_switches_keep_the_plane_that_a_hash_gave(made: Callable[..., routes.Routing]) -> None:
     one = fabric_links.links_of(fabric("clos2:128x800G/8p/32/wide"))
     flows = traffic_matrix.shift(128, 1.0)
-    ports = fabric_links.shares(one, fabric_links.BrokenParts(t0=((0, 0), (1, 0)), t1=((2, 0), (3, 1))))
+    ports = fabric_links.link_shares(one, fabric_links.BrokenParts(t0=((0, 0), (1, 0)), t1=((2, 0), (3, 1))))
     first = routes.route_flows(one, flows, made(seed=4))
     later = routes.route_flows(one, flows, made(seed=4, recovery="conventional"), ports)
     assert (first.links[:, 0] == later.links[:, 0]).all()  # the port of the NIC names the plane
@@ -126,12 +126,14 @@ def test_switches_keep_the_plane_that_a_hash_gave(made: Callable[..., routes.Rou
 
 def test_a_cable_fails_in_both_directions_and_a_switch_takes_its_cables() -> None:
     one = fabric_links.links_of(fabric("clos2:64x400G/4p/16"))
-    assert (fabric_links.shares(one, fabric_links.BrokenParts(uplinks=((0, 1, 2),))) == 0).sum() == 2
-    assert (fabric_links.shares(one, fabric_links.BrokenParts(t0=((3, 7),))) == 0).sum() == 16
+    assert (fabric_links.link_shares(one, fabric_links.BrokenParts(uplinks=((0, 1, 2),))) == 0).sum() == 2
+    assert (fabric_links.link_shares(one, fabric_links.BrokenParts(t0=((3, 7),))) == 0).sum() == 16
     assert (
-        fabric_links.shares(one, fabric_links.BrokenParts(t1=((0, 0),), left=0.1)) == 0.1
+        fabric_links.link_shares(one, fabric_links.BrokenParts(t1=((0, 0),), left=0.1)) == 0.1
     ).sum() == 2 * 8 * 8 // one.fabric.t1
-    assert (fabric_links.shares(one, fabric_links.BrokenParts(nics=fabric_links.transceiver(4, 5))) == 0).sum() == 8
+    assert (
+        fabric_links.link_shares(one, fabric_links.BrokenParts(nics=fabric_links.transceiver_lanes(4, 5))) == 0
+    ).sum() == 8
 
 
 @pytest.mark.parametrize(
@@ -153,10 +155,10 @@ def test_what_is_no_fabric_is_refused(change: dict[str, int], text: str) -> None
 def test_hosts_and_parts_that_do_not_exist_are_named() -> None:
     one = fabric_links.links_of(fabric())
     with pytest.raises(UserError, match="host 64 is not on"):
-        routes.route_flows(one, traffic_matrix.flows([0], [64], 1.0), routes.by_flow())
+        routes.route_flows(one, traffic_matrix.make_flows([0], [64], 1.0), routes.by_flow())
     with pytest.raises(UserError, match=r"there is no plane 0, T1 99"):
-        fabric_links.shares(one, fabric_links.BrokenParts(t1=((0, 99),)))
+        fabric_links.link_shares(one, fabric_links.BrokenParts(t1=((0, 99),)))
     with pytest.raises(UserError, match="sub-flows"):
-        routes.route_flows(one, traffic_matrix.ring(64, 1.0), routes.spray(1 << 20))
+        routes.route_flows(one, traffic_matrix.ring(64, 1.0), routes.spray_routing(1 << 20))
     with pytest.raises(UserError, match="0 paths per flow"):
-        routes.spray(0)
+        routes.spray_routing(0)

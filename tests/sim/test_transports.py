@@ -11,7 +11,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.packets.transport import HTSIM, MRC, ROCE, ROCE_PFC, Roce, Transport
-from phalanx.sim.simulate import SHORT_CONVERGE_S, compared, converge_of, paths_of, recovery_of, transport_of
+from phalanx.sim.simulate import SHORT_CONVERGE_S, compared_transports, converge_of, paths_of, recovery_of, transport_of
 
 
 def sprayed(*words: str, **more: Any) -> Transport:
@@ -64,6 +64,6 @@ def test_words_that_do_not_fit(name: str, words: dict[str, Any], text: str) -> N
 
 
 def test_a_comparison_gives_roce_a_queue_pair_on_every_plane() -> None:
-    off, on, edge = compared(parse_fabric("clos2:64x800G/8p/16"), paths=64, converge_s=2.0)
+    off, on, edge = compared_transports(parse_fabric("clos2:64x800G/8p/16"), paths=64, converge_s=2.0)
     assert (off.qps, off.pfc, off.converge_s) == (on.qps, not on.pfc, on.converge_s) == (8, False, 2.0)
     assert (edge.paths, edge.recovery) == (64, "edge")

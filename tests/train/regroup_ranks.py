@@ -23,7 +23,8 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.plan.model_replicas import ModelReplicas
-from phalanx.train.engine import IGNORED, Engine
+from phalanx.train.data.batches import IGNORED
+from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import digest_shards
 from phalanx.train.parallel.across_replicas import AcrossReplicas, ReplicaLost
 from phalanx.train.regroup import ReplicaRounds

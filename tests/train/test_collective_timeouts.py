@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.plan.plan import Plan
 from phalanx.train.collective_timeouts import WARM_UP_STEPS, CollectiveTimeouts, set_collective_timeouts
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "first-run.toml"
 
@@ -71,7 +71,7 @@ def test_a_number_in_the_job_file_is_kept() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(load_job(str(JOB), overrides=[], cluster=None, steps=0))
+    return plan_for_run(load_job(str(JOB), overrides=[], cluster=None, steps=0))
 
 
 def test_a_job_says_both_and_whoever_is_silent_is_found_first(plan: Plan) -> None:

@@ -15,9 +15,9 @@ from phalanx.train import loop as module
 from phalanx.train.callbacks import CallbackList
 from phalanx.train.checkpointing import Checkpointing
 from phalanx.train.drill_hooks import DrillFaults
-from phalanx.train.engine import NO_REQUESTS
 from phalanx.train.loop import TrainingLoop
 from phalanx.train.rank_control import RankControl
+from phalanx.train.step_result import NO_REQUESTS
 from phalanx.train.telemetry.noise import LocalNorms
 from phalanx.train.telemetry.step_events import StepTelemetry
 

@@ -15,13 +15,13 @@ import torch
 from phalanx.errors import UserError
 from phalanx.job.load import load
 from phalanx.job.schema import Job, PluginReferences
+from phalanx.train.attach_plugins import attach_plugins
 from phalanx.train.callbacks import Callback
 from phalanx.train.optim.own_optimizer import OwnOptimizer
 from phalanx.train.own_loss import own_loss
 from phalanx.train.plugins import (
     ATTRIBUTES,
     SOURCE_MODULE,
-    attach,
     load_module,
     load_plugins,
     make_plugin,
@@ -102,7 +102,7 @@ def test_what_cannot_be_loaded_is_said(job):
 
 def test_objects_become_references_that_give_the_same_object(job):
     mine = load_module(str(MINE))
-    attached = attach(
+    attached = attach_plugins(
         job,
         callbacks=[Remembers(every=5), f"{MINE}:Breaks"],
         loss=functools.partial(mine.smooth_loss, smoothing=0.3),
@@ -126,7 +126,7 @@ import json, math
 import numpy as np
 from phalanx.job.load import load
 from phalanx.train.callbacks import Callback
-from phalanx.train.plugins import attach
+from phalanx.train.attach_plugins import attach_plugins
 
 FACTOR = 3
 RUNNING = open(__file__)
@@ -145,10 +145,10 @@ class Reads(Callback):
         return RUNNING.read()
 
 job = load(JOB).job
-print(json.dumps(attach(job, callbacks=[Lamp(2)]).plugins.source))
+print(json.dumps(attach_plugins(job, callbacks=[Lamp(2)]).plugins.source))
 for wrong in (Reads, lambda training: None):
     try:
-        attach(job, callbacks=[wrong])
+        attach_plugins(job, callbacks=[wrong])
     except Exception as error:
         print(error)
 """
@@ -170,13 +170,15 @@ def test_what_cannot_travel_is_refused(job):
     class Inside(Callback):
         pass
 
-    assert "is defined inside a function" in refusal(attach, job, callbacks=[Inside])
-    assert "an instance whose file cannot be written as JSON" in refusal(attach, job, callbacks=[Opens("x")])
-    assert "use keyword arguments" in refusal(attach, job, loss=functools.partial(torch.nn.functional.mse_loss, 1))
+    assert "is defined inside a function" in refusal(attach_plugins, job, callbacks=[Inside])
+    assert "an instance whose file cannot be written as JSON" in refusal(attach_plugins, job, callbacks=[Opens("x")])
+    assert "use keyword arguments" in refusal(
+        attach_plugins, job, loss=functools.partial(torch.nn.functional.mse_loss, 1)
+    )
 
 
 def test_a_plan_takes_plug_ins_too_and_a_model_its_module(job):
-    found = attach(job, model="my_model.py:build", data="my_data.py:open_it")
+    found = attach_plugins(job, model="my_model.py:build", data="my_data.py:open_it")
     assert (found.model.module, found.plugins.data) == ("my_model.py:build", "my_data.py:open_it")
 
 

@@ -9,8 +9,8 @@ import pytest
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.engine import StepRequest
 from phalanx.train.settings import Settings
+from phalanx.train.step_result import StepRequest
 from phalanx.train.telemetry.noise import NUMBERS
 from phalanx.train.tracing.hang_check import find_hang
 from phalanx.train.tracing.traced_ranks import TracedStep, stage_ranks, trace_ranks

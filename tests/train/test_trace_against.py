@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.request import request_from_job
 from phalanx.plan.search import DECIDES
 from phalanx.train.tracing.trace_report import PlanLine, TracedFit, against_plan, render_against, render_fit, traced_fit
@@ -50,7 +50,7 @@ def asked(layout):
     wishes = ["data.sequence=4096", f"batch.global_sequences={sequences}", "model.preset=llama-3-8b"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
     job = replace(job, model=replace(job.model, layers=8, vocab=32_064))
-    return job, request_from_job(job, resolve(f"8xH100:{max(layout.devices // 8, 1)}"))[0]
+    return job, request_from_job(job, resolve_cluster(f"8xH100:{max(layout.devices // 8, 1)}"))[0]
 
 
 @pytest.mark.parametrize("name", GRID)
@@ -81,7 +81,7 @@ def test_wide_layers_of_few_tokens_are_fullest_while_they_are_reduced(name):
     wishes = ["data.sequence=1024", f"batch.global_sequences={layout.data * layout.accumulation}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=[*wishes, f"model.preset={preset}"]).job
     job = replace(job, model=replace(job.model, layers=4, vocab=32_064))
-    request, _ = request_from_job(job, resolve(f"{layout.devices}xH100:1"))
+    request, _ = request_from_job(job, resolve_cluster(f"{layout.devices}xH100:1"))
     lines = against_plan(request, layout, trace_ranks(TracedStep.of(job, layout, on_gpu=True), [0]))
     assert all(line.agrees for line in lines if line.kind == "memory"), render_against(lines)
 
@@ -102,13 +102,13 @@ def drawn(seed):
     chance = random.Random(seed)
     preset = chance.choice(("llama-3-8b", "mixtral-8x7b", "gpt2-xl", "qwen3-8b"))
     cluster = chance.choice(("2xH100:1", "4xH100:1", "8xH100:1", "2xH100:4"))
-    devices = resolve(cluster).devices
+    devices = resolve_cluster(cluster).devices
     wishes = [
         *(f"model.preset={preset}", f"data.sequence={chance.choice((1024,) if preset == 'gpt2-xl' else (2048, 4096))}"),
         f"batch.global_sequences={devices * chance.choice((2, 4))}",
     ]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
-    return replace(job, model=replace(job.model, layers=chance.choice((4, 6, 8)))), resolve(cluster)
+    return replace(job, model=replace(job.model, layers=chance.choice((4, 6, 8)))), resolve_cluster(cluster)
 
 
 def traced(plan):

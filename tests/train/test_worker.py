@@ -13,14 +13,14 @@ import torch
 
 from phalanx.plan.plan import Plan
 from phalanx.train import worker
-from phalanx.train.prepare import load_job, make
+from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "first-run.toml"
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make(load_job(str(JOB), overrides=["comm.init_timeout_s=77"], cluster=None, steps=0))
+    return plan_for_run(load_job(str(JOB), overrides=["comm.init_timeout_s=77"], cluster=None, steps=0))
 
 
 @pytest.mark.parametrize(

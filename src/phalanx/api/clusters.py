@@ -13,8 +13,8 @@ from phalanx.api.results import PublicResult, Tell, silent
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.catalog import accelerators as known_accelerators
 from phalanx.hardware.catalog import matmul_flops
-from phalanx.hardware.cluster import resolve
-from phalanx.hardware.cluster_text import cluster_page, gibibytes, table_of
+from phalanx.hardware.cluster import resolve_cluster
+from phalanx.hardware.cluster_text import cluster_page, format_gibibytes, table_of
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, MachineProfile, save_profile, usual_path
@@ -46,7 +46,7 @@ def cluster(
     """
     files = tuple(Path(one) for one in hardware)
     if str(spec).strip() != "local":
-        return resolve(spec, files=files)
+        return resolve_cluster(spec, files=files)
     chosen = Path(profile) if profile is not None else None
     return machine_cluster(discover(), environ=os.environ, profile=chosen, ranks=ranks, files=files)
 
@@ -121,7 +121,7 @@ def machine_rows(machine: Machine) -> list[tuple[str, str]]:
     rows = [
         ("host", machine.hostname),
         ("cpu", f"{machine.cpu_model}, {sockets}, {usable}, {nodes}"),
-        ("memory", gibibytes(machine.memory_bytes)),
+        ("memory", format_gibibytes(machine.memory_bytes)),
     ]
     for nic in machine.nics:
         speed = f"{format_bytes(nic.bytes_per_s)}/s" if nic.bytes_per_s else "speed unknown"
@@ -130,7 +130,10 @@ def machine_rows(machine: Machine) -> list[tuple[str, str]]:
         links = f", {gpu.nvlinks} NVLinks {format_bytes(gpu.nvlink_bytes_per_s)}/s" if gpu.nvlinks > 0 else ""
         pcie = f", PCIe {format_bytes(gpu.pcie_bytes_per_s)}/s" if gpu.pcie_bytes_per_s else ""
         rows.append(
-            (f"gpu {gpu.index}", f"{gpu.name}, {gibibytes(gpu.memory_bytes)}{links}{pcie}{_numa_text(gpu.numa_node)}")
+            (
+                f"gpu {gpu.index}",
+                f"{gpu.name}, {format_gibibytes(gpu.memory_bytes)}{links}{pcie}{_numa_text(gpu.numa_node)}",
+            )
         )
     rows += [(f"path {path.first}-{path.second}", path.kind) for path in machine.gpu_paths]
     return rows if machine.gpus else [*rows, ("gpu", "none")]
@@ -144,7 +147,7 @@ def _accelerator_row(device: Accelerator) -> tuple[str, ...]:
         device.family,
         format_flops(device.peak_bf16_flops),
         f"{format_flops(matmul_flops(device))}{'' if device.matmul_bf16_flops else ' *'}",
-        gibibytes(device.memory_bytes),
+        format_gibibytes(device.memory_bytes),
         link,
         str(device.domain_devices),
         f"{device.tdp_w:.0f} W" if device.tdp_w else "",

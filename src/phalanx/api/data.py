@@ -98,7 +98,7 @@ def build(
     from phalanx.job.dataset import VOCAB, cache_folder
     from phalanx.train.data.build import SHARD_TOKENS, Recipe
     from phalanx.train.data.build import build_dataset as build_dataset
-    from phalanx.train.data.corpus import corpus as fetch_corpus
+    from phalanx.train.data.corpus import fetch_corpus
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import on_stderr
 

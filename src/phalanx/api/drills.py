@@ -148,7 +148,7 @@ def drill(
 
     parsed = parse_faults(list(call.faults))  # before anything is planned: a typing error costs nothing
     need_torch()
-    plan = make_plan(call)
+    plan = drill_plan(call)
     if call.chaos:
         parsed = _draw_faults(call, plan)
     elif not parsed:
@@ -197,7 +197,7 @@ def _refuse_launcher() -> None:
     refuse_several(os.environ, WHERE)
 
 
-def make_plan(call: DrillCall) -> Plan:
+def drill_plan(call: DrillCall) -> Plan:
     """As `train` plans it, with digests on: the proof rests on them."""
     from phalanx.train import prepare
 
@@ -212,12 +212,12 @@ def make_plan(call: DrillCall) -> Plan:
             why="a drill repeats the run without faults, and steps without a replica are not repeated there",
             fix='--set fault.on_loss="rebuild" drills the same job with everything rebuilt',
         )
-    plan = prepare.make(resolved)
+    plan = prepare.plan_for_run(resolved)
     if call.minutes and not call.steps:
         # So many steps that they last: the planned time of a step is the shortest it can be.
         steps = max(plan.duration.steps, int(60 * call.minutes / plan.prediction.step_s_low) + 1)
         resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=steps)
-        plan = prepare.make(resolved)
+        plan = prepare.plan_for_run(resolved)
     prepare.check_code(plan.job, allowed=call.allow_code)
     prepare.check_here(plan)
     prepare.tell_sharing(plan, call.tell)
@@ -394,7 +394,7 @@ def drill_suite(
         allow_code=allow_code,
         tell=tell,
     )
-    plan = make_plan(call)  # the job as it is: how long its steps are, and whether there is anybody to lose
+    plan = drill_plan(call)  # the job as it is: how long its steps are, and whether there is anybody to lose
     if plan.layout.devices < LEAST_WORLD:
         raise mistake(
             str(job),
@@ -419,7 +419,7 @@ def _play_drill(call: DrillCall, part: SuitePart) -> SuiteDrill:
         spares=part.spares,
         replay=part.replay,
     )
-    plan, faults = make_plan(mine), suite_faults(part)
+    plan, faults = drill_plan(mine), suite_faults(part)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     call.tell(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
     outcome = perform_drill(make_scene(mine, plan), faults)

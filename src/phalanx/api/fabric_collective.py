@@ -78,13 +78,13 @@ def collective(
     >>> len(collective("8xH100:16", "all-reduce", "64MiB").sizes)
     1
     """
-    from phalanx.hardware.cluster import resolve
+    from phalanx.hardware.cluster import resolve_cluster
     from phalanx.hardware.types import Cluster
     from phalanx.network.collective_answer import collective_answers, pick_ranges
     from phalanx.network.sizes import parse_sizes
 
     wanted, sizes = _operation_of(kind), parse_sizes(str(nbytes), "--bytes")
-    found = _with_nic(cluster if isinstance(cluster, Cluster) else resolve(cluster), nic_gbps)
+    found = _with_nic(cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster), nic_gbps)
     if found.devices < 2:
         raise mistake(f"cluster {found.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
     measured = _read_measurements(str(fit), wanted, found) if fit else None

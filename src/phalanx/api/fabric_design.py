@@ -48,13 +48,13 @@ class FabricDesigns(PublicResult):
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
         from phalanx.network.fabric.design_verdict import show_verdict
-        from phalanx.network.fabric.fabric_text import folded, show_designs
+        from phalanx.network.fabric.fabric_text import fold_lines, show_designs
 
         parts = []
         if self.verdict is not None:
             parts.append(show_verdict(self.verdict, width=width) + "\n")
         if self.job is not None:
-            parts.append(folded(self.job.text(), width) + "\n")
+            parts.append(fold_lines(self.job.text(), width) + "\n")
         return "\n".join([*parts, show_designs(self.designs, top=self.top, width=width)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class JobSteps:
     def text(self) -> str:
         """A table, quickest first."""
         from phalanx.io.tables import folded_table
-        from phalanx.network.fabric.fabric_text import percent
+        from phalanx.network.fabric.fabric_text import format_percent
         from phalanx.units import format_seconds
 
         best = min(row.step_s for row in self.rows)
@@ -229,8 +229,8 @@ class JobSteps:
             (
                 f"  {row.fabric}",
                 format_seconds(row.step_s),
-                percent(row.step_s / best - 1),
-                percent(row.crossing_share),
+                format_percent(row.step_s / best - 1),
+                format_percent(row.crossing_share),
                 f"{row.slowest_axis} at {row.slowest_share:.2f} of line rate" if row.slowest_axis else "-",
             )
             for row in sorted(self.rows, key=lambda one: one.step_s)
@@ -240,9 +240,9 @@ class JobSteps:
 
 def _job_plan(job: AnyJob, overrides: Overrides, cluster: str | None, tell: Tell) -> Plan:
     """The job's plan on its cluster or another."""
-    from phalanx.plan.make import plan
+    from phalanx.plan.make import make_plan
 
-    made = plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, hopeless=True)
+    made = make_plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, hopeless=True)
     warn((Problem(where="", what=line) for line in made.warnings), tell)
     return made
 
@@ -362,7 +362,7 @@ def decisions(
 ) -> FabricDecisions:
     """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists."""
     from phalanx.network.fabric.decisions import BOX, decisions_of
-    from phalanx.network.fabric.decisions import decisions as decide
+    from phalanx.network.fabric.decisions import fabric_decisions as decide
     from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
 
     where = "phalanx fabric decisions"
@@ -436,7 +436,7 @@ class FabricCatalogue(PublicResult):
     def page(self, width: int | None = None) -> str:
         """The page, folded to so many columns."""
         from phalanx.io.tables import folded_table
-        from phalanx.network.fabric.fabric_text import folded, money
+        from phalanx.network.fabric.fabric_text import fold_lines, money_range
 
         fabrics = [(f"  {name}", spec, source) for name, (spec, source) in self.fabrics.items()]
         boxes = [
@@ -444,14 +444,14 @@ class FabricCatalogue(PublicResult):
                 f"  {one.name}",
                 one.kind,
                 f"{one.watts:,.0f} W" if one.watts else "unknown",
-                money(one.usd),
+                money_range(one.usd),
                 one.evidence,
                 one.also,
             )
             for one in self.switches
         ]
         head = "switches (power without optics, list price, how far both can be trusted)"
-        return folded(f"fabrics\n{folded_table(fabrics, left=3)}\n\n{head}\n{folded_table(boxes, left=2)}", width)
+        return fold_lines(f"fabrics\n{folded_table(fabrics, left=3)}\n\n{head}\n{folded_table(boxes, left=2)}", width)
 
     def to_dict(self) -> dict[str, Any]:
         """Names with what they stand for."""
@@ -461,6 +461,6 @@ class FabricCatalogue(PublicResult):
 
 def catalogue() -> FabricCatalogue:
     """The fabrics and switches that have names."""
-    from phalanx.network.fabric.switch_catalogue import named_fabrics, switches
+    from phalanx.network.fabric.switch_catalogue import known_switches, named_fabrics
 
-    return FabricCatalogue(fabrics=dict(named_fabrics()), switches=tuple(switches()))
+    return FabricCatalogue(fabrics=dict(named_fabrics()), switches=tuple(known_switches()))

@@ -109,9 +109,9 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
     import numpy as np
 
     from phalanx.job.load import load
-    from phalanx.plan.make import plan as make_plan
+    from phalanx.plan.make import make_plan
     from phalanx.sim.plan_flows import plan_collectives
-    from phalanx.sim.traffic_matrix import flows
+    from phalanx.sim.traffic_matrix import make_flows
 
     match = _JOB.match(name.strip())
     assert match is not None, "says_bytes() said so"
@@ -135,7 +135,7 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
     for axis, (operation, one) in picked.items():
         tell(f"{axis}: {operation}, {plural(len(one), 'flow')}, {format_bytes(float(one.nbytes.sum()))} in a step")
     every = [one for _, one in picked.values()]
-    return flows(
+    return make_flows(
         np.concatenate([one.source for one in every]),
         np.concatenate([one.target for one in every]),
         np.concatenate([one.nbytes for one in every]),

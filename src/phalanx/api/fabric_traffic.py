@@ -217,9 +217,9 @@ def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> FabricBreak:
 
 def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """Rates that settle, with what is broken from the start; or over time, where something fails on the way."""
-    from phalanx.sim.compare_recovery import one_fluid_run, unsaid
+    from phalanx.sim.compare_recovery import effects_left_out, one_fluid_run
     from phalanx.sim.packets.build import PacketBudget
-    from phalanx.sim.simulate import WIRES, choice
+    from phalanx.sim.simulate import WIRES, check_choice
     from phalanx.sim.simulate import simulate as settle
 
     said = traffic.not_mapped
@@ -234,7 +234,7 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
             recovery=call.recovery or "",
             converges=call.converge is not None,
             pauses=bool(call.pfc),
-            wire=WIRES[choice("--wire", call.wire or "mrc", tuple(WIRES))],
+            wire=WIRES[check_choice("--wire", call.wire or "mrc", tuple(WIRES))],
         )
     else:
         found = settle(
@@ -253,13 +253,13 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
             budget=PacketBudget(cpu_s=call.cpu or CPU_S),
         )
     _tell_beside(found, call.tell)
-    notes = unsaid(_broken_by(call, traffic), [found]) if in_time else ()
+    notes = effects_left_out(_broken_by(call, traffic), [found]) if in_time else ()
     page = text.columns_text([found]) if in_time else text.settled_text(found)
     return _one_simulation(found, page, traffic, notes, said, interrupted=bool(found["stopped"]))
 
 
 def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
-    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.compare_recovery import effects_left_out
     from phalanx.sim.packets.build import PacketBudget
     from phalanx.sim.simulate import simulate_packets, transport_of
 
@@ -283,7 +283,7 @@ def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic)
         each_plane=call.each_plane,
     )
     _tell_beside(found, call.tell)
-    notes = unsaid(_broken_by(call, traffic), [found])
+    notes = effects_left_out(_broken_by(call, traffic), [found])
     interrupted = found["stopped"] == "interrupted"
     page = text.packet_text(found)
     return _one_simulation(found, page, traffic, notes, traffic.not_mapped, interrupted=interrupted)
@@ -308,12 +308,12 @@ def _one_simulation(
 
 def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """One failure, a column for each way of sending."""
-    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.compare_recovery import effects_left_out
 
     question = _recovery_question(call, fabric, traffic)
     _announce_time([question], call)
     found, interrupted = _compared_columns(question, call, [])
-    notes = unsaid(question.broken, found)
+    notes = effects_left_out(question.broken, found)
     lines = [
         text.columns_text(found),
         *text.incast_text(traffic),
@@ -327,7 +327,7 @@ def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraff
 
 def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     """Named failures: one as a table, several as a line each."""
-    from phalanx.sim.compare_recovery import unsaid
+    from phalanx.sim.compare_recovery import effects_left_out
     from phalanx.sim.fabric_failures import chosen_scenarios
 
     picked = chosen_scenarios(str(call.scenario), fabric)
@@ -342,7 +342,9 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
         done[one.name], interrupted = _compared_columns(question, call, [] if one.incast else kept)
         if interrupted:
             break
-    notes = tuple(dict.fromkeys(line for one in picked for line in unsaid(one.broken, done.get(one.name, ()))))
+    notes = tuple(
+        dict.fromkeys(line for one in picked for line in effects_left_out(one.broken, done.get(one.name, ())))
+    )
     values = {"scenarios": [{"scenario": name, "compare": found} for name, found in done.items()], "notes": notes}
     if len(picked) == 1:
         one = picked[0]

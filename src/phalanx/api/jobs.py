@@ -194,17 +194,17 @@ class NewJob(PublicResult):
 
 def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOCAL, force: bool = False) -> NewJob:
     """Write a commented job file that works as it stands; an existing file is kept unless `force`."""
-    from phalanx.job.template import render, vocab_of
+    from phalanx.job.template import render_template, vocab_of
     from phalanx.plan.parameter_counts import count_parameters
 
     file, preset = Path(path), _known_preset(model)
     devices = 0
     if cluster != LOCAL:  # an unknown cluster is refused before a file names it
-        from phalanx.hardware.cluster import resolve  # reads the accelerator tables
+        from phalanx.hardware.cluster import resolve_cluster  # reads the accelerator tables
 
-        found = resolve(cluster, base=file.parent)
+        found = resolve_cluster(cluster, base=file.parent)
         devices = found.devices if found.hosts > 1 else 0
-    text = render(
+    text = render_template(
         file=str(path),
         name=job_name(file),
         preset=preset,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.jobs import AnyJob, look_at_files, read_job
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent
 from phalanx.errors import mistake
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.units import plural
 
@@ -70,7 +70,7 @@ def plan(
         from phalanx.plan.make import plan_here
 
         if cluster is not None:
-            resolve(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
+            resolve_cluster(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
         made = plan_here(make, str(cluster or resolved.job.cluster.target), environ=os.environ, tell=tell)
     if not found.warnings:
         return made

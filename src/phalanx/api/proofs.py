@@ -146,9 +146,9 @@ def _verify_plan(
     plan: str | Path | Plan | None,
     ranks_per_gpu: int | None,
 ) -> Plan:
-    from phalanx.plan.make import plan as make_plan
+    from phalanx.plan.make import make_plan
     from phalanx.plan.plan import Plan
-    from phalanx.train.prepare import load_job, make, read_plan
+    from phalanx.train.prepare import load_job, plan_for_run, read_plan
 
     if isinstance(plan, Plan):
         return plan
@@ -160,7 +160,7 @@ def _verify_plan(
         resolved = read_job(job, overrides, where="phalanx.verify")
     if plan is not None:
         return read_plan(str(plan), resolved)
-    return make(resolved) if isinstance(job, str | Path) else make_plan(resolved, cluster)
+    return plan_for_run(resolved) if isinstance(job, str | Path) else make_plan(resolved, cluster)
 
 
 def _proof_terms(
@@ -286,7 +286,7 @@ def trace(
     "all" every rank of a job of up to 64. `against_plan` compares messages, FLOPs and memory of all stages with the
     plan. `workers` ranks are traced at a time, one per core by default.
     """
-    from phalanx.plan.make import plan as make_plan
+    from phalanx.plan.make import make_plan
     from phalanx.train.prepare import check_code, need_torch, with_absolute_files
 
     need_torch()

@@ -15,7 +15,7 @@ from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, sile
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.units import HOUR_S, plural
 
@@ -198,11 +198,11 @@ class StepSimulation(PublicResult):
 def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell) -> StepSimulation:
     """Both ways of recovering from a failure, or those that Ctrl-C left finished."""
     from phalanx.sim.step.axis_paths import PathTransport, derived_fabric
-    from phalanx.sim.step.breaks import aftermath, broken
+    from phalanx.sim.step.breaks import broken_parts, failure_aftermath
     from phalanx.sim.step.step_report import step_report
 
     if call.broken is not None:  # before anything is simulated: a fabric may lack the part
-        broken(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
+        broken_parts(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
     seconds = plan.layout.devices / DEVICES_PER_S * (3 if call.broken else 1)
     if seconds > PROGRESS_S and fabric is not None:
         tell(f"{plural(plan.layout.devices, 'device')} on {fabric.name}: about {seconds:.0f} s")
@@ -214,7 +214,9 @@ def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell
             for edge in (False, True):
                 healthy = report if report.edge == edge else None
                 found.append(
-                    aftermath(plan, report.fabric, call.broken, edge=edge, outage_s=call.outage, healthy=healthy)
+                    failure_aftermath(
+                        plan, report.fabric, call.broken, edge=edge, outage_s=call.outage, healthy=healthy
+                    )
                 )
         except KeyboardInterrupt:
             tell("stopped by Ctrl-C: the step is finished, and shown; what a failure does to it is not")
@@ -328,14 +330,14 @@ def _network_causes(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: T
             what = "--planes has no effect: only --edge-recovery and --compare use it"
             warn([Problem(where=WHERE, what=what)], tell)
         return NetworkCauses(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
-    from phalanx.network.fabric.failure_budget import sprays
+    from phalanx.network.fabric.failure_budget import can_spray
     from phalanx.sim.step.axis_paths import check_size
 
     check_size(fabric, plan.layout.devices)
     if call.planes not in (None, fabric.planes):
         what = f"--planes {call.planes}, and {fabric.name} has {fabric.planes}"
         raise mistake(WHERE, what, fix="leave --planes out: the fabric says it")
-    if (call.edge_recovery or call.compare) and not sprays(fabric):
+    if (call.edge_recovery or call.compare) and not can_spray(fabric):
         what = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
         warn([Problem(where=WHERE, what=what, why="a NIC's lost port or T0 restarts the job under both")], tell)
     return NetworkCauses(edge=call.edge_recovery, planes=fabric.planes, fabric=fabric)

@@ -106,16 +106,18 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
         old = call.resume if isinstance(call.resume, Run) else open_run(call.resume)
         with old.held():
             pass  # somebody else may be training in it: say so before anything is planned or changed
-        plan, warnings = prepare.resumed(old, overrides=call.overrides, cluster=call.cluster, steps=call.steps or 0)
+        plan, warnings = prepare.resumed_plan(
+            old, overrides=call.overrides, cluster=call.cluster, steps=call.steps or 0
+        )
         warn(warnings, call.tell)
         resolved = prepare.job_of(old, plan)
         _check_files(plan.job, resolved, call, old)
     else:
         plan, resolved = _fresh_plan(call)
     if call.plugins:
-        from phalanx.train.plugins import attach
+        from phalanx.train.attach_plugins import attach_plugins
 
-        plan = attach(plan, **call.plugins)
+        plan = attach_plugins(plan, **call.plugins)
     prepare.check_trainable(plan)
     if here:
         prepare.check_here(plan)
@@ -148,11 +150,11 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
     asked = resolved
     _check_files(prepare.with_absolute_files(asked).job, asked, call)
     if not call.measure or find_rank(os.environ) is not None:
-        return prepare.make(asked), asked
+        return prepare.plan_for_run(asked), asked
     from phalanx.plan.make import plan_here
 
     target = str(asked.job.cluster.target)
-    return plan_here(lambda: prepare.make(asked), target, environ=os.environ, tell=call.tell), asked
+    return plan_here(lambda: prepare.plan_for_run(asked), target, environ=os.environ, tell=call.tell), asked
 
 
 def _load(job: AnyJob, call: TrainCall) -> ResolvedJob:
@@ -180,7 +182,7 @@ def _plan_in_memory(plan: Plan, resolved: ResolvedJob | None) -> Plan:
     """The plan with the files of its job as absolute paths, from the folder of the job file or from this one."""
     from phalanx.train import prepare
 
-    if resolved is not None and (changed := prepare.differences(plan.job, resolved.job)):
+    if resolved is not None and (changed := prepare.changed_keys(plan.job, resolved.job)):
         what = f"the plan is of another job: {', '.join(changed[:3])} differ from {resolved.path}"
         raise mistake("phalanx.train", what, fix="plan that job: phalanx.plan(job)")
     base = resolved.path if resolved is not None else Path("job.toml")

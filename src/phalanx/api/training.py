@@ -207,12 +207,12 @@ def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
 
 def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
     """Counted when the ranks are gone and the cores are free; only where there is something to compare."""
-    from phalanx.train.prepare import baselines
+    from phalanx.train.prepare import counting_baselines
 
     found = run.summary().evaluation
     if found is not None and found.bits_per_byte is not None and found.bigram_bits_per_byte is None:
         try:
-            run.set_launch(**{**run.launch(), "baselines": baselines(plan.job)})
+            run.set_launch(**{**run.launch(), "baselines": counting_baselines(plan.job)})
         except (PhalanxError, ValueError, IndexError) as error:  # a report without them is better than none
             tell(f"no baselines: {str(error).splitlines()[0]}; phalanx data checksum checks the dataset")
 
@@ -223,7 +223,7 @@ def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
 def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
     """Be one rank of a job that another launcher started; rank 0 makes the run folder for all."""
     from phalanx.elastic.local_launch import agent_command
-    from phalanx.train.joined import check_world, join
+    from phalanx.train.joined import check_world, run_joined_rank
 
     given = {"--hosts": call.hosts > 1, "--spares": call.spares, "--join": call.join, "--address": call.address}
     for option in (name for name, value in given.items() if value):
@@ -253,7 +253,7 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
         return ProgressLine(run, steps=steps, world=world, since_s=started, tell=call.tell, terminal=False).tick
 
     agent = agent_command(allow_code=call.consents)
-    outcome, done = join(place, prepared, watch, call=_asked_of_all(call), agent=agent)
+    outcome, done = run_joined_rank(place, prepared, watch, call=_asked_of_all(call), agent=agent)
     if done is None:
         raise OtherRankDone(outcome.exit_code if outcome.state == "failed" else 0)
     plan, run = done

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import base64
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from phalanx.elastic.election import LEASE_S, RENEW_S, Deposed, ElectionUnavailable
+from phalanx.elastic.election import Deposed, ElectionUnavailable
 from phalanx.elastic.json_http import HttpProblem, ask_json
+from phalanx.elastic.lease_clock import LeaseClock
 
 PREFIX = "/phalanx/"
 TTL_S = 1.1  # between looks at the seconds that a lease has left: etcd tells whole ones
@@ -29,28 +29,25 @@ class EtcdElection:
         endpoints: Sequence[str],
         name: str,
         *,
-        lease_s: float = LEASE_S,
-        renew_s: float = RENEW_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        lease_clock: LeaseClock | None = None,
     ) -> None:
         self.term = 0
         self._endpoints = [one.strip().rstrip("/") for one in endpoints]
         self._key = base64.b64encode(f"{PREFIX}{name}".encode()).decode()
-        self._lease_s, self._renew_s, self._clock, self._sleep = lease_s, renew_s, clock, sleep
-        self._lease, self._renewed_s, self._tried_s = "", -1e9, -1e9
+        self.lease_clock = LeaseClock() if lease_clock is None else lease_clock
+        self._lease = ""
 
     def take(self) -> bool:
         """Become the coordinator, unless another renews its lease."""
         while True:
-            asked_s = self._clock()
-            lease = str(self._ask("lease/grant", {"TTL": str(math.ceil(self._lease_s))})["ID"])
+            asked_s = self.lease_clock.now()
+            lease = str(self._ask("lease/grant", {"TTL": str(math.ceil(self.lease_clock.lease_s))})["ID"])
             is_absent = {"key": self._key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
             put = {"request_put": {"key": self._key, "value": base64.b64encode(b"held").decode(), "lease": lease}}
             answer = self._ask("kv/txn", {"compare": [is_absent], "success": [put]})
             if answer.get("succeeded"):
                 self.term, self._lease = int(answer["header"]["revision"]), lease
-                self._renewed_s = self._tried_s = asked_s
+                self.lease_clock.take_lease(asked_s)
                 return True
             with suppress(ElectionUnavailable):
                 self._ask("lease/revoke", {"ID": lease})
@@ -65,7 +62,7 @@ class EtcdElection:
             if left is not None and now >= left and now > 0:  # at 0 it is over: etcd has yet to delete the key
                 return True
             left = now
-            self._sleep(max(TTL_S, self._renew_s))
+            self.lease_clock.sleep(max(TTL_S, self.lease_clock.renew_s))
         return False
 
     def _held(self) -> dict[str, Any] | None:
@@ -74,33 +71,26 @@ class EtcdElection:
 
     def renew(self) -> None:
         """Renew the lease, at most once in `renew_s`; raises Deposed when it is over."""
-        now = self._clock()
-        if now - self._tried_s < self._renew_s:
+        if not self.lease_clock.begin_renewal():
             return
-        self._tried_s = now
         try:
             answer = self._ask("lease/keepalive", {"ID": self._lease})
         except ElectionUnavailable:
-            self._trust_lease()
+            self.lease_clock.trust_lease(self.term)
             return
         if int((answer.get("result") or {}).get("TTL", "0")) <= 0:
             raise Deposed(f"the lease of term {self.term} is over")
-        self._renewed_s = now
+        self.lease_clock.end_renewal()
 
     def check(self) -> None:
         """Raises Deposed when the key is not ours any more."""
         try:
             held = self._held()
         except ElectionUnavailable:
-            self._trust_lease()
+            self.lease_clock.trust_lease(self.term)
             return
         if held is None or int(held["create_revision"]) != self.term:
             raise Deposed(f"term {self.term} is over")
-
-    def _trust_lease(self) -> None:
-        """Out of reach: nobody else can have taken the term before our lease is over."""
-        if self._clock() - self._renewed_s > self._lease_s:
-            raise Deposed(f"term {self.term} could not be renewed for {self._lease_s:g} s")
 
     def release(self) -> None:
         """Delete the key with the lease."""

@@ -12,15 +12,15 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from phalanx.elastic.election import LEASE_S, RENEW_S, Deposed, ElectionUnavailable
+from phalanx.elastic.election import Deposed, ElectionUnavailable
 from phalanx.elastic.json_http import HttpProblem, ask_json
+from phalanx.elastic.lease_clock import LeaseClock
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 OK, CREATED, NOT_FOUND, CONFLICT = 200, 201, 404, 409
@@ -37,19 +37,16 @@ class KubernetesElection:
         name: str,
         token: Callable[[], str] = lambda: "",
         context: ssl.SSLContext | None = None,
-        lease_s: float = LEASE_S,
-        renew_s: float = RENEW_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        lease_clock: LeaseClock | None = None,
     ) -> None:
         self.term = 0
         self._server, self._namespace, self._name = server, namespace, name
         self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._token, self._context = token, context
-        self._lease_s, self._renew_s, self._clock, self._sleep = lease_s, renew_s, clock, sleep
+        self.lease_clock = LeaseClock() if lease_clock is None else lease_clock
         self._identity = f"{os.uname().nodename}_{secrets.token_hex(8)}"
         self._version = ""  # as we wrote it last
-        self._acquired, self._renewed_s, self._tried_s = "", -1e9, -1e9
+        self._acquired = ""
 
     @classmethod
     def in_cluster(cls, *, namespace: str, name: str, account: Path = ACCOUNT) -> KubernetesElection:
@@ -72,7 +69,7 @@ class KubernetesElection:
     def take(self) -> bool:
         """Become the coordinator, unless another renews the lease."""
         while True:
-            asked_s, found = self._clock(), self._get()
+            asked_s, found = self.lease_clock.now(), self._get()
             spec = found.get("spec", {}) if found is not None else {}
             if found is not None and spec.get("holderIdentity") and self._is_renewed(found):
                 return False
@@ -80,15 +77,16 @@ class KubernetesElection:
             version = _version(found)
             self._acquired = _now()
             if self._write(term, version=version):
-                self.term, self._renewed_s, self._tried_s = term, asked_s, asked_s
+                self.term = term
+                self.lease_clock.take_lease(asked_s)
                 return True
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
         """Whether the holder renews within the lease that it has claimed, which is at least ours."""
-        lease_s = max(self._lease_s, float(found["spec"].get("leaseDurationSeconds") or 0))
-        seen, until_s = _version(found), self._clock() + lease_s
-        while self._clock() < until_s:
-            self._sleep(min(self._renew_s, max(0.0, until_s - self._clock())))
+        lease_s = max(self.lease_clock.lease_s, float(found["spec"].get("leaseDurationSeconds") or 0))
+        seen, until_s = _version(found), self.lease_clock.now() + lease_s
+        while self.lease_clock.now() < until_s:
+            self.lease_clock.sleep(min(self.lease_clock.renew_s, max(0.0, until_s - self.lease_clock.now())))
             again = self._get()
             if _version(again) != seen:
                 return again is not None and bool(again["spec"].get("holderIdentity"))
@@ -96,18 +94,16 @@ class KubernetesElection:
 
     def renew(self) -> None:
         """Write anew that we hold it, at most once in `renew_s`; raises Deposed."""
-        now = self._clock()
-        if now - self._tried_s < self._renew_s:
+        if not self.lease_clock.begin_renewal():
             return
-        self._tried_s = now
         try:
             if not self._write(self.term, version=self._version):
                 self._adopt()
                 if not self._write(self.term, version=self._version):
                     return  # somebody labels it at the same time: the next renewal is soon
-            self._renewed_s = now
+            self.lease_clock.end_renewal()
         except ElectionUnavailable:
-            self._trust_lease()
+            self.lease_clock.trust_lease(self.term)
 
     def _adopt(self) -> None:
         """Somebody has changed it: a person who labels it leaves its holder alone."""
@@ -122,12 +118,7 @@ class KubernetesElection:
         try:
             self._adopt()
         except ElectionUnavailable:
-            self._trust_lease()
-
-    def _trust_lease(self) -> None:
-        """Out of reach: nobody else can have taken the term before our lease is over."""
-        if self._clock() - self._renewed_s > self._lease_s:
-            raise Deposed(f"term {self.term} could not be renewed for {self._lease_s:g} s")
+            self.lease_clock.trust_lease(self.term)
 
     def release(self) -> None:
         """The next one need not wait."""
@@ -139,7 +130,7 @@ class KubernetesElection:
         found = self._get()
         if found is None or not found.get("spec", {}).get("holderIdentity"):
             return False
-        self._sleep(1.5 * self._renew_s)
+        self.lease_clock.sleep(1.5 * self.lease_clock.renew_s)
         return _version(self._get()) != _version(found)
 
     # ---- the API server --------------------------------------------------------------------------------------------
@@ -159,7 +150,7 @@ class KubernetesElection:
             "metadata": metadata | ({"resourceVersion": version} if version else {}),
             "spec": {
                 "holderIdentity": self._identity if holder is None else holder,
-                "leaseDurationSeconds": max(1, round(self._lease_s)),
+                "leaseDurationSeconds": max(1, round(self.lease_clock.lease_s)),
                 "acquireTime": self._acquired,
                 "renewTime": _now(),
                 "leaseTransitions": term,

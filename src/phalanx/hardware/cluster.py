@@ -30,7 +30,7 @@ FORMS = (
 )
 
 
-def resolve(
+def resolve_cluster(
     spec: str | Path,
     *,
     base: Path | None = None,
@@ -47,7 +47,7 @@ def resolve(
     `8xH100:16` is 16 fast domains of 8 devices; `H100:64` is 64 devices in domains as large as the device allows.
     `local:4` is 4 GPUs of this machine, or 4 processes that share its cores; `local-cpu:4` the latter in any case.
 
-    >>> resolve("8xH100:16").devices, resolve("H100:64").domains
+    >>> resolve_cluster("8xH100:16").devices, resolve_cluster("H100:64").domains
     (128, 8)
     """
     if not isinstance(spec, str | Path):

@@ -24,9 +24,8 @@ def table_of(title: str, rows: Rows) -> str:
 def cluster_rows(cluster: Cluster) -> Rows:
     """The cluster as the planner sees it."""
     device = cluster.accelerator
-    hosts = (
-        f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {gibibytes(cluster.host_memory_bytes)} each"
-    )
+    memory = format_gibibytes(cluster.host_memory_bytes)
+    hosts = f"{cluster.hosts:,} of {plural(cluster.host_devices, 'device')}, {memory} each"
     per_day = cluster.failures_per_host_day * cluster.hosts
     rate = f"{cluster.failures_per_host_day:.2g} per host and day"
     failures_text = f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
@@ -34,7 +33,10 @@ def cluster_rows(cluster: Cluster) -> Rows:
         ("devices", f"{cluster.devices:,} x {device.name} ({device.vendor} {device.family})"),
         ("peak", _peaks(device)),
         ("best matmul", _matmul_text(cluster)),
-        ("memory", f"{gibibytes(device.memory_bytes)} per device at {format_bytes(device.memory_bytes_per_s)}/s"),
+        (
+            "memory",
+            f"{format_gibibytes(device.memory_bytes)} per device at {format_bytes(device.memory_bytes_per_s)}/s",
+        ),
         ("fast domain", _domain_text(cluster)),
         ("network", _network_text(cluster)),
         ("hosts", hosts),
@@ -97,6 +99,6 @@ def _power_text(cluster: Cluster) -> str:
     return f"{watts:,.0f} W per device ({kind}), {watts * cluster.devices / 1000:,.4g} kW in all"
 
 
-def gibibytes(num_bytes: float) -> str:
+def format_gibibytes(num_bytes: float) -> str:
     """As memory is sold."""
     return f"{num_bytes / GIB:,.4g} GiB"

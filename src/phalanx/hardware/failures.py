@@ -158,7 +158,7 @@ def repair_spread(repair_s: float) -> SiteSpread:
     return SiteSpread(median=repair_s, log_spread=REPAIR_LOG_SPREAD, sites=22)
 
 
-def known(value: float) -> SiteSpread:
+def known_rate(value: float) -> SiteSpread:
     """The user's own figure: this site's, so nothing is left to spread."""
     return SiteSpread(median=value, log_spread=0.0, sites=1)
 
@@ -206,7 +206,7 @@ def llama_device_days() -> float:
 def sample_sites(*spreads: SiteSpread, count: int) -> list[tuple[float, ...]]:
     """Sites spread evenly over the quantiles of up to three independent spreads, without random numbers.
 
-    >>> [round(rate, 2) for rate, _ in sample_sites(known(1.0), recovery_spread(), count=2)]
+    >>> [round(rate, 2) for rate, _ in sample_sites(known_rate(1.0), recovery_spread(), count=2)]
     [1.0, 1.0]
     """
     # The first in strata; the others by Roberts' R2 sequence (powers of the plastic number), which fills the square.
@@ -220,10 +220,10 @@ def sample_sites(*spreads: SiteSpread, count: int) -> list[tuple[float, ...]]:
     ]
 
 
-def middle(values: Sequence[float], share: float = COVERAGE) -> tuple[float, float]:
+def middle_range(values: Sequence[float], share: float = COVERAGE) -> tuple[float, float]:
     """The range that the middle share of values falls in.
 
-    >>> [round(bound, 9) for bound in middle([float(one) for one in range(11)])]
+    >>> [round(bound, 9) for bound in middle_range([float(one) for one in range(11)])]
     [1.0, 9.0]
     """
     ordered = sorted(values)

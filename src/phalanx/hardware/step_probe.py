@@ -66,7 +66,7 @@ class TimedLayout:
         return {"step": asdict(self.step), "seconds": self.seconds, "load": self.load}
 
 
-def identity(machine: Machine) -> dict[str, object]:
+def machine_identity(machine: Machine) -> dict[str, object]:
     """What must be the same for a measurement to hold."""
     known = {}
     for name in ("torch", "phalanx"):
@@ -87,7 +87,7 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
     path = steps_path(machine, environ)
     try:
         data = json.loads(read_bounded(path, MOST_BYTES).decode())
-        if data["format"] != FORMAT or data["identity"] != identity(machine):
+        if data["format"] != FORMAT or data["identity"] != machine_identity(machine):
             return None
         found = [_sample(one) for one in data["samples"]]
         return MeasuredSteps(
@@ -245,5 +245,5 @@ def _load(cores: int) -> float:
 def _keep_measurement(machine: Machine, data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     path = steps_path(machine, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**data, "format": FORMAT, "identity": identity(machine)}
+    whole = {**data, "format": FORMAT, "identity": machine_identity(machine)}
     replace_text(path, json.dumps(whole, indent=1) + "\n")

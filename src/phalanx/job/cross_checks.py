@@ -47,7 +47,7 @@ def grouped_heads(draft: Draft, job: Job) -> None:
     heads, kv_heads = job.model.heads, job.model.kv_heads
     if heads % kv_heads:
         draft.complain(
-            blame(draft, "model.kv_heads", HEADS),
+            written_key(draft, "model.kv_heads", HEADS),
             f"model.kv_heads = {kv_heads} does not divide the model's {heads} attention heads",
             why="every key-value head serves the same number of query heads",
             fix=use_nearest(divisors(heads), kv_heads),
@@ -71,7 +71,7 @@ def enough_layers(draft: Draft, job: Job) -> None:
     most = layers if job.parallel.framework == "phalanx" else layers + 2
     if chunks != "auto" and stages * chunks > most:
         draft.complain(
-            blame(draft, "parallel.virtual_pipeline", "parallel.pipeline"),
+            written_key(draft, "parallel.virtual_pipeline", "parallel.pipeline"),
             f"parallel.virtual_pipeline = {chunks} cuts {stages} stages into {stages * chunks} chunks, "
             f"more than the model's {layers} layers",
             why="every chunk must hold at least one layer",
@@ -92,14 +92,14 @@ def chunks_need_interleaving(draft: Draft, job: Job) -> None:
         )
     elif parallel.virtual_pipeline > 1 and parallel.schedule in ("gpipe", "1f1b"):
         draft.complain(
-            blame(draft, "parallel.schedule", "parallel.virtual_pipeline"),
+            written_key(draft, "parallel.schedule", "parallel.virtual_pipeline"),
             f'parallel.schedule = "{parallel.schedule}" runs one chunk per stage, '
             f"not parallel.virtual_pipeline = {parallel.virtual_pipeline}",
             fix='use schedule = "interleaved", or virtual_pipeline = 1',
         )
     elif parallel.virtual_pipeline == 1 and parallel.schedule == "interleaved":
         draft.complain(
-            blame(draft, "parallel.schedule", "parallel.virtual_pipeline"),
+            written_key(draft, "parallel.schedule", "parallel.virtual_pipeline"),
             'parallel.schedule = "interleaved" with parallel.virtual_pipeline = 1',
             why="there is nothing to interleave",
             fix='use schedule = "1f1b", or virtual_pipeline = 2 or more',
@@ -140,14 +140,14 @@ def expert_shape(draft: Draft, job: Job) -> None:
         return
     if not 1 <= model.experts_per_token <= model.experts:
         draft.complain(
-            blame(draft, "model.experts_per_token", "model.experts"),
+            written_key(draft, "model.experts_per_token", "model.experts"),
             f"model.experts_per_token = {model.experts_per_token} with model.experts = {model.experts}",
             why="each token goes to at least one expert and at most all",
             fix=f"use 1 to {model.experts}",
         )
     if not model.expert_ffn:
         draft.complain(
-            blame(draft, "model.expert_ffn", "model.experts"),
+            written_key(draft, "model.expert_ffn", "model.experts"),
             f"model.expert_ffn = 0 with model.experts = {model.experts}",
             why="the width of an expert is not known",
             fix=f"give expert_ffn; Mixtral-like models use their ffn, {model.ffn}",
@@ -157,7 +157,7 @@ def expert_shape(draft: Draft, job: Job) -> None:
 def leading_dense_layers(draft: Draft, job: Job) -> None:
     if job.model.dense_layers > job.model.layers:
         draft.complain(
-            blame(draft, "model.dense_layers", LAYERS),
+            written_key(draft, "model.dense_layers", LAYERS),
             f"model.dense_layers = {job.model.dense_layers} is more than the model's {job.model.layers} layers",
             fix=f"use {job.model.layers} or fewer",
         )
@@ -169,7 +169,7 @@ def latent_attention(draft: Draft, job: Job) -> None:
     lacking = [name for name in ("qk_nope_dim", "qk_rope_dim", "v_head_dim") if not getattr(job.model, name)]
     if lacking:
         draft.complain(
-            blame(draft, "model.kv_lora_rank", f"model.{lacking[0]}"),
+            written_key(draft, "model.kv_lora_rank", f"model.{lacking[0]}"),
             f"model.kv_lora_rank = {job.model.kv_lora_rank} without {', '.join(lacking)}",
             why="latent attention needs the sizes of its heads",
             fix="DeepSeek-V3 has qk_nope_dim = 128, qk_rope_dim = 64, v_head_dim = 128",
@@ -180,7 +180,7 @@ def positions_reach(draft: Draft, job: Job) -> None:
     model, sequence = job.model, job.data.sequence
     if model.positions == "learned" and sequence > model.max_positions:
         draft.complain(
-            blame(draft, "data.sequence", "model.max_positions"),
+            written_key(draft, "data.sequence", "model.max_positions"),
             f"data.sequence = {sequence} is longer than the model's {model.max_positions} learned positions",
             why="a position without a learned row cannot be embedded",
             fix=f"use sequence = {model.max_positions} or less" if model.max_positions else "give model.max_positions",
@@ -211,7 +211,7 @@ def whole_batches(draft: Draft, job: Job) -> None:
     micro, data, total = job.batch.micro, job.parallel.data, job.batch.global_sequences
     if micro != "auto" and total % micro:
         draft.complain(
-            blame(draft, "batch.micro", "batch.global_sequences", "batch.global_tokens"),
+            written_key(draft, "batch.micro", "batch.global_sequences", "batch.global_tokens"),
             f"batch.micro = {micro} does not divide the global batch of {total:,} sequences",
             why="every step is a whole number of micro-batches",
             fix=use_nearest(divisors(total), micro),
@@ -220,7 +220,7 @@ def whole_batches(draft: Draft, job: Job) -> None:
         share = f"parallel.data = {data}" + ("" if micro == "auto" else f" × batch.micro = {micro}")
         fits = divisors(total if micro == "auto" else total // micro)
         draft.complain(
-            blame(draft, "parallel.data", "batch.micro"),
+            written_key(draft, "parallel.data", "batch.micro"),
             f"{share} does not divide the global batch of {total:,} sequences",
             why="every replica takes the same number of micro-batches",
             fix=f"parallel.data: {use_nearest(fits, data)}",
@@ -231,7 +231,7 @@ def whole_shard_groups(draft: Draft, job: Job) -> None:
     data, shard = job.parallel.data, job.parallel.shard
     if data != "auto" and shard != "auto" and data % shard:
         draft.complain(
-            blame(draft, "parallel.shard", "parallel.data"),
+            written_key(draft, "parallel.shard", "parallel.data"),
             f"parallel.shard = {shard} does not divide parallel.data = {data}",
             why="replicas form equal shard groups",
             fix=use_nearest(divisors(data), shard),
@@ -299,7 +299,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
 )
 
 
-def blame(draft: Draft, *keys: str) -> str:
+def written_key(draft: Draft, *keys: str) -> str:
     """Of the keys that disagree, the first that a person wrote."""
     return next((key for key in keys if key in draft.origins and draft.origins[key].by_hand), keys[0])
 

@@ -66,7 +66,7 @@ class Draft:
 
     def _set_by(self, path: KeyPath) -> str:
         """The --set that gave a key, or the only thing below it; empty where the file did."""
-        key = dotted(path)
+        key = dotted_key(path)
         below = "" if path in self.lines else f"{key}."
         return next(
             (text for given, text in self.settings.items() if given == key or (below and given.startswith(below))), ""
@@ -103,15 +103,15 @@ class Draft:
         for name in unknown[:MOST_UNKNOWN]:
             close = nearest(name, names)
             fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(names)}"
-            place = f"section [{dotted(prefix)}]" if prefix else "a job file"
+            place = f"section [{dotted_key(prefix)}]" if prefix else "a job file"
             where = self._set_by((*prefix, name)) or self.place((*prefix, name))
             self.problems.append(Problem(where=where, what=f"{place} has no key {shown_value(name)}", fix=fix))
 
 
-def dotted(path: KeyPath) -> str:
+def dotted_key(path: KeyPath) -> str:
     """A key path as a person writes it.
 
-    >>> dotted(("batch", "ramp", 0))
+    >>> dotted_key(("batch", "ramp", 0))
     'batch.ramp.0'
     """
     return ".".join(str(part) for part in path)
@@ -173,7 +173,7 @@ def _write(draft: Draft, path: tuple[str, ...], value: object, override: str) ->
             inner = table[part] = {}
         table = inner
     table[path[-1]] = value
-    key = dotted(path)
+    key = dotted_key(path)
     draft.settings[key] = f"--set {override if len(override) <= 80 else override[:79] + '…'}"
     _drop_partner(draft, key)
 

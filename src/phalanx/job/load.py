@@ -12,7 +12,7 @@ from phalanx.errors import Problem, UserError
 from phalanx.io.codec import json_values
 from phalanx.io.toml import read_toml
 from phalanx.job.cross_checks import check_keys, use_multiples
-from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted
+from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted_key
 from phalanx.job.key_rules import rule_of, shown_value, value_kind
 from phalanx.job.model import Preset
 from phalanx.job.model_section import resolve_preset, resolve_shape
@@ -127,12 +127,12 @@ def _table_values(
     if prefix:
         draft.refuse_unknown(prefix, written, by_key)
     for name, item in by_key.items():
-        key = dotted((*prefix, name))
+        key = dotted_key((*prefix, name))
         if name in written:
             values[item.name] = draft.read(key, written[name], rule_of(item.metadata))
         elif item.default is MISSING:
             draft.complain(
-                key, f"{dotted(prefix)} does not say {name}", fix=f"add {name}: {rule_of(item.metadata).note}"
+                key, f"{dotted_key(prefix)} does not say {name}", fix=f"add {name}: {rule_of(item.metadata).note}"
             )
             values[item.name] = None
         else:

@@ -85,7 +85,7 @@ interval_s = 10  # between samples of utilization, memory and energy
 """
 
 
-def render(*, file: str, name: str, preset: Preset, cluster: str, cores: int, parameters: int) -> str:
+def render_template(*, file: str, name: str, preset: Preset, cluster: str, cores: int, parameters: int) -> str:
     """The text of a new job file; `parameters` of the model say how much `tokens = "auto"` is."""
     sequence = preset.train.get("sequence", DEFAULT_SEQUENCE)
     batch_tokens = preset.train.get("global_tokens", DEFAULT_BATCH_TOKENS)

@@ -121,7 +121,7 @@ class Group:
         return steps
 
 
-def place(
+def place_group(
     ranks: Floats,
     stride: Floats,
     *,
@@ -219,7 +219,7 @@ def all_to_all(group: Group, nbytes: Floats, *, network_copies: Floats | float =
     return np.where(group.ranks > 1, np.maximum(inside, outside) + latency, 0.0)
 
 
-def send(group: Group, nbytes: Floats) -> Floats:
+def message_seconds(group: Group, nbytes: Floats) -> Floats:
     """One point-to-point message between neighbours of the group."""
     crosses = group.per_domain <= 1
     rate = np.where(crosses, group.nic_bytes_per_s, group.link_bytes_per_s)

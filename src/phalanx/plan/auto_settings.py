@@ -26,13 +26,13 @@ def digest_every(fault: Fault, reliability: Reliability, prediction: Prediction,
     """Steps between two comparisons; 0 is never, and only where the job says so. `wall_s` is of the whole job."""
     if not isinstance(fault.digest_every, str):
         return fault.digest_every
-    return within(min(reliability.interval_s, wall_s), prediction.step_s_high)
+    return steps_within(min(reliability.interval_s, wall_s), prediction.step_s_high)
 
 
-def within(interval_s: float, step_s: float) -> int:
+def steps_within(interval_s: float, step_s: float) -> int:
     """As many steps as an interval has, from 1 to 100.
 
-    >>> within(1800.0, 10.0), within(60.0, 7.0), within(1.0, 5.0), within(float("inf"), 1.0)
+    >>> steps_within(1800.0, 10.0), steps_within(60.0, 7.0), steps_within(1.0, 5.0), steps_within(float("inf"), 1.0)
     (100, 8, 1, 100)
     """
     if not (math.isfinite(interval_s) and math.isfinite(step_s)) or step_s <= 0:

@@ -113,7 +113,7 @@ def _pue_with_source(cluster: Cluster, cost: Cost, region: GridRegion | None) ->
         return region.pue, f"{region.name}, mlco2/impact"
     if cluster.pue:
         return cluster.pue, "given for the cluster"
-    usual = statistics.median(one.pue for one in regions().values() if one.pue)
+    usual = statistics.median(one.pue for one in grid_regions().values() if one.pue)
     return usual, "median of the cloud regions in mlco2/impact that state one"
 
 
@@ -124,12 +124,12 @@ def _grid_carbon(cluster: Cluster, cost: Cost, region: GridRegion | None) -> tup
         return region.gco2_per_kwh, f"{region.name}, mlco2/impact"
     if cluster.grid_gco2_per_kwh:
         return cluster.grid_gco2_per_kwh, "given for the cluster"
-    usual = statistics.median(one.gco2_per_kwh for one in regions().values())
-    return usual, f"median of {len(regions())} cloud regions, mlco2/impact 2019-2021"
+    usual = statistics.median(one.gco2_per_kwh for one in grid_regions().values())
+    return usual, f"median of {len(grid_regions())} cloud regions, mlco2/impact 2019-2021"
 
 
 @functools.cache
-def regions() -> Mapping[str, GridRegion]:
+def grid_regions() -> Mapping[str, GridRegion]:
     """Grid regions by their short name, such as `us-east-1`."""
     found = {}
     for row in csv.DictReader(io.StringIO(data_text("price_power.csv"))):
@@ -141,15 +141,17 @@ def regions() -> Mapping[str, GridRegion]:
 
 
 def _region_named(name: str, where: str) -> GridRegion:
-    known = {key.lower(): one for key, one in regions().items()} | {one.name.lower(): one for one in regions().values()}
+    known = {key.lower(): one for key, one in grid_regions().items()} | {
+        one.name.lower(): one for one in grid_regions().values()
+    }
     if name.lower() in known:
         return known[name.lower()]
     raise _unknown_region(name, where)
 
 
 def _unknown_region(name: str, where: str) -> UserError:
-    close = nearest(name, regions())
-    listed = ", ".join(sorted(regions()))
+    close = nearest(name, grid_regions())
+    listed = ", ".join(sorted(grid_regions()))
     return mistake(
         where,
         f'cost.region = "{name}" is not in the grid table',

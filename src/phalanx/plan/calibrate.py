@@ -62,7 +62,7 @@ DEVICE = ("matmul_s", "attention_s", "elementwise_s", "recompute_s", "tensor_s",
 BUSY = (*DEVICE, "launch_s", "head_s", "pipeline_send_s", "overhead_s")
 
 
-def calibrated(times: StepTimes, scalars: Calibration) -> StepTimes:
+def apply_calibration(times: StepTimes, scalars: Calibration) -> StepTimes:
     """The same step with the scalars applied to its parts; the bubble scales as the work it waits for.
 
     What hides behind something else is combined anew: beside a device that takes 0.8 of the time the host shows more,
@@ -96,7 +96,7 @@ def _sum_parts(parts: Iterable[Floats]) -> Floats:
     return total
 
 
-def calibrate(times: StepTimes, measured_s: Floats, noise: Floats | float = NOISE) -> Calibration:
+def fit_calibration(times: StepTimes, measured_s: Floats, noise: Floats | float = NOISE) -> Calibration:
     """The scalars that best explain measured steps; with no measurements all are 1.
 
     `noise` is the log scatter expected of each measurement around a well-calibrated prediction.
@@ -108,7 +108,7 @@ def calibrate(times: StepTimes, measured_s: Floats, noise: Floats | float = NOIS
 
     def residuals(logs: Floats) -> Floats:
         scalars = dict(zip(GROUPS, np.exp(logs), strict=True))
-        error = (np.log(calibrated(known, Calibration(**scalars)).step_s) - target) / scatter
+        error = (np.log(apply_calibration(known, Calibration(**scalars)).step_s) - target) / scatter
         return np.concatenate([_soft_residual(error, ROBUST_AT), _soft_residual(logs / sigma, PRIOR_AT)])
 
     most = np.log(LARGEST_FACTOR)

@@ -107,7 +107,7 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
         "matmul_fp8_flops": rates["fp8"],  # 0 without fp8 units
         "matmul_fp4_flops": rates["fp4"],
         "matmul_fp32_flops": rates["fp32"] or rates["bf16"],
-        "units": units(device.name, device.family),
+        "units": matmul_units(device.name, device.family),
         "memory_bytes": device.memory_bytes,
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "link_bytes_per_s": cluster.link_bytes_per_s,
@@ -122,10 +122,10 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
     }
 
 
-def units(name: str, family: str) -> int:
+def matmul_units(name: str, family: str) -> int:
     """Matmul units of a device; the longest matching prefix wins.
 
-    >>> units("H100-80GB-SXM", "hopper"), units("L40S", "ada"), units("Intel Xeon", "cpu")
+    >>> matmul_units("H100-80GB-SXM", "hopper"), matmul_units("L40S", "ada"), matmul_units("Intel Xeon", "cpu")
     (132, 142, 1)
     """
     if family == "cpu":

@@ -48,7 +48,7 @@ class Compute:
     operations: Floats  # kernels launched, forward
 
 
-def rates(c: Cases, k: Physics, f: Profile) -> tuple[Floats, Floats]:
+def matmul_rates(c: Cases, k: Physics, f: Profile) -> tuple[Floats, Floats]:
     """(rate of the linear layers, rate of what stays in 16 bit), FLOP/s."""
     held = np.minimum(MOST_HELD, np.where(c.dense_power > 0, k.throttled, 1.0) * k.sustained * f.gemm)
     wide = np.where(c.precision == FP32, c.matmul_fp32_flops, c.matmul_flops) * held
@@ -71,7 +71,7 @@ def _width_misfit(width: Floats) -> Floats:
     return np.where(wide == np.floor(wide), 0.0, np.where(eights == np.floor(eights), 1.0, 3.0))
 
 
-def matmul(c: Cases, k: Physics, rows: Floats, cols: Floats, inner: Floats, rate: Floats) -> Pass:
+def matmul_pass(c: Cases, k: Physics, rows: Floats, cols: Floats, inner: Floats, rate: Floats) -> Pass:
     """One linear layer: rows x inner times inner x cols, and its two backward matmuls."""
     penalty = 1.0 + k.unaligned * np.maximum(_width_misfit(cols), _width_misfit(inner))
     body = penalty * 2.0 * rows * cols * inner / rate
@@ -86,17 +86,19 @@ def _attention_linears(c: Cases, k: Physics, rate: Floats) -> Pass:
     tokens, local_heads = c.tokens, c.heads / c.tp
     local_kv = np.maximum(c.kv_heads / c.tp, 1.0)
     fused = local_heads * c.qk_dim + local_kv * (c.qk_dim + c.v_dim)
-    out = matmul(c, k, tokens, c.hidden, local_heads * c.v_dim, rate)
-    plain = matmul(c, k, tokens, fused, c.hidden, rate) + out
+    out = matmul_pass(c, k, tokens, c.hidden, local_heads * c.v_dim, rate)
+    plain = matmul_pass(c, k, tokens, fused, c.hidden, rate) + out
     latent = c.kv_rank > 0
     if not np.any(latent):
         return plain
     rank = np.maximum(c.q_rank, 1.0)
-    direct = matmul(c, k, tokens, local_heads * c.qk_dim, c.hidden, rate)
-    pair = matmul(c, k, tokens, rank, c.hidden, rate) + matmul(c, k, tokens, local_heads * c.qk_dim, rank, rate)
+    direct = matmul_pass(c, k, tokens, local_heads * c.qk_dim, c.hidden, rate)
+    pair = matmul_pass(c, k, tokens, rank, c.hidden, rate) + matmul_pass(
+        c, k, tokens, local_heads * c.qk_dim, rank, rate
+    )
     low = _choose_pass(c.q_rank > 0, pair, direct)
-    low += matmul(c, k, tokens, c.kv_rank + c.rope_dim, c.hidden, rate)
-    low += matmul(c, k, tokens, local_heads * (c.qk_dim - c.rope_dim + c.v_dim), np.maximum(c.kv_rank, 1.0), rate)
+    low += matmul_pass(c, k, tokens, c.kv_rank + c.rope_dim, c.hidden, rate)
+    low += matmul_pass(c, k, tokens, local_heads * (c.qk_dim - c.rope_dim + c.v_dim), np.maximum(c.kv_rank, 1.0), rate)
     low += out
     return _choose_pass(latent, low, plain)
 
@@ -107,8 +109,8 @@ def _choose_pass(which: NDArray[np.bool_], yes: Pass, no: Pass) -> Pass:
 
 def _mlp_pass(c: Cases, k: Physics, ffn: Floats, rate: Floats) -> Pass:
     width = np.maximum(ffn, 64.0) / c.tp
-    up = matmul(c, k, c.tokens, width * (1.0 + c.gated), c.hidden, rate)
-    return up + matmul(c, k, c.tokens, c.hidden, width, rate)
+    up = matmul_pass(c, k, c.tokens, width * (1.0 + c.gated), c.hidden, rate)
+    return up + matmul_pass(c, k, c.tokens, c.hidden, width, rate)
 
 
 def routed_tokens(c: Cases) -> Floats:
@@ -186,16 +188,18 @@ def _elementwise_pass(c: Cases, k: Physics, f: Profile) -> Pass:
 
 def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     """All device work of one micro-batch."""
-    rate, wide = rates(c, k, f)
+    rate, wide = matmul_rates(c, k, f)
     linears = _linear_pass(c, k, f, rate)
     core = _attention_core(c, k, f, wide).times(c.layers)
     streams = _elementwise_pass(c, k, f)
-    last = matmul(c, k, c.tokens, c.hidden, np.maximum(c.ffn, 64.0) / c.tp, rate).forward * (c.layers - c.moe_layers)
+    last = matmul_pass(c, k, c.tokens, c.hidden, np.maximum(c.ffn, 64.0) / c.tp, rate).forward * (
+        c.layers - c.moe_layers
+    )
     again_full = linears.forward - f.early_stop * last + core.forward + streams.forward
     again_selective = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
     recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
     per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1))
-    work = matmul(c, k, c.tokens, c.vocab / c.tp, c.hidden, wide)
+    work = matmul_pass(c, k, c.tokens, c.vocab / c.tp, c.hidden, wide)
     loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
     head_pass = work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
     return Compute(

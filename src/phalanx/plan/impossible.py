@@ -12,7 +12,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import Scores, score_layouts
-from phalanx.plan.space import build_space, divisors, splits, tensor_sizes
+from phalanx.plan.space import build_space, device_splits, divisors, tensor_sizes
 from phalanx.units import format_bytes, plural
 
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
@@ -71,7 +71,7 @@ def _no_batch(request: PlanRequest) -> UserError:
     """The global batch cannot be shared out evenly over any legal number of data ranks."""
     devices = request.cluster.devices
     # A batch that every number of data ranks divides.
-    data = sorted({dp for *_, dp in splits(replace(request, global_sequences=devices), devices)})
+    data = sorted({dp for *_, dp in device_splits(replace(request, global_sequences=devices), devices)})
     if not data:
         heads = ", ".join(str(n) for n in tensor_sizes(request, request.model.heads)[-4:])
         return mistake(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cpu_steps import CpuStep, cpu_times
 from phalanx.hardware.step_probe import measure_first, time_layout
 from phalanx.hardware.types import Cluster
@@ -41,7 +41,7 @@ BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
 POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
 
 
-def plan(
+def make_plan(
     job: Job | ResolvedJob | str | Path,
     cluster: Cluster | str | Path | None = None,
     *,
@@ -73,9 +73,9 @@ def plan(
     asked = job.job if isinstance(job, ResolvedJob) else job
     base = job.path.parent if isinstance(job, ResolvedJob) else None
     if cluster is None:
-        cluster = resolve(asked.cluster.target, base=base, ranks_per_gpu=asked.train.ranks_per_gpu)
+        cluster = resolve_cluster(asked.cluster.target, base=base, ranks_per_gpu=asked.train.ranks_per_gpu)
     elif not isinstance(cluster, Cluster):
-        cluster = resolve(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
+        cluster = resolve_cluster(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
     request, advice = request_from_job(asked, cluster, origins=origins)

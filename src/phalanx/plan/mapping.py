@@ -95,7 +95,7 @@ class _Axis:
 def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     """Every axis with more than one rank, in rank order, experts last."""
     table, times, _ = price_layouts(request, [layout])
-    groups = traffic.groups(table, request.physics, request.profile)
+    groups = traffic.axis_groups(table, request.physics, request.profile)
     axes = [
         *_inner_axes(request, layout, table, groups),
         *_replica_axes(request, layout, table, groups),
@@ -123,7 +123,7 @@ def _axis_use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
         axis=axis.name,
         size=axis.ranks,
         stride=axis.stride,
-        tier=tier(request, axis.group),
+        tier=link_words(request, axis.group),
         operation=" + ".join(dict.fromkeys(load.operation for load in axis.loads)),
         algorithm=algorithm,
         next_best=next_best,
@@ -135,7 +135,7 @@ def _axis_use(request: PlanRequest, axis: _Axis, shown_s: float) -> AxisUse:
     )
 
 
-def tier(request: PlanRequest, group: net.Group) -> str:
+def link_words(request: PlanRequest, group: net.Group) -> str:
     """The links a group runs on, in words."""
     link = request.cluster.accelerator.link
     ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
@@ -277,7 +277,7 @@ def _seconds(group: net.Group, load: _Load) -> float:
         return float(np.max(net.all_gather(group, nbytes)))
     if load.operation == "all-to-all":
         return float(np.max(net.all_to_all(group, nbytes, network_copies=load.network_copies)))
-    hop = net.ring_hop if load.operation == "ring send" else net.send
+    hop = net.ring_hop if load.operation == "ring send" else net.message_seconds
     return float(np.max(hop(group, nbytes)))
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from phalanx.network import collectives as net
 from phalanx.plan.cases import Cases, Floats
-from phalanx.plan.compute import element_bytes, rates
-from phalanx.plan.memory import OFFLOAD_PARAMETERS
+from phalanx.plan.compute import element_bytes, matmul_rates
+from phalanx.plan.memory_profile import OFFLOAD_PARAMETERS
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.traffic import Groups
 from phalanx.plan.weights import RankWeights, expert_sharers, expert_split, mlp_weights
@@ -73,7 +73,7 @@ def update_seconds(c: Cases, k: Physics, f: Profile, w: RankWeights, g: Groups) 
     if not np.any(np.asarray(f.newton_schulz) > 0):
         return seconds
     hosted = (c.offload == 1) | (c.offload == OFFLOAD_PARAMETERS)
-    rate = np.where(hosted, HOST_MATMUL_FLOPS, rates(c, k, f)[1])
+    rate = np.where(hosted, HOST_MATMUL_FLOPS, matmul_rates(c, k, f)[1])
     products = newton_schulz_flops(c) * f.newton_schulz / rate
     matrices = (c.layers * (4.0 + 2.0 + c.gated) + c.moe_layers * 2.0) / c.pp / np.where(c.zero >= 1, c.shard, 1.0)
     launching = np.where(np.asarray(f.newton_schulz) > 0, matrices * NEWTON_SCHULZ_LAUNCHES * f.launch_s, 0.0)

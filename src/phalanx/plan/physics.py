@@ -116,13 +116,13 @@ def shipped_table() -> dict[str, Any]:
 
 
 @cache
-def physics() -> Physics:
+def shipped_physics() -> Physics:
     """The shipped constants."""
     return Physics(**shipped_table()["physics"])
 
 
 @cache
-def profiles() -> dict[str, Profile]:
+def shipped_profiles() -> dict[str, Profile]:
     """Shipped framework profiles by name; always holds `default`."""
     return {name: Profile(**values) for name, values in shipped_table()["profile"].items()}
 

@@ -21,7 +21,7 @@ from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
 from phalanx.io.files import read_bounded, replace_text
 from phalanx.job.load import ResolvedJob
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 
 LEAST_S = 0.15  # of planning: a plan made sooner is not worth a file

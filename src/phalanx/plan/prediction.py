@@ -217,7 +217,7 @@ FEATURES = ("base", "host", "pipeline", "traffic", "experts", "small", "spread")
 SMALL_STEP_S = 1.0
 
 
-def features(c: Cases, times: StepTimes) -> Floats:
+def interval_features(c: Cases, times: StepTimes) -> Floats:
     """One row per case, columns as FEATURES; all are shares between 0 and about 1."""
     step = times.step_s
     host = (times.launch_s + times.overhead_s) / step
@@ -235,13 +235,13 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(resources.files("phalanx.plan").joinpath("uncertainty.toml").read_text("utf-8"))
 
 
-def weights() -> tuple[Floats, Floats]:
+def feature_widths() -> tuple[Floats, Floats]:
     """(below, above): log widths per feature."""
     below, above = ([float(_table()[side][name]) for name in FEATURES] for side in ("below", "above"))
     return np.asarray(below), np.asarray(above)
 
 
-def scales(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
+def framework_scatter(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
     """(below, above): how much wider the runs of each framework scatter than the common widths say."""
     known = _table()["scale"]
     pairs = [known.get(name, known["default"]) for name in frameworks]
@@ -250,9 +250,9 @@ def scales(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
 
 def step_interval(c: Cases, times: StepTimes, frameworks: str | Sequence[str] = "default") -> tuple[Floats, Floats]:
     """(low, high) seconds that hold four runs of five; `frameworks` are profile names, one or one per case."""
-    table = features(c, times)
-    below, above = weights()
+    table = interval_features(c, times)
+    below, above = feature_widths()
     names = [frameworks] if isinstance(frameworks, str) else frameworks
-    scale_below, scale_above = scales(names)
+    scale_below, scale_above = framework_scatter(names)
     low = np.exp(-(table @ below) * scale_below)
     return times.step_s * low, times.step_s * np.exp((table @ above) * scale_above)

@@ -74,7 +74,7 @@ def explain_alternative(request: PlanRequest, best: Layout, other: Candidate) ->
         shares = tuple(float(total / usable) for total, usable in zip(memory.total, memory.usable, strict=True))
         reason, wins_if = _faster(request, other.layout, shares)
     elif other.fits:
-        reason, wins_if = slowest_part(times, (best, other.layout)), crossing(request, best, other.layout)
+        reason, wins_if = slowest_part(times, (best, other.layout)), crossing_point(request, best, other.layout)
     else:
         reason = f"does not fit: {format_bytes(float(memory.total[1]))} of {format_bytes(float(memory.usable[1]))}"
         wins_if = f"wins with {format_bytes(gap)} more memory per device"
@@ -144,7 +144,7 @@ def seconds_of(times: StepTimes, name: str, row: int) -> float:
     return sum(float(getattr(times, one)[row]) for one in names)
 
 
-def crossing(request: PlanRequest, best: Layout, other: Layout) -> str:
+def crossing_point(request: PlanRequest, best: Layout, other: Layout) -> str:
     """The smallest change of one machine parameter, up to 8x either way, at which the runner-up is as fast.
 
     One grid over all parameters finds the side, a finer one the place.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from phalanx.hardware.failures import (
     SiteSpread,
     host_failure_spread,
-    known,
-    middle,
+    known_rate,
+    middle_range,
     rate_source,
     recovery_spread,
     sample_sites,
@@ -86,7 +86,7 @@ def predict_reliability(
     lost_s = fault.detect_s + fault.restart_s + lag_s
     rates, recoveries = site_rates(cluster, fault), site_recoveries(fault)
     effective = effective_time(blocking_s, interval_s, mtbf_s, lost_s=lost_s)
-    costs = tuple((x, overhead(blocking_s, best_s * x, mtbf_s)) for x in (0.25, 0.5, 1.0, 2.0, 4.0))
+    costs = tuple((x, checkpoint_overhead(blocking_s, best_s * x, mtbf_s)) for x in (0.25, 0.5, 1.0, 2.0, 4.0))
     return Reliability(
         hosts=hosts,
         failures_per_host_day=rate,
@@ -133,13 +133,13 @@ def site_rates(cluster: Cluster, fault: Fault) -> SiteSpread:
     """Failures per host and day: the user's own without spread, else as published sites lie apart."""
     if is_rate_given(cluster, fault):
         own = fault.failures_per_host_day
-        return known(cluster.failures_per_host_day if own is None else own)
+        return known_rate(cluster.failures_per_host_day if own is None else own)
     return host_failure_spread(cluster.accelerator, cluster.host_devices)
 
 
 def site_recoveries(fault: Fault) -> SiteSpread:
     """Seconds from a failure to the next step, likewise."""
-    return known(fault.detect_s + fault.restart_s) if is_recovery_given(fault) else recovery_spread()
+    return known_rate(fault.detect_s + fault.restart_s) if is_recovery_given(fault) else recovery_spread()
 
 
 def _rate_source(cluster: Cluster, fault: Fault) -> str:
@@ -167,7 +167,7 @@ def _effective_interval(
         exact_effective_time(blocking_s, interval_s, DAY_S / (hosts * rate), lost_s=recovery_s + lag_s)
         for rate, recovery_s in sample_sites(rates, recoveries, count=SITES)
     ]
-    low, high = middle(shares)
+    low, high = middle_range(shares)
     return min(low, effective), max(high, effective)
 
 
@@ -192,7 +192,7 @@ def daly_interval(blocking_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * blocking_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocking_s
 
 
-def overhead(blocking_s: float, interval_s: float, mtbf_s: float) -> float:
+def checkpoint_overhead(blocking_s: float, interval_s: float, mtbf_s: float) -> float:
     """Share of time lost to taking checkpoints and to work redone, first order."""
     if not math.isfinite(interval_s):
         return 0.0

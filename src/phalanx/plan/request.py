@@ -11,9 +11,9 @@ from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
-from phalanx.plan.memory import MemoryProfile, memory_profiles
+from phalanx.plan.memory_profile import MemoryProfile, memory_profiles
 from phalanx.plan.optimizer import MOMENTS, STATE_BYTES, packed_bytes, state_format, update_profile
-from phalanx.plan.physics import Physics, Profile, physics, profiles
+from phalanx.plan.physics import Physics, Profile, shipped_physics, shipped_profiles
 from phalanx.plan.physics import profile_name as physics_profile
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def request_from_job(
     _check_precision(job, cluster, known)
     _check_zero(job, known)
     profile_name, warnings = framework_profile(job.parallel.framework, known.get("parallel.framework", "job"))
-    profile = update_profile(profiles()[profile_name], job.optim.name, job.precision.optimizer_state)
+    profile = update_profile(shipped_profiles()[profile_name], job.optim.name, job.precision.optimizer_state)
     if job.precision.grad_reduce == "bf16":
         profile = replace(profile, gradient_bytes=2.0)
     if cluster.launch_s > 0:
@@ -150,7 +150,7 @@ def request_from_job(
         precision=job.precision.compute,
         fixed=fixed_by_hand(job),
         recompute_layers=None if job.parallel.recompute_layers == "auto" else int(job.parallel.recompute_layers),
-        physics=physics(),
+        physics=shipped_physics(),
         profile=profile,
         profile_name=profile_name,
         memory=memory_profile(
@@ -180,16 +180,16 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     """The efficiency profile for a framework; an unknown one takes the default and says so."""
     key = name.strip().lower()
     key = PROFILE_ALIASES.get(key, key)
-    key = key if key in profiles() else physics_profile(key)
+    key = key if key in shipped_profiles() else physics_profile(key)
     if key != "default" or name.strip().lower() in PROFILE_ALIASES:
         return key, ()
     key = name.strip().lower()
-    close = nearest(key, [*profiles(), *PROFILE_ALIASES])
+    close = nearest(key, [*shipped_profiles(), *PROFILE_ALIASES])
     return "default", (
         Problem(
             where=where,
             what=f'no efficiency profile for framework "{name}": planned with the default one',
-            fix=f'did you mean "{close}"?' if close else f"the profiles are {', '.join(sorted(profiles()))}",
+            fix=f'did you mean "{close}"?' if close else f"the profiles are {', '.join(sorted(shipped_profiles()))}",
         ),
     )
 

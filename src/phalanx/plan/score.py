@@ -164,8 +164,8 @@ def step_times(request: PlanRequest, table: Cases) -> StepTimes:
     times = _by_layer(request, table, lambda cases: _step(request, cases))
     if request.calibration is None:
         return times
-    from phalanx.plan.calibrate import calibrated  # imports scipy: only when asked for
+    from phalanx.plan.calibrate import apply_calibration  # imports scipy: only when asked for
 
     # Parts that are the same in every case are scalars; the calibration adds them up row by row.
     parts = {item.name: np.broadcast_to(getattr(times, item.name), times.step_s.shape) for item in fields(StepTimes)}
-    return calibrated(StepTimes(**parts), request.calibration)
+    return apply_calibration(StepTimes(**parts), request.calibration)

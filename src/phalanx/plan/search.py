@@ -11,10 +11,10 @@ from phalanx.errors import Problem
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import MEMORY_ERROR
 from phalanx.plan.request import UNSPLIT_OWN, PlanRequest
 from phalanx.plan.score import Scores, score_layouts
 from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build_space
+from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %
@@ -124,7 +124,7 @@ def _best_row(scores: Scores) -> int:
 def _simplest_row(scores: Scores, rows: Ints) -> int:
     """The simplest of the rows that are as fast as the fastest of them, within what the model can tell apart."""
     near = _as_good(scores, rows)
-    keys = (*complexity(scores, near), scores.step_s[near].round(9), scores.memory_bytes[near])
+    keys = (*layout_complexity(scores, near), scores.step_s[near].round(9), scores.memory_bytes[near])
     return int(near[np.lexsort(keys[::-1])[0]])
 
 
@@ -148,7 +148,7 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
     return near
 
 
-def complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
+def layout_complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
     """How much machinery layouts need, most important first: stages, axes, schedule, context size, the rest.
 
     Stages come first: each adds a place where the model is cut, and a rank that waits for its neighbours.

@@ -43,7 +43,7 @@ class Space:
         """All legal layouts."""
         legal = self._legal()
         depths = self.base["pp"][self.of_expert.max(axis=0, initial=NO_ROW)]
-        for columns in alike(legal):
+        for columns in group_alike(legal):
             for rest in _by_depth(columns, depths[columns]):
                 used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
                 step = max(1, GRID_CELLS // math.prod(one.size for one in used))
@@ -127,7 +127,7 @@ def build_space(
     """The space on `devices` devices (all of the cluster's by default); it may be empty."""
     count = devices or request.cluster.devices
     limit = widest_tensor or request.cluster.domain_devices
-    degrees = [row for row in splits(request, count) if "tensor" in request.fixed or row[0] <= limit]
+    degrees = [row for row in device_splits(request, count) if "tensor" in request.fixed or row[0] <= limit]
     base, experts, of_expert = _base_table(request, degrees, most_micro)
     choice, product = _choice_table(request, offload)
     return Space(
@@ -141,7 +141,7 @@ def build_space(
     )
 
 
-def splits(request: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
+def device_splits(request: PlanRequest, devices: int) -> list[tuple[int, int, int, int]]:
     """(tensor, context, pipeline, data) with product `devices`, each legal for the model, the batch and the job."""
     found = []
     for tp in tensor_sizes(request, devices):
@@ -207,7 +207,7 @@ def micro_batches(request: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -
     return [n for n in divisors(share) if n <= most]
 
 
-def schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
+def possible_schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
     """(schedule, model chunks per stage) that a pipeline of this depth can run."""
     wanted = request.fixed.get("schedule")
     if pp == 1:
@@ -238,7 +238,7 @@ def _base_table(
 
     @cache
     def whole_rounds(pp: int, is_whole: bool) -> list[tuple[int, int]]:
-        return schedules(request, pp, pp if is_whole else pp + 1)
+        return possible_schedules(request, pp, pp if is_whole else pp + 1)
 
     @cache
     def inner(pp: int, dp: int) -> Ints:
@@ -349,12 +349,14 @@ class Grid:
         """The smallest grid that holds the chosen layouts, and where they are in it."""
         axes = range(len(self.shape))
         kept = [np.flatnonzero(where.any(axis=tuple(other for other in axes if other != axis))) for axis in axes]
-        columns = {name: cut(value, kept) for name, value in self.columns.items()}
-        base, choice = cut(self.base, kept), cut(self.choice, kept[:3])
-        return Grid(base=base, choice=choice, legal=cut(self.legal, kept), columns=columns), cut(where, kept)
+        columns = {name: keep_entries(value, kept) for name, value in self.columns.items()}
+        base, choice = keep_entries(self.base, kept), keep_entries(self.choice, kept[:3])
+        return Grid(base=base, choice=choice, legal=keep_entries(self.legal, kept), columns=columns), keep_entries(
+            where, kept
+        )
 
 
-def alike(legal: tuple[Bools, ...]) -> list[Ints]:
+def group_alike(legal: tuple[Bools, ...]) -> list[Ints]:
     """Columns of the masks in groups with nearly the same legal ways; those without any are left out."""
     bits = np.packbits(np.concatenate(legal), axis=0, bitorder="little").T
     codes = np.ascontiguousarray(bits).view(f"S{bits.shape[1]}").reshape(-1)
@@ -386,14 +388,14 @@ def _by_depth(columns: Ints, depths: Ints) -> list[Ints]:
     """Columns in the order of their pipelines' depths; those without a pipeline apart.
 
     Only there ZeRO-3 gathers and reduces beside every micro-batch, terms that depend on all axes; in a pipeline
-    memory.py counts some stages only of some depths.
+    trainer_memory.py counts some stages only of some depths.
     """
     columns = columns[np.argsort(depths, kind="stable")]
     alone = int(np.count_nonzero(depths == 1))
     return [part for part in (columns[:alone], columns[alone:]) if part.size]
 
 
-def cut(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
+def keep_entries(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
     """Only the kept entries of each axis the values have."""
     for axis in range(1, values.ndim + 1):
         if values.shape[-axis] > kept[-axis].size:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from phalanx.plan import traffic
 from phalanx.plan.cases import ZERO_BUBBLE, Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute_seconds
-from phalanx.plan.memory import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, MemoryProfile, layer_activations
+from phalanx.plan.memory import layer_activations
+from phalanx.plan.memory_profile import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, MemoryProfile
 from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.weights import rank_weights
@@ -174,7 +175,7 @@ def predict_step_sum(c: Cases, k: Physics, f: Profile) -> StepSum:
 
 
 def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes | StepSum:
-    g = traffic.groups(c, k, f)
+    g = traffic.axis_groups(c, k, f)
     work = compute_seconds(c, k, f)
     tensor = traffic.tensor_seconds(c, g, f)
     context = traffic.context_seconds(c, k, g, work.attention.forward)
@@ -229,7 +230,7 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes
     # Parts that no case has are left out: each sum here is over all axes of a search.
     shown = shown + state.gather - np.minimum(state.gather, forward_s) * f.gather_overlap
     shown = shown + state.factoring if state.factoring.ndim else shown
-    # A pipeline keeps gathered weights for the whole step (memory.py), so there they are fetched once.
+    # A pipeline keeps gathered weights for the whole step (memory_profile.py), so there they are fetched once.
     optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0) if state.fetch.ndim else state.update
     overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 

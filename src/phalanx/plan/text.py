@@ -177,7 +177,7 @@ def _mapping_lines(plan: Plan) -> list[str]:
     return [*text_table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
 
 
-def amount(value: float) -> str:
+def format_amount(value: float) -> str:
     """A count that may be far below one."""
     return format_count(value) if value >= 1 else f"{value:.2g}"
 
@@ -315,11 +315,11 @@ def _energy_lines(b: Bill) -> list[str]:
     if b.kwh is None or b.kgco2e is None or b.kwh_interval is None or b.watts_per_device is None:
         return [f"energy and carbon: {b.power_source}"]
     low, high = b.kwh_interval
-    span = f" ({amount(low)} to {amount(high)})" if low < high else ""
+    span = f" ({format_amount(low)} to {format_amount(high)})" if low < high else ""
     watts = f"{b.watts_per_device:.0f} W per device, PUE {b.pue:g} ({b.power_source})"
     return [
-        f"{amount(b.kwh)} kWh{span}: {watts}",
-        f"{amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})",
+        f"{format_amount(b.kwh)} kWh{span}: {watts}",
+        f"{format_amount(b.kgco2e)} kg CO2e at {b.grid_gco2_per_kwh:g} g/kWh ({b.grid_source})",
     ]
 
 
@@ -357,8 +357,8 @@ NUMBERS: dict[str, tuple[Callable[[Plan], float | None], Callable[[float], str]]
     "memory per device": (lambda p: p.memory.total_bytes, format_bytes),
     "time to the token budget": (lambda p: p.duration.wall_s, format_seconds),
     "cost (middle price)": (lambda p: p.bill.usd[1] if p.bill.usd else None, format_money),
-    "kWh": (lambda p: p.bill.kwh, amount),
-    "kg CO2e": (lambda p: p.bill.kgco2e, amount),
+    "kWh": (lambda p: p.bill.kwh, format_amount),
+    "kg CO2e": (lambda p: p.bill.kgco2e, format_amount),
     "failures per day": (lambda p: p.reliability.failures_per_day, lambda v: f"{v:.3g}"),
     "checkpoint interval": (lambda p: p.reliability.interval_s, format_seconds),
     "effective training time": (lambda p: p.reliability.effective_time, lambda v: f"{v:.1%}"),

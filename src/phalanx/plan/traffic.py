@@ -41,11 +41,11 @@ class Groups:
     pipeline: net.Group
 
 
-def groups(c: Cases, k: Physics, f: Profile) -> Groups:
+def axis_groups(c: Cases, k: Physics, f: Profile) -> Groups:
     """Where each axis runs."""
 
     def place(ranks: Floats, stride: Floats) -> net.Group:
-        return net.place(
+        return net.place_group(
             ranks,
             stride,
             domain=c.domain,
@@ -106,7 +106,7 @@ def expert_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
 def send_seconds(c: Cases, g: Groups) -> Floats:
     """One activation between neighbouring stages."""
     spread = np.where(c.sp > 0, c.tp, 1.0)
-    return net.send(g.pipeline, c.tokens * c.hidden * element_bytes(c) / spread)
+    return net.message_seconds(g.pipeline, c.tokens * c.hidden * element_bytes(c) / spread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ def gradient_traffic(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Gradien
 def shard_seconds(c: Cases, g: Groups, w: RankWeights, f: Profile) -> Floats:
     """Per micro-batch under ZeRO-3: gather parameters twice, scatter gradients once, layer by layer.
 
-    In a pipeline the gathered weights stay for the whole step (memory.py), so there it is once-per-step traffic.
+    In a pipeline the gathered weights stay for the whole step (memory_profile.py): once-per-step traffic there.
     """
     size = element_bytes(c)
 

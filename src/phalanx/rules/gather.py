@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.files import read_head
 from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
@@ -196,7 +196,7 @@ def _planned(
 ) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
     """The plan, or why there is none; a cluster nobody can find is the caller's mistake."""
     target = request.cluster or resolved.job.cluster.target
-    cluster = resolve(target, base=None if request.cluster else resolved.path.parent)
+    cluster = resolve_cluster(target, base=None if request.cluster else resolved.path.parent)
     try:
         return cached_plan(resolved, cluster, environ=environ), (), cluster
     except UserError as error:
@@ -297,7 +297,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         )
     found = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
     if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
-        cluster = resolve(found.cluster, base=path.parent) if found.cluster else None
+        cluster = resolve_cluster(found.cluster, base=path.parent) if found.cluster else None
         return Evidence(
             target=str(path),
             job=found.resolved.job,

@@ -20,24 +20,24 @@ from phalanx.sim.course import Course
 from phalanx.sim.episode import Manner, run_episode, timer_s
 from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, denied_of, faults_of, too_late
 from phalanx.sim.fabric_links import Floats, links_of
-from phalanx.sim.fluid import MRC, Wire, afford, expected
+from phalanx.sim.fluid import MRC, Wire, check_fluid_budget, fluid_cost
 from phalanx.sim.packets.build import PacketBudget
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import BUDGET
 from phalanx.sim.packets.transport import MRC as EDGE
 from phalanx.sim.packets.transport import ROCE, Roce, in_slots
-from phalanx.sim.routes import Routing, spray
+from phalanx.sim.routes import Routing, spray_routing
 from phalanx.sim.simulate import (
     MOST_CONVERGE_S,
     ROWS,
     AnyTransport,
     asked_for,
     check_deny,
-    compared,
-    counts,
+    compared_transports,
     course_of,
     expected_cpu_s,
+    packet_counts,
     paths_of,
     recovery_of,
     routing_of,
@@ -108,7 +108,7 @@ def compare_recoveries(
         if healthy.stopped == "interrupted":
             raise KeyboardInterrupt  # those before it are finished
         found = next(hit) if hit is not None else healthy
-        yield values(question, found, healthy)
+        yield recovery_values(question, found, healthy)
         if found.stopped:
             return
         if healthy not in known:
@@ -125,7 +125,7 @@ def fluid_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
     links = links_of(question.fabric)
     manners = fluid_manners(question)
     for manner in manners:
-        afford(links, len(question.flows), manner.routing, question.budget)
+        check_fluid_budget(links, len(question.flows), manner.routing, question.budget)
     for manner in manners:
         yield fluid_run(question, manner, MRC)
 
@@ -133,7 +133,7 @@ def fluid_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
 def fluid_cpu_s(question: RecoveryQuestion) -> float:
     """Expected of all runs, with and without the failure."""
     links, flows = links_of(question.fabric), len(question.flows)
-    once = MARGIN * sum(expected(links, flows, manner.routing)[0] for manner in fluid_manners(question))
+    once = MARGIN * sum(fluid_cost(links, flows, manner.routing)[0] for manner in fluid_manners(question))
     return 2 * once if question.broken.failed else once
 
 
@@ -168,7 +168,7 @@ def fluid_manners(question: RecoveryQuestion) -> tuple[Manner, Manner, Manner]:
     roce = Manner(name="RoCE, PFC off", routing=hashed, react_s=question.converge_s, **WAITS)
     affordable = max(1, 4 * ROWS // (len(question.flows) * planes)) * planes
     paths = question.paths or max(planes, min(PATHS // planes * planes, affordable))
-    edge = Manner(name="MRC, edge", routing=spray(paths, seed=seed), react_s=EDGE_RECOVERY_S, **SENDER)
+    edge = Manner(name="MRC, edge", routing=spray_routing(paths, seed=seed), react_s=EDGE_RECOVERY_S, **SENDER)
     return roce, replace(roce, name="RoCE, PFC on", pauses=True), edge
 
 
@@ -192,12 +192,12 @@ def one_fluid_run(
     react_s = {"none": math.inf, "conventional": question.converge_s, "edge": EDGE_RECOVERY_S}[routing.recovery]
     by_qp = spread in ("flow", "qp")
     manner = Manner(name=spread, routing=routing, react_s=react_s, pauses=pauses, **(WAITS if by_qp else SENDER))
-    afford(links_of(fabric), len(flows), routing, question.budget)
+    check_fluid_budget(links_of(fabric), len(flows), routing, question.budget)
     healthy = fluid_run(replace(question, broken=question.broken.healthy), manner, wire)
-    return values(question, fluid_run(question, manner, wire) if question.broken.failed else healthy, healthy)
+    return recovery_values(question, fluid_run(question, manner, wire) if question.broken.failed else healthy, healthy)
 
 
-def values(question: RecoveryQuestion, run: RecoveryRun, healthy: RecoveryRun) -> dict[str, Any]:
+def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: RecoveryRun) -> dict[str, Any]:
     """A run beside the same without the failure."""
     late = run.more.get("failed_too_late") or ()
     words = zip(question.broken.failed, faults_of(question.broken), strict=True)
@@ -266,7 +266,7 @@ def _recovered_s(run: RecoveryRun, faults: Sequence[Fault]) -> float:
     return max(float(timer_s(0.0, one, run.timeout_s)) for one in works)
 
 
-def unsaid(broken: FabricBreak, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def effects_left_out(broken: FabricBreak, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """What a reader must know beside the numbers of runs: what they leave out that other commands count."""
     faults = [fault for fault in faults_of(broken) if fault.loss == fault.left == 0]
     converge_s = min((one["converge_s"] for one in found if one.get("converge_s") is not None), default=math.inf)
@@ -299,7 +299,7 @@ def checked_converge_s(converge_s: float | None, usual_s: float) -> float:
 def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
     """Conventional transports and the edge."""
     faults = faults_of(question.broken)
-    for transport in compared(question.fabric, paths=question.paths, converge_s=question.converge_s):
+    for transport in compared_transports(question.fabric, paths=question.paths, converge_s=question.converge_s):
         found = run_packets(
             question.fabric,
             question.flows,
@@ -317,7 +317,7 @@ def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
 def packet_cpu_s(question: RecoveryQuestion) -> float:
     """Expected of all runs, with and without the failure."""
     faults = faults_of(question.broken)
-    transports = compared(question.fabric, paths=question.paths, converge_s=question.converge_s)
+    transports = compared_transports(question.fabric, paths=question.paths, converge_s=question.converge_s)
     passes = ((), faults) if faults else ((),)
     alike = not (faults or question.broken.denied or question.each_plane)
     return sum(
@@ -345,7 +345,7 @@ def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: lis
             "failed_too_late": late,
             "simulated_s": found.simulated_s,
             "cpu_s": found.cpu_s,
-            **{key: value for key, value in counts(found).items() if key not in ("lost", "touched_flows")},
+            **{key: value for key, value in packet_counts(found).items() if key not in ("lost", "touched_flows")},
         },
     )
 

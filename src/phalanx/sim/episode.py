@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_failures import fault_links
 from phalanx.sim.fabric_links import Floats, Ints, Links, links_of
-from phalanx.sim.fair_rates import fair_rates_of, paused
+from phalanx.sim.fair_rates import fair_rates_of, paused_rates
 from phalanx.sim.fluid import MRC, FlowParts, FluidCase, Wire, batch_of, case_of, parts_of
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.routes import Routing, route_flows
@@ -279,7 +279,7 @@ def _advance(
         while len(rows) and account.now < end_s:
             table = case.table.some(rows)
             rates = fair_rates_of(table, case.capacity)
-            rates = paused(table, rates, case.capacity) if manner.pauses else rates
+            rates = paused_rates(table, rates, case.capacity) if manner.pauses else rates
             rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
             leaves = _step(account, parts, end_s, rows, rates, useful[rows], lost[rows])
             if leaves is None:

@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts, Ints, Links
-from phalanx.sim.packets.faults import Fault, Part, changes
+from phalanx.sim.packets.faults import Fault, Part, link_changes
 from phalanx.sim.traffic_matrix import SENDERS
 
 # Each word, how many numbers follow it, and what it is to the packet engine.
@@ -94,7 +94,7 @@ def broken_of(links: Links, broken: FabricBreak) -> BrokenParts:
 
 def fault_links(links: Links, fault: Fault) -> Ints:
     """The directed links that a fault takes."""
-    return changes(links, (fault,), slot_s=1.0, converge_s=None)[0].links
+    return link_changes(links, (fault,), slot_s=1.0, converge_s=None)[0].links
 
 
 def too_late(broken: FabricBreak, faults: Sequence[Fault], simulated_s: float) -> list[str]:

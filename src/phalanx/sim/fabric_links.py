@@ -172,12 +172,12 @@ class BrokenParts:
 NOTHING = BrokenParts()
 
 
-def transceiver(fabric_planes: int, host: int) -> tuple[tuple[int, int], ...]:
+def transceiver_lanes(fabric_planes: int, host: int) -> tuple[tuple[int, int], ...]:
     """All lanes of a NIC's transceiver, for `Broken.nics`."""
     return tuple((plane, host) for plane in range(fabric_planes))
 
 
-def shares(links: Links, broken: BrokenParts) -> Floats:
+def link_shares(links: Links, broken: BrokenParts) -> Floats:
     """Share of its capacity that each link still has."""
     left = np.ones(links.count) if broken.links is None else np.array(broken.links, dtype=np.float64)
     if left.shape != (links.count,):

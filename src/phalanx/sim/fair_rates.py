@@ -16,14 +16,14 @@ from phalanx.errors import mistake
 from phalanx.sim.fabric_links import Floats, Ints
 
 
-def available() -> bool:
+def has_numba() -> bool:
     """Whether numba can be imported."""
     return find_spec("numba") is not None
 
 
 def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as machine code; kept on disk where numba finds a place to write, else compiled again next time."""
-    if not available():
+    if not has_numba():
         raise mistake(
             "simulation",
             "numba is not installed",
@@ -70,7 +70,7 @@ def fair_rates_of(table: LinkTable, capacity: Floats, *, engine: str = "auto") -
     if len(link) < len(capacity) // 4:  # few links are used: leave the others out
         used, packed = np.unique(link, return_inverse=True)
         link, room = packed.astype(np.int32), room[used]
-    quick = engine == "numba" or (engine == "auto" and available())
+    quick = engine == "numba" or (engine == "auto" and has_numba())
     run = _compiled_filling() if quick else _fill_in_rounds
     return np.asarray(table.pull * run(table.start, link, table.pull, room))
 
@@ -175,7 +175,7 @@ ALIKE = 1e-9
 ROUNDS = 64  # a pause travels up one path at a time; paths have at most six links, and few rounds are ever needed
 
 
-def paused(table: LinkTable, rates: Floats, capacity: Floats) -> Floats:
+def paused_rates(table: LinkTable, rates: Floats, capacity: Floats) -> Floats:
     """Rates of rows after pauses have spread against the direction of travel."""
     if not len(rates):
         return rates

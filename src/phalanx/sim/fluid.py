@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of, shares
+from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, link_shares, links_of
 from phalanx.sim.fair_rates import LinkTable, fair_rates_of
 from phalanx.sim.packets.build import PacketBudget
 from phalanx.sim.routes import Hops, Routes, Routing, route_flows
@@ -240,7 +240,7 @@ def _queued_flows(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool
 
 def _fluid_case(fabric: Fabric, flows: Flows, routing: Routing, broken: BrokenParts) -> FluidCase:
     links = links_of(fabric)
-    left = None if broken.nothing else shares(links, broken)
+    left = None if broken.nothing else link_shares(links, broken)
     routes = route_flows(links, flows, routing, left)
     return case_of(links, routes, links.capacity() if left is None else links.capacity() * left, routing)
 
@@ -277,15 +277,15 @@ ROW_BYTES = 220  # path, table of links, heap and rates: 0.9 GB with 4.2 million
 LINK_BYTES = 40
 
 
-def expected(links: Links, flows: int, routing: Routing) -> tuple[float, float]:
+def fluid_cost(links: Links, flows: int, routing: Routing) -> tuple[float, float]:
     """CPU seconds and bytes."""
     rows = float(flows) * routing.paths
     return rows * ROW_S * (1 + ROUNDS[routing.spread]), rows * ROW_BYTES + links.count * LINK_BYTES
 
 
-def afford(links: Links, flows: int, routing: Routing, budget: PacketBudget) -> None:
+def check_fluid_budget(links: Links, flows: int, routing: Routing, budget: PacketBudget) -> None:
     """Raise UserError when rates and completion times would exceed the budget."""
-    cpu_s, nbytes = expected(links, flows, routing)
+    cpu_s, nbytes = fluid_cost(links, flows, routing)
     if cpu_s <= budget.cpu_s and nbytes <= budget.memory_bytes:
         return
     share = min(budget.cpu_s / cpu_s, budget.memory_bytes / nbytes)

@@ -2,7 +2,7 @@
 
 A group with m members in each fast domain uses their m NICs side by side (NCCL builds as many rings), so each NIC
 carries 1/m of what a ring sends, to the member with the same place in the next domain. A simulated step asks for who
-sends to whom at once (`phase`), `fabric simulate` for a step's bytes (`axis_flows`); both are `neighbours`.
+sends to whom at once (`phase_pairs`), `fabric simulate` for a step's bytes (`axis_flows`); both are `group_neighbours`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx.errors import mistake
 from phalanx.plan.mapping import AxisUse
 from phalanx.plan.plan import Plan
 from phalanx.sim.fabric_links import Ints
-from phalanx.sim.traffic_matrix import MOST_FLOWS, Flows, flows
+from phalanx.sim.traffic_matrix import MOST_FLOWS, Flows, make_flows
 
 TREES = ("Tree", "NVLSTree")  # algorithms that send sums up and down double trees of domains
 
@@ -39,10 +39,10 @@ def plan_collectives(plan: Plan) -> tuple[AxisTraffic, ...]:
     )
 
 
-def neighbours(size: int, stride: int, step: int, ranks: int, *, wraps: bool = True) -> tuple[Ints, Ints]:
+def group_neighbours(size: int, stride: int, step: int, ranks: int, *, wraps: bool = True) -> tuple[Ints, Ints]:
     """(sources, targets): each member of groups of `size` to the one `step` places further in its group.
 
-    >>> [side.tolist() for side in neighbours(4, 1, 2, 4)]
+    >>> [side.tolist() for side in group_neighbours(4, 1, 2, 4)]
     [[0, 1, 2, 3], [2, 3, 0, 1]]
     """
     source = np.arange(ranks - ranks % (size * stride), dtype=np.int64)
@@ -53,11 +53,11 @@ def neighbours(size: int, stride: int, step: int, ranks: int, *, wraps: bool = T
     return source[keeps], target[keeps]
 
 
-def phase(axis: str, *, size: int, stride: int, inside: int, ranks: int) -> tuple[Ints, Ints]:
+def phase_pairs(axis: str, *, size: int, stride: int, inside: int, ranks: int) -> tuple[Ints, Ints]:
     """Who sends to whom at once: to the next domain of a ring (`inside` members are in one), the next stage of a
     pipeline, or half the group away, the farthest phase of an all-to-all."""
     step = size // 2 if axis == "expert" else inside
-    return neighbours(size, stride, step, ranks, wraps=axis != "pipeline")
+    return group_neighbours(size, stride, step, ranks, wraps=axis != "pipeline")
 
 
 def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
@@ -66,7 +66,7 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
         return _all_to_all(use, ranks, domain)
     if use.operation == "send":
         # Pipeline: half of the bytes to the next stage, half to the one before; ends have one neighbour.
-        first, second = neighbours(use.size, use.stride, 1, ranks, wraps=False)
+        first, second = group_neighbours(use.size, use.stride, 1, ranks, wraps=False)
         source, target = np.concatenate([first, second]), np.concatenate([second, first])
         return _flows_between(source, target, use.bytes_per_step / 2, domain)
     # Ring attention passes whole blocks from rank to rank; only collectives run several rings side by side.
@@ -76,7 +76,9 @@ def axis_flows(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     if use.algorithm in TREES:
         return _tree_flows(use, np.arange(ranks) // use.stride % use.size, together)
     # Bytes a NIC sends: its part of the ring.
-    return _flows_between(*neighbours(use.size, use.stride, together, ranks), use.bytes_per_step / together, domain)
+    return _flows_between(
+        *group_neighbours(use.size, use.stride, together, ranks), use.bytes_per_step / together, domain
+    )
 
 
 def _members_together(use: AxisUse, domain: int) -> int:
@@ -96,7 +98,7 @@ def _tree_flows(use: AxisUse, place: Ints, together: int) -> Flows:
     up, down = np.concatenate([child, mirrored[child]]), np.concatenate([parent, mirrored[parent]])
     # bytes_per_step counts 2 (n-1)/n sums; an edge carries half a sum up and half a sum down.
     half = use.bytes_per_step / (2 * (use.size - 1) / use.size) / together / 2
-    return flows(np.concatenate([up, down]), np.concatenate([down, up]), half)
+    return make_flows(np.concatenate([up, down]), np.concatenate([down, up]), half)
 
 
 def _all_to_all(use: AxisUse, ranks: int, domain: int) -> Flows | None:
@@ -125,7 +127,7 @@ def _uneven_flows(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: 
     source, target = source[leaves], target[leaves]
     crossing = use.bytes_per_step * use.size / (use.size - 1) * use.network_copies
     nbytes = crossing / spans[group[source]] / members[place[target]]
-    return flows(source, target, nbytes) if leaves.any() else None
+    return make_flows(source, target, nbytes) if leaves.any() else None
 
 
 def _tiles_domains(use: AxisUse, ranks: int, domain: int) -> bool:
@@ -143,11 +145,11 @@ def _pairs(use: AxisUse, steps: range, ranks: int) -> tuple[Ints, Ints]:
             f"an all-to-all of {use.size:,} among {ranks:,} ranks is more than {MOST_FLOWS:,} flows",
             fix=f"use groups of at most {(MOST_FLOWS // ranks + 1) * steps.step:,}",
         )
-    pairs = [neighbours(use.size, use.stride, step, ranks) for step in steps]
+    pairs = [group_neighbours(use.size, use.stride, step, ranks) for step in steps]
     source, target = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return source, target
 
 
 def _flows_between(source: Ints, target: Ints, nbytes: float, domain: int) -> Flows | None:
     leaves = source // domain != target // domain
-    return flows(source[leaves], target[leaves], nbytes) if leaves.any() and nbytes > 0 else None
+    return make_flows(source[leaves], target[leaves], nbytes) if leaves.any() and nbytes > 0 else None

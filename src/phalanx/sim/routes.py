@@ -56,7 +56,7 @@ def by_qp(qps: int, *, seed: int = 0, recovery: Recovery = "conventional") -> Ro
     return Routing(spread="qp", paths=qps, planes="hash", seed=seed, recovery=recovery)
 
 
-def spray(paths: int, *, adaptive: bool = True, seed: int = 0, recovery: Recovery = "edge") -> Routing:
+def spray_routing(paths: int, *, adaptive: bool = True, seed: int = 0, recovery: Recovery = "edge") -> Routing:
     """Packets over `paths` entropy values, as many in every plane."""
     return Routing(spread="adaptive" if adaptive else "oblivious", paths=paths, seed=seed, recovery=recovery)
 
@@ -217,7 +217,7 @@ class Offered:
     worst_host: float  # between NIC and T0
 
 
-def offered(fabric: Fabric, flows: Flows, *, routing: Routing) -> Offered:
+def offered_load(fabric: Fabric, flows: Flows, *, routing: Routing) -> Offered:
     """The load map of flows that all send at line rate, in equal parts over their paths."""
     links = links_of(fabric)
     load = np.zeros(links.count)

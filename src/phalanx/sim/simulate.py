@@ -15,8 +15,8 @@ from phalanx.sim import fluid
 from phalanx.sim.course import Course
 from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, broken_of, denied_of, faults_of, too_late
 from phalanx.sim.fabric_links import Links, links_of
-from phalanx.sim.fluid import Completion, Rates, Wire, afford, batch_of, complete_flows, solve_rates
-from phalanx.sim.packets.build import LOOK_S, PacketBudget, PacketCost, sketch
+from phalanx.sim.fluid import Completion, Rates, Wire, batch_of, check_fluid_budget, complete_flows, solve_rates
+from phalanx.sim.packets.build import LOOK_S, PacketBudget, PacketCost, sketch_run
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce_run import roce_sketch
@@ -57,9 +57,9 @@ def simulate(
     """
     flows = named_traffic(traffic_name, fabric, nbytes, seed=seed) if flows is None else flows
     routing = routing_of(fabric, spread, paths or usual_paths(fabric, spread, len(flows)), recovery, seed)
-    over = WIRES[choice("--wire", wire, tuple(WIRES))]
+    over = WIRES[check_choice("--wire", wire, tuple(WIRES))]
     links = links_of(fabric)
-    afford(links, len(flows), routing, budget)
+    check_fluid_budget(links, len(flows), routing, budget)
     if denied:
         check_deny(routing.recovery)
     broken = broken_of(links, FabricBreak(failed=tuple(failed), left=left, denied=tuple(denied)))
@@ -92,7 +92,7 @@ def usual_paths(fabric: Fabric, spread: str, flows: int) -> int:
 
 def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int) -> Routing:
     """A routing by its words."""
-    choice("--routing", spread, ROUTINGS)
+    check_choice("--routing", spread, ROUTINGS)
     if spread == "all" and (paths != fabric.planes or recovery not in ("", "edge")):
         raise mistake(
             "--routing all",
@@ -100,7 +100,7 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
             fix="leave both out, or use --routing adaptive",
         )
     by_packet = spread in ("oblivious", "adaptive", "all")
-    chosen = choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
+    chosen = check_choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(
         spread=spread,  # type: ignore[arg-type]  # choice() holds it
         paths=paths,
@@ -116,7 +116,7 @@ def check_deny(recovery: str) -> None:
         raise mistake("--deny", "with --recovery none nobody leaves a path", fix="use --recovery conventional or edge")
 
 
-def choice(option: str, word: str, choices: tuple[str, ...]) -> str:
+def check_choice(option: str, word: str, choices: tuple[str, ...]) -> str:
     if word not in choices:
         guess = nearest(word, choices)
         fix = f"use {guess}" if guess else f"use {', '.join(choices)}"
@@ -171,7 +171,7 @@ def transport_of(
     dcqcn: bool | None = None,
 ) -> AnyTransport:
     """A transport by its words; empty ones are its own settings."""
-    made = TRANSPORTS[choice("--transport", name, tuple(TRANSPORTS))]
+    made = TRANSPORTS[check_choice("--transport", name, tuple(TRANSPORTS))]
     if routing == "flow" and paths > 1:
         raise mistake("--paths", f"{paths} paths, but --routing flow is one", fix="use --routing qp")
     if isinstance(made, Roce):
@@ -185,7 +185,9 @@ def transport_of(
     return _with_convergence(_with_recovery(made, recovery, converge_s), converge_s)
 
 
-def compared(fabric: Fabric, *, paths: int = 0, converge_s: float = SHORT_CONVERGE_S) -> tuple[Roce, Roce, Transport]:
+def compared_transports(
+    fabric: Fabric, *, paths: int = 0, converge_s: float = SHORT_CONVERGE_S
+) -> tuple[Roce, Roce, Transport]:
     """RoCE without and with PFC, a queue pair on each plane and routing that converges, and recovery at the edge.
 
     One path in all could use one plane only, and the difference would be that of planes, not of recovery.
@@ -219,7 +221,7 @@ def converge_of(transport: AnyTransport) -> float | None:
 
 def _with_roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | None) -> Roce:
     if routing not in ("", "flow", "qp"):
-        choice("--routing", routing, ROUTINGS)
+        check_choice("--routing", routing, ROUTINGS)
         raise mistake("--routing", f"RoCE does not send by {routing}: a queue pair has one path", fix="use flow or qp")
     qps = paths or (1 if routing == "flow" else QPS if routing == "qp" else made.qps)
     rate = made.dcqcn if dcqcn is None else Dcqcn() if dcqcn else None
@@ -233,7 +235,7 @@ def _with_routing(transport: Transport, routing: str) -> Transport:
     """A routing of the fluid engine as paths and spraying: `qp` is here 8 paths taken in turn."""
     if not routing:
         return transport
-    word = choice("--routing", routing, ROUTINGS)
+    word = check_choice("--routing", routing, ROUTINGS)
     if word == "flow":
         return replace(transport, paths=1, spray="oblivious")
     if word == "qp":
@@ -252,7 +254,7 @@ def _with_routing(transport: Transport, routing: str) -> Transport:
 def _with_recovery(made: AnyTransport, recovery: str, converge_s: float | None) -> AnyTransport:
     if not recovery:
         return made
-    chosen = choice("--recovery", recovery, RECOVERIES)
+    chosen = check_choice("--recovery", recovery, RECOVERIES)
     if isinstance(made, Roce):
         if chosen == "edge":
             what = "a queue pair of RoCE has one path and cannot leave it"
@@ -314,7 +316,7 @@ def simulate_packets(
         **late,
         **_packet_times(found),
         "planes": fabric.planes,
-        **counts(found),
+        **packet_counts(found),
         **course,
     }
 
@@ -395,7 +397,7 @@ def _expected_cost(
     if isinstance(transport, Roce):
         pairs = roce_sketch(fabric, flows, transport)
         return pairs.links, pairs.slots.slot_s, pairs.cost
-    plan = sketch(fabric, flows, transport, alike=alike)
+    plan = sketch_run(fabric, flows, transport, alike=alike)
     return plan.links, plan.slots.slot_s, plan.cost
 
 
@@ -419,7 +421,7 @@ def _packet_times(found: PacketResult) -> dict[str, object]:
     }
 
 
-def counts(found: PacketResult) -> dict[str, object]:
+def packet_counts(found: PacketResult) -> dict[str, object]:
     """What only packets have."""
     return {
         "packets": found.packets,

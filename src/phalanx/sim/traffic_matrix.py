@@ -49,7 +49,7 @@ class Flows:
             raise mistake("flows", f"host {host} sends to itself", fix="leave it out: it does not touch the network")
 
 
-def flows(source: Any, target: Any, nbytes: Any) -> Flows:
+def make_flows(source: Any, target: Any, nbytes: Any) -> Flows:
     """Flows of lists or arrays; one size may stand for all."""
     src, dst = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
     return Flows(source=src, target=dst, nbytes=np.broadcast_to(np.asarray(nbytes, dtype=np.float64), src.shape))
@@ -60,14 +60,14 @@ def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     _require_hosts(hosts, 2)
     order = np.random.default_rng(seed).permutation(hosts).astype(np.int64)
     # A cycle through all hosts in random order: nobody sends to itself.
-    return flows(order, np.roll(order, -1), nbytes)
+    return make_flows(order, np.roll(order, -1), nbytes)
 
 
 def shift(hosts: int, nbytes: float, *, seed: int = 0, step: int | None = None) -> Flows:
     """Everyone sends to the host `step` further, half way round by default: all traffic crosses the top."""
     _require_hosts(hosts, 2)
     source = np.arange(hosts)
-    return flows(source, (source + (step or hosts // 2)) % hosts, nbytes)
+    return make_flows(source, (source + (step or hosts // 2)) % hosts, nbytes)
 
 
 def ring(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
@@ -80,7 +80,7 @@ def tree(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
     _require_hosts(hosts, 2)
     child = np.arange(1, hosts)
     parent = (child - 1) // 2
-    return flows(np.concatenate([child, parent]), np.concatenate([parent, child]), nbytes)
+    return make_flows(np.concatenate([child, parent]), np.concatenate([parent, child]), nbytes)
 
 
 def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
@@ -95,7 +95,7 @@ def all_to_all(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
         )
     source = np.repeat(np.arange(hosts), hosts - 1)
     offset = np.tile(np.arange(1, hosts), hosts)
-    return flows(source, (source + offset) % hosts, nbytes / (hosts - 1))
+    return make_flows(source, (source + offset) % hosts, nbytes / (hosts - 1))
 
 
 def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -> Flows:
@@ -103,7 +103,7 @@ def hierarchical(hosts: int, nbytes: float, *, seed: int = 0, server: int = 8) -
     _require_hosts(hosts, 2 * server)
     whole = hosts // server * server
     source = np.arange(whole)
-    return flows(source, (source + server) % whole, nbytes)
+    return make_flows(source, (source + server) % whole, nbytes)
 
 
 def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Flows:
@@ -111,7 +111,7 @@ def pipeline(hosts: int, nbytes: float, *, seed: int = 0, stages: int = 8) -> Fl
     _require_hosts(hosts, max(stages, 2))
     width = hosts // stages
     first = np.arange(width * (stages - 1))
-    return flows(np.concatenate([first, first + width]), np.concatenate([first + width, first]), nbytes)
+    return make_flows(np.concatenate([first, first + width]), np.concatenate([first + width, first]), nbytes)
 
 
 TRAFFIC: dict[str, Callable[..., Flows]] = {
@@ -138,7 +138,7 @@ def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
     near = np.argsort(home, kind="stable")  # hosts by their T0
     source = near[: senders + 1]
     target = np.append(np.full(senders, near[-1]), near[-2])
-    return flows(source, target, nbytes)
+    return make_flows(source, target, nbytes)
 
 
 def named_traffic(name: str, fabric: Fabric, nbytes: float, *, seed: int = 0) -> Flows:
@@ -181,7 +181,7 @@ def read_matrix(path: Path, hosts: int) -> Flows:
     if not found:
         raise mistake(str(path), "there is no flow to simulate", fix="add lines such as 0,5,2000000")
     table = np.array(found, dtype=np.float64)
-    return flows(table[:, 0], table[:, 1], table[:, 2])
+    return make_flows(table[:, 0], table[:, 1], table[:, 2])
 
 
 def _read_transfers(

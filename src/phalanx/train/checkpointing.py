@@ -13,10 +13,10 @@ from phalanx.errors import SystemFailure
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.train.callbacks import Callback
-from phalanx.train.engine import StepRequest
 from phalanx.train.state.async_saver import AsyncSaver
 from phalanx.train.state.retention import CheckpointInterval
 from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
+from phalanx.train.step_result import StepRequest
 
 if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop

@@ -11,38 +11,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.errors import mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.schedules import is_v_shaped
+from phalanx.train.data.batches import IGNORED
+from phalanx.train.expert_balance import ExpertBalance
 from phalanx.train.guard.compiled import TrialPass, drawn_so_far
 from phalanx.train.guard.spikes import SpikeDetector
+from phalanx.train.micro_batches import MicroBatches, TokenSum, summed_loss
 from phalanx.train.model_stages import (
     ModelStage,
     StageTensor,
     build_stages,
     copy_weights,
     draw_weights,
-    num_stages,
     stage_tensors,
 )
-from phalanx.train.models.moe import BatchFilling, Moe
 from phalanx.train.models.own_model import PREFIX, NetworkOutline, OwnStage, tables_of, whole_values
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
+from phalanx.train.optim.master_weights import MasterWeights
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.own_loss import own_loss
 from phalanx.train.parallel.across_replicas import AcrossReplicas, ReplicaLost
@@ -50,54 +44,14 @@ from phalanx.train.parallel.buffers import BufferExchange
 from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
 from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
-from phalanx.train.parallel.fsdp import accumulate
 from phalanx.train.parallel.gradients import GradientExchange, TiedTable, scale_gradients, squared_norm
-from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
 from phalanx.train.parallel.replicate import local_gradient
-from phalanx.train.parallel.stage import LeanStage
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
-from phalanx.train.telemetry.clock import Phase, clock_of, time_gathers, time_stage
+from phalanx.train.step_result import NO_REQUESTS, StepRequest, StepResult
+from phalanx.train.telemetry.clock import clock_of, time_gathers
 from phalanx.train.telemetry.listen import fsdp_groups, listen_for_noise
-from phalanx.train.telemetry.noise import NUMBERS, Noise, NoiseScale, estimate
-
-IGNORED = -100  # target of a token that is not scored, as in torch
-
-
-# A number summed over the valid tokens of (logits_BSV, targets_BS): a loss, or a metric.
-TokenSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class StepRequest(IntEnum):
-    """What a rank may ask of all the others at the end of a step; one voice is enough."""
-
-    STOP = 0  # end the run after this step
-    SAVE = 1  # write a checkpoint of this step
-    REFORM = 2  # leave this membership after this step
-    COPY_UNSAFE = 3  # my copy of the state before this step is not safe in memory yet
-
-
-NO_REQUESTS = (False,) * len(StepRequest)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What a step gave, the same on every rank."""
-
-    loss: float  # nats per valid token
-    tokens: int  # valid tokens of the global batch
-    grad_norm: float
-    skipped: bool  # the gradient was not finite, or refused: no rank updated anything
-    requests: tuple[bool, ...]  # by Wish: whether some rank has it
-    compute_s: float  # this rank's own time
-    wait_s: float  # this rank's waiting for others
-    cpu_s: float | None = None  # processor time of `compute_s`, on a CPU
-    core_wait_s: float | None = None  # for which this rank's thread could have run and had no core
-    bytes_sent: int | None = None  # by compressed gradient exchange on this rank
-    noise: Noise | None = None  # of the gradient, from this step alone
-    noise_samples: float | None = None  # the noise scale in sequences, from the last hundred steps or so
-    phases: tuple[Phase, ...] = ()  # what this rank worked on, and when
-    is_round_due: bool = False  # whether some rank knows of model replicas that come back
+from phalanx.train.telemetry.noise import NoiseScale, noise_of_step
 
 
 class Engine:
@@ -124,20 +78,18 @@ class Engine:
 
             prepare_compiler(self.meshes)
         # Compiled, the loss reads the logits in their own format and never holds a float32 copy of them.
-        loss = own_loss(settings, shape.vocab) if settings.loss else summed_loss
-        self._loss = torch.compile(loss, backend=settings.compile_backend) if settings.compile else loss
+        loss: TokenSum = own_loss(settings, shape.vocab) if settings.loss else summed_loss
+        if settings.compile:
+            loss = torch.compile(loss, backend=settings.compile_backend)
         self.parts: list[ModelStage] = build_stages(shape, settings, self.meshes, device)
         self.held: list[StageTensor] = stage_tensors(self.parts, self.meshes, tied=shape.tied)
         self._trained = [held for held in self.held if held.trained]
         self.exchange = None if self.dims.zero else GradientExchange(self._trained, self.meshes, settings)
         parameters = [held for held in self.held if held.is_parameter]
-        masters = [self._master(held) for held in parameters]
-        self._copies = [(held.local, one) for held, one in zip(parameters, masters, strict=True) if one is not None]
-        shards = [held.shard(held.local if one is None else one) for held, one in zip(parameters, masters, strict=True)]
-        self.shards: list[TensorShard] = [one for one, held in zip(shards, parameters, strict=True) if held.trained]
-        self._frozen: list[TensorShard] = [
-            one for one, held in zip(shards, parameters, strict=True) if not held.trained
-        ]
+        self.masters = MasterWeights(parameters, settings)
+        pairs = list(zip(self.masters.shards, parameters, strict=True))
+        self.shards: list[TensorShard] = [one for one, held in pairs if held.trained]
+        self._frozen: list[TensorShard] = [one for one, held in pairs if not held.trained]
         # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
         matrices = {shard.name for shard in self.shards if len(shard.shape) > 1}
         self.optimizer: Optimizer = build_optimizer(
@@ -157,37 +109,38 @@ class Engine:
         if self.outline is not None:
             self._buffers = BufferExchange(self._models(), self.meshes.group("data"))
         self.loss_scale = LossScale.of(settings.fixed_loss_scale) if settings.compute == "fp16" else None
-        self.expert_loads: torch.Tensor | None = (
-            None  # tokens of each expert in the last step, a row per layer held here
-        )
-        self._moes = [m for part in self.parts for m in part.model.modules() if isinstance(m, Moe)]
-        self._filling = [BatchFilling(part.model) for part in self.parts] if self._moes else []
+        self.experts = ExpertBalance(self._models(), self.meshes, device)
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
-        self._sharded = self._compress_sharded()
+        kind = settings.layout.compression
+        self._sharded: list[ShardedCompression] = []
+        if self.dims.zero and kind != "none":
+            self._sharded = [compress_sharded(part.model, kind) for part in self.parts]
         self.listener = None
         if across is None:  # else the noise of a replica's gradient would be taken for that of all
-            models = [part.model for part in self.parts]
-            self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, models)
+            self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, self._models())
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device, compiled=settings.compile)
         if device.type == "cuda":
-            time_gathers(fsdp_groups(part.model for part in self.parts), self.clock)
+            time_gathers(fsdp_groups(self._models()), self.clock)
+        self.micro_batches = MicroBatches(
+            self.parts,
+            shape,
+            settings,
+            self.meshes,
+            loss=loss,
+            exchange=self.exchange,
+            clock=self.clock,
+            device=device,
+        )
         # Called in every step: by callbacks of the loop.
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
         self.wants_round: Callable[[], bool] = lambda: False  # whether this rank knows of replicas that come back
         self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
-        self._host_grads: list[torch.Tensor] = []
-        self._unit = 0.0
-        self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}
-
-    def _compress_sharded(self) -> list[ShardedCompression]:
-        kind = self.settings.layout.compression
-        return [compress_sharded(part.model, kind) for part in self.parts] if self.dims.zero and kind != "none" else []
 
     def _models(self) -> list[torch.nn.Module]:
         return [part.model for part in self.parts]
@@ -238,13 +191,9 @@ class Engine:
 
         Buffers are now what all ranks have.
         """
-        self._copy_weights()
+        self.masters.copy_to_model()
         if self._buffers is not None:
             self._buffers.remember()
-
-    def _copy_weights(self) -> None:
-        if self._copies:
-            torch._foreach_copy_([target for target, _ in self._copies], [source for _, source in self._copies])
 
     def weights(self) -> list[TensorShard]:
         """The model as the optimizer sees it, frozen weights and buffers included."""
@@ -268,7 +217,7 @@ class Engine:
 
     def take_carried(self, state: Mapping[str, torch.Tensor], unit: float) -> None:
         """Go on with what `carried` gave when gradients were in `unit`."""
-        self._unit = unit
+        self.micro_batches.unit = unit
         if self.exchange is not None:
             self.exchange.load(state)
         for number, part in enumerate(self._sharded):
@@ -278,15 +227,7 @@ class Engine:
     @property
     def unit(self) -> float:
         """What the last gradients were multiplied by; 0 before the first."""
-        return self._unit
-
-    def _master(self, held: StageTensor) -> torch.Tensor | None:
-        """A copy of the weight in the format and place the optimizer wants it; None where that is its own storage."""
-        place = torch.device("cpu") if self.settings.layout.offload == "optimizer" else held.local.device
-        used = held.local
-        if used.dtype == self.settings.master_dtype and used.device == place:
-            return None
-        return _host_or_device(used, self.settings.master_dtype, place)
+        return self.micro_batches.unit
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -309,14 +250,12 @@ class Engine:
         self.clock.begin()
         if self.listener is not None:
             self.listener.norms.begin()
-        for filling in self._filling:
-            filling.begin(targets_BS.to(self.device), micro=self.settings.layout.micro_batch, ignored=IGNORED)
-        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         batch_sequences = tokens_BS.shape[0] * self.data_ranks
         batch_tokens = batch_sequences * self.settings.sequence
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        for moe in self._moes:
-            moe.aux_scale = scale / batch_sequences
+        micro = self.settings.layout.micro_batch
+        self.experts.begin(targets_BS, micro=micro, ignored=IGNORED, scale=scale / batch_sequences)
+        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
         with self.clock.phase("other"):
             moved = self._moved(loss_sum)
@@ -330,7 +269,7 @@ class Engine:
                 lost.append(torch.full_like(loss_sum, float(not is_whole)))
             self.on_gradients_ready(grads)
             norm_squared = squared_norm(self.shards, grads)
-            heard = self._heard(targets_BS, grads, norm_squared)
+            heard = self._noise_numbers(targets_BS, grads, norm_squared)
         numbers = self._agree(norm_squared, said, heard=[*lost, *moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
@@ -351,12 +290,12 @@ class Engine:
             if not skipped:
                 self._update(grads, factor * self._clip_factor(norm), lr)
             self._clear()
-            self._balance(learn=not skipped)
+            self.experts.finish(learn=not skipped)
             if any(moved_by_all):
                 self._exchange_buffers()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=finite)
-        noise = None if skipped else self._noise(heard_by_all, valid=valid, factor=factor)
+        noise = None if skipped else noise_of_step(heard_by_all, valid=valid, factor=factor)
         self.noise.take(noise, norm)
         timed = self.clock.end()
         return StepResult(
@@ -389,7 +328,7 @@ class Engine:
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         for part in self.parts:
             part.model.eval()
-        sums = self._forward_only(tokens_BS, targets_BS, (summed_loss, *metrics))
+        sums = self.micro_batches.forward_sums(tokens_BS, targets_BS, (summed_loss, *metrics))
         if self._buffers is not None:
             self._buffers.settle()
         for part in self.parts:
@@ -423,31 +362,28 @@ class Engine:
 
         Nothing is learnt from it, and gradients are summed uncompressed: rounded to eight bits, two that are all but
         equal lie far apart. Every rank must call this; the caller puts back what forward changes
-        (`guard.compiled.untouched`).
+        (`guard.compiled.restore_after`).
         """
         micro = self.settings.layout.micro_batch
         count = min(tokens_BS.shape[0] // micro, self.dims.pipeline)
         if self.settings.reproducible:
             count = 1 << (count.bit_length() - 1)  # every rank holds a whole subtree of the sum
         tokens_BS, targets_BS = tokens_BS[: count * micro], targets_BS[: count * micro]
-        for filling in self._filling:
-            filling.begin(targets_BS.to(self.device), micro=micro, ignored=IGNORED)
         batch_sequences = count * micro * self.dims.data
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        for moe in self._moes:
-            moe.aux_scale = scale / batch_sequences
+        self.experts.begin(targets_BS, micro=micro, ignored=IGNORED, scale=scale / batch_sequences)
         tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
         if self.listener is not None:
             self.listener.norms.on = False
-        before, self._unit = self._unit, scale / (batch_sequences * self.settings.sequence)
-        unit = self._unit
+        before, unit = self.unit, scale / (batch_sequences * self.settings.sequence)
+        self.micro_batches.unit = unit
         compressed = [one for one in (self.exchange, *self._sharded) if one is not None]
         for one in compressed:
             one.compress(False)
-        loss_sum = self._accumulate(tokens_BS, targets_BS, unit=unit)
+        loss_sum = self.micro_batches.accumulate_gradients(tokens_BS, targets_BS)
         for one in compressed:
             one.compress(True)
-        self._unit = before
+        self.micro_batches.unit = before
         grads = self._gradients()
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
         self._clear()
@@ -461,115 +397,12 @@ class Engine:
 
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
         """Accumulate gradients of `unit` × the summed loss; returns the summed loss of this rank."""
-        self._new_unit(unit)
-        return self._accumulate(tokens_BS, targets_BS, unit=unit)
-
-    def _accumulate(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
-        count = tokens_BS.shape[0] // self.settings.layout.micro_batch
-        if self.exchange is not None:
-            self.exchange.begin(count)
-        with self._loss_context(), fastest_attention(self.device):
-            if self.dims.pipeline > 1:
-                total = self._pipelined(tokens_BS, targets_BS, count, unit)
-            else:
-                total = self._plain(tokens_BS, targets_BS, count, unit)
-        if self.exchange is not None and self.bytes_sent is not None:
-            with self.clock.stall():  # a thread compresses and exchanges, and is waited for
-                self.exchange.finish()
-        elif self.exchange is not None:
-            self.exchange.finish()
-        return total
-
-    def _plain(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int, unit: float) -> torch.Tensor:
-        model = self.parts[0].model
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, (x, y) in enumerate(zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True)):
-            if isinstance(model, FSDPModule):
-                accumulate(model, zero=self.dims.zero, last=index == count - 1)
-            with self.clock.phase("forward"):
-                loss = self._loss(model(x), y)
-            with self.clock.phase("backward"):
-                (loss * unit).backward()
-                if self.exchange is not None:
-                    self.exchange.micro_batch_done()
-            total += plain(loss.detach()).double()
-        return total
-
-    def _pipelined(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int, unit: float) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
-        schedule, stages = self._schedule(count)
-        given = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
-        if any(stage.is_last for stage in stages):
-            schedule.step(*given, target=targets_BS, losses=losses, return_outputs=False)
-        else:
-            schedule.step(*given)
-        for stage in stages:
-            stage.finish_sends()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for loss in losses:
-            total += plain(loss.detach()).double() / unit
-        return total
-
-    def _forward_only(
-        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, wanted: Sequence[TokenSum]
-    ) -> list[torch.Tensor]:
-        count = tokens_BS.shape[0] // self.settings.layout.micro_batch
-        totals = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in wanted]
-        with self._loss_context():
-            for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
-                logits = self._through(x)
-                if logits is not None:
-                    for total, function in zip(totals, wanted, strict=True):
-                        total += plain(function(logits, y)).double()
-        return totals
-
-    def _through(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A micro-batch through all stages; None where this rank does not hold the last."""
-        if self.dims.pipeline == 1:
-            out: torch.Tensor = self.parts[0].model(x)
-            return out
-        return forward_only(
-            [(part.stage, part.model) for part in self.parts],
-            x,
-            stages=num_stages(self.settings),
-            group=self.meshes.group("pipeline"),
-            v_shaped=is_v_shaped(self.settings.layout.schedule, self.settings.layout.virtual_pipeline),
-            like=lambda stage: self._boundary(stage)[0],
-        )
-
-    def _loss_context(self) -> AbstractContextManager[None]:
-        """torch's loss over split logits; backward must run inside it too."""
-        split = self.dims.tensor > 1 and self.settings.loss_parallel
-        return loss_parallel() if split else nullcontext()
-
-    def _schedule(self, count: int) -> tuple[Schedule, list[LeanStage]]:
-        """The schedule for `count` micro-batches: a batch ramp asks for several."""
-        if count not in self._schedules:
-            self._schedules[count] = build_schedule(
-                [(part.stage, part.model) for part in self.parts],
-                stages=num_stages(self.settings),
-                group=self.meshes.group("pipeline"),
-                name=self.settings.layout.schedule,
-                micro_batches=count,
-                loss=lambda logits, targets: self._loss(logits, targets) * self._unit,
-                shapes=self._boundary,
-                device=self.device,
-            )
-            for stage in self._schedules[count][1]:
-                time_stage(stage, self.clock)
-        return self._schedules[count]
-
-    def _boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes into a stage and what comes out of it, per micro-batch, on this rank."""
-        layout = self.settings.layout
-        micro, length = layout.micro_batch, self.settings.sequence // self.dims.context
-        held = length // self.dims.tensor if layout.sequence_parallel and self.dims.tensor > 1 else length
-        kind = self.settings.compute_dtype
-        tokens = torch.empty(micro, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(micro, held, self.shape.hidden, dtype=kind, device="meta", requires_grad=True)
-        # Split logits are a DTensor, whose shape is that of the whole vocabulary: torch 2.11 compares it in every step.
-        logits = torch.empty(micro, length, self.shape.vocab, dtype=kind, device="meta", requires_grad=True)
-        return tokens if stage == 0 else hidden, logits if stage == num_stages(self.settings) - 1 else hidden
+        if self.unit and unit != self.unit:  # errors that compression carries over are in the unit of the last step
+            for one in (self.exchange, *self._sharded):
+                if one is not None:
+                    one.rescale(unit / self.unit)
+        self.micro_batches.unit = unit
+        return self.micro_batches.accumulate_gradients(tokens_BS, targets_BS)
 
     def _gradients(self) -> list[torch.Tensor]:
         """The summed gradient of every shard, in the optimizer's order; zeros where a parameter took no part."""
@@ -600,30 +433,21 @@ class Engine:
                 fix="keep it constant, or set numerics.reproducible = false",
             )
 
-    def _heard(
+    def _noise_numbers(
         self, targets_BS: torch.Tensor, grads: Sequence[torch.Tensor], squared: torch.Tensor
     ) -> list[torch.Tensor]:
         """What this rank adds to the estimate of the gradient's noise. Without context ranks sequences are whole."""
-        ear = self.listener
-        if ear is None or not ear.norms.enabled:
+        if self.listener is None:
             return []
-        if not ear.norms.on:
-            return [torch.zeros_like(squared, device=self.device)] * NUMBERS
-        local, chunks, sequences = ear.norms.numbers(
-            targets_BS, micro=self.settings.layout.micro_batch, ignored=IGNORED, speaks=self._scores
+        return self.listener.own_numbers(
+            self.shards,
+            grads,
+            squared.to(self.device),
+            targets_BS,
+            micro=self.settings.layout.micro_batch,
+            ignored=IGNORED,
+            speaks=self._scores,
         )
-        if not ear.hears_all:
-            kept = [(shard, grad) for shard, grad, own in zip(self.shards, grads, ear.heard, strict=True) if own]
-            squared = squared_norm([shard for shard, _ in kept], [grad for _, grad in kept])
-        return [local, squared.to(self.device), chunks, sequences]
-
-    def _noise(self, heard: Sequence[float], *, valid: float, factor: float) -> Noise | None:
-        """The noise of the step's gradient in the unit of its norm, from what `_heard` gave on all ranks together."""
-        if not heard:
-            return None
-        local, total, chunks, sequences = heard
-        unit = factor * factor
-        return estimate(local=local * unit * valid, total=total * unit, chunks=chunks, samples=sequences)
 
     @property
     def _scores(self) -> bool:
@@ -654,39 +478,10 @@ class Engine:
     def _update(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
         scale_gradients(grads, factor)
         self.on_before_update(grads)
-        self._hand_over(grads)
+        self.masters.hand_over(self.shards, grads, self.device)
         self.optimizer.step(lr)
-        self._copy_weights()
+        self.masters.copy_to_model()
         self.on_after_update()
-
-    def _hand_over(self, grads: Sequence[torch.Tensor]) -> None:
-        """Give the optimizer its gradients; where it works in host memory, through buffers that are made once."""
-        if self.device.type != "cuda" or self.settings.layout.offload != "optimizer":
-            for shard, grad in zip(self.shards, grads, strict=True):
-                shard.tensor.grad = grad.to(shard.tensor)
-            return
-        if not self._host_grads:
-            self._host_grads = [
-                _host_or_device(grad, shard.tensor.dtype, shard.tensor.device)
-                for shard, grad in zip(self.shards, grads, strict=True)
-            ]
-        for shard, host, grad in zip(self.shards, self._host_grads, grads, strict=True):
-            host.copy_(grad, non_blocking=True)
-            shard.tensor.grad = host
-        torch.cuda.synchronize(self.device)
-
-    @torch.no_grad()
-    def _balance(self, *, learn: bool) -> None:
-        """Count the tokens of every expert over the ranks of this stage, and let the routers learn from it."""
-        if not self._moes or self.meshes.stages is None:
-            return
-        counts = torch.stack([moe.counts_E for moe in self._moes])
-        if self.dims.stage > 1:
-            dist.all_reduce(counts, group=self.meshes.stages.get_group("stage"))
-        for moe, load_E in zip(self._moes, counts, strict=True):
-            # Even counts move no bias: a step that was skipped leaves the routers as they were.
-            moe.update_bias(load_E if learn else torch.ones_like(load_E))
-        self.expert_loads = counts
 
     @property
     def bytes_sent(self) -> int | None:
@@ -695,43 +490,7 @@ class Engine:
             return self.exchange.bytes_sent
         return sum(one.bytes_sent for one in self._sharded) if self._sharded else None
 
-    def _new_unit(self, unit: float) -> None:
-        """Errors that compression carries over are in the unit of the last step's gradients."""
-        if self._unit and unit != self._unit:
-            for sharded in self._sharded:
-                sharded.rescale(unit / self._unit)
-            if self.exchange is not None:
-                self.exchange.rescale(unit / self._unit)
-        self._unit = unit
-
     def _clear(self) -> None:
         for held, shard in zip(self._trained, self.shards, strict=True):
             held.tensor.grad = None
             shard.tensor.grad = None
-
-
-def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy summed over the valid tokens, in float32 or wider."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten(), reduction="sum", ignore_index=IGNORED
-    )
-
-
-def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
-    """cuDNN's attention first on GPUs: on an H200 it is about half as fast again as FlashAttention 2 (benchmarks/)."""
-    if device.type != "cuda":
-        return nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
-
-
-def _host_or_device(like: torch.Tensor, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-    """Room of the same shape; pinned in host memory where a GPU is to copy from it."""
-    pinned = like.is_cuda and place.type == "cpu"
-    return torch.empty_like(like, dtype=dtype, device=place, pin_memory=pinned)
-
-
-def plain(value: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor that may be split over ranks."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

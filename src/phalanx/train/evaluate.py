@@ -15,9 +15,11 @@ import torch
 from phalanx.errors import UserError
 from phalanx.job.schema import Job
 from phalanx.train.callbacks import Callback
+from phalanx.train.data.batches import IGNORED
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
-from phalanx.train.engine import IGNORED, Engine, TokenSum
+from phalanx.train.engine import Engine
+from phalanx.train.micro_batches import TokenSum
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.state.paths import Location
 from phalanx.train.state.reader import newest_checkpoint

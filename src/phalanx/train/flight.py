@@ -50,7 +50,7 @@ class FlightRecord:
         with suppress(Exception):  # a rank that leaves is not to fail at telling why
             groups = group_table()
             recorded = recorded_entries()
-            entries = trimmed([one for one in recorded if one.get("time_created_ns", 0) >= self._began_ns], groups)
+            entries = trim_entries([one for one in recorded if one.get("time_created_ns", 0) >= self._began_ns], groups)
             if not entries:
                 return
             path = self._run.flight(self._epoch, self._rank)
@@ -85,7 +85,7 @@ def group_table() -> dict[str, dict[str, Any]]:
     return found
 
 
-def trimmed(entries: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def trim_entries(entries: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of torch's entries, oldest first, those that are kept, in the form of record/account/incidents.py."""
     found: list[dict[str, Any]] = []
     for entry in entries:

@@ -51,7 +51,7 @@ ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
 MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it comm.init_timeout_s, is known
 
 
-def join(
+def run_joined_rank(
     place: RankPlace,
     prepare: Callable[[], tuple[Plan, Run]],
     watch: Callable[[Plan, Run], Callable[[], None]],

@@ -20,7 +20,7 @@ from phalanx.train.collective_timeouts import CollectiveTimeouts
 from phalanx.train.data.batches import BatchPlan
 from phalanx.train.data.sources import open_batches
 from phalanx.train.drill_hooks import DrillFaults
-from phalanx.train.engine import Engine, StepRequest, StepResult
+from phalanx.train.engine import Engine
 from phalanx.train.evaluate import Evaluation, TextSamples
 from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
 from phalanx.train.memory import MemoryMeter
@@ -28,6 +28,7 @@ from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
+from phalanx.train.step_result import StepRequest, StepResult
 from phalanx.train.telemetry.clock import compiled_s
 from phalanx.train.telemetry.step_events import StepTelemetry
 from phalanx.train.telemetry.timeline import Sample

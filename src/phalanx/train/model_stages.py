@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from phalanx.job.model import ModelShape
 from phalanx.plan.schedules import is_v_shaped, layers_of_stages, my_stages
 from phalanx.train.models.decoder import TIED, Decoder
-from phalanx.train.models.init import draw
+from phalanx.train.models.init import draw_values
 from phalanx.train.models.own_model import OwnStage, build_outline, build_stage, refuse_network
-from phalanx.train.parallel.dims import Meshes, untraced
+from phalanx.train.parallel.dims import Meshes, without_tracing
 from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.tensor_shard import ShardRegion, TensorShard, expert_splits, region_of
 from phalanx.train.settings import Settings
@@ -76,12 +76,12 @@ def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: 
     mine = my_stages(meshes.index("pipeline"), layout.pipeline, max(layout.virtual_pipeline, 1), v_shaped=v_shaped)
     whole = None
     if shape.module:
-        with untraced():
+        with without_tracing():
             whole = build_outline(shape, allow_code=settings.allow_code, seed=settings.seed)
         refuse_network(shape, whole, layout, compute=settings.compute, reproducible=settings.reproducible)
     parts = []
     for stage in mine:
-        with untraced():
+        with without_tracing():
             model = build_stage(
                 shape,
                 layers=layers[stage],
@@ -200,7 +200,7 @@ def draw_weights(shards: Sequence[TensorShard], *, seed: int, layers: int) -> No
     for shard in shards:
         size = tuple(shard.tensor.shape)
         rows = range(shard.start[0], shard.start[0] + size[0])
-        drawn = draw(shard.name, shard.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows)
+        drawn = draw_values(shard.name, shard.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows)
         for dim in range(1, len(size)):
             drawn = drawn.narrow(dim, shard.start[dim], size[dim])
         shard.tensor.copy_(drawn)

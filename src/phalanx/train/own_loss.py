@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from phalanx.errors import mistake
+from phalanx.train.data.batches import IGNORED
 from phalanx.train.plugins import load_function
 from phalanx.train.settings import Settings
 
-IGNORED = -100
 TOLERANCE = 1e-3  # relative; the sums are taken in float64
 
 

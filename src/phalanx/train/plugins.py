@@ -2,21 +2,18 @@
 
 A job names each as a reference: "file.py:name", "package.module:name", or the name of an entry point, with keyword
 arguments as a JSON object behind it if there are any. Every rank is a process of its own and loads them itself; nothing
-is pickled. `attach` makes references of Python objects: of a class or function that lives in a file its place, and of
-one that lives in a notebook or script its source, which the job then carries.
+is pickled. `attach_plugins.py` makes references of Python objects: of a class or function that lives in a file its
+place, and of one that lives in a notebook or script its source, which the job then carries.
 
 Files and modules that a job names are run only with consent (`--allow-code`); an entry point was installed on purpose.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import dataclasses
 import functools
 import importlib
 import importlib.abc
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -24,18 +21,16 @@ import json
 import linecache
 import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.job.schema import Job, PluginReferences
 from phalanx.plan.layout import Layout
-from phalanx.plan.plan import Plan
 from phalanx.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -52,7 +47,6 @@ GROUPS = {
     "data": "phalanx.datasets",
     "metrics": "phalanx.metrics",
 }
-PlanOrJob = TypeVar("PlanOrJob", Plan, Job)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +56,6 @@ class LoadedPlugins:
     callbacks: tuple[Callback, ...] = ()
     metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
     data: Any = None
-
-
-# ---- from a reference to an object -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,200 +321,3 @@ def _references(plugins: PluginReferences) -> list[tuple[str, str]]:
     single = [(key, getattr(plugins, key)) for key in ("loss", "optimizer", "data")]
     several = [(key, text) for key in ("callbacks", "metrics") for text in getattr(plugins, key)]
     return [(key, text) for key, text in (*several, *single) if text]
-
-
-# ---- from an object to a reference -----------------------------------------------------------------------------------
-
-
-def attach(
-    plan_or_job: PlanOrJob,
-    *,
-    callbacks: Sequence[Any] = (),
-    loss: Any = None,
-    optimizer: Any = None,
-    data: Any = None,
-    model: Any = None,
-    metrics: Sequence[Any] = (),
-) -> PlanOrJob:
-    """The plan or job with these objects as its plug-ins; each may be a reference (text), a class or a function.
-
-    Callbacks and data may also be instances whose attributes are JSON values, or that `state_dict()` describes; a
-    `functools.partial` carries keyword arguments. Raises UserError for what cannot reach another process.
-    """
-    job: Job = plan_or_job.job if isinstance(plan_or_job, Plan) else plan_or_job
-    writer: _SourceWriter = _SourceWriter(job.plugins.source)
-    plugins = dataclasses.replace(
-        job.plugins,
-        callbacks=(*job.plugins.callbacks, *(writer.reference(one, "callbacks") for one in callbacks)),
-        metrics=(*job.plugins.metrics, *(writer.reference(one, "metrics") for one in metrics)),
-        loss=job.plugins.loss if loss is None else writer.reference(loss, "loss"),
-        optimizer=job.plugins.optimizer if optimizer is None else writer.reference(optimizer, "optimizer"),
-        data=job.plugins.data if data is None else writer.reference(data, "data"),
-    )
-    shape = job.model
-    if model is not None:
-        reference = writer.reference(model, "model")
-        head, brace, rest = reference.partition("{")
-        shape = dataclasses.replace(shape, module=head.strip(), arguments=brace + rest or shape.arguments)
-    plugins = dataclasses.replace(plugins, source=tuple(writer.lines()))
-    job = dataclasses.replace(job, plugins=plugins, model=shape)
-    return dataclasses.replace(plan_or_job, job=job) if isinstance(plan_or_job, Plan) else job
-
-
-class _SourceWriter:
-    """Makes references; what lives in no file that can be imported again is gathered as source."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._imports: list[str] = []
-        self._text = list(lines)
-        self._seen: set[str] = set()
-
-    def lines(self) -> list[str]:
-        """The module that the job carries."""
-        return [*self._imports, *self._text]
-
-    def reference(self, thing: Any, kind: str) -> str:
-        """The reference of an object."""
-        if isinstance(thing, str):
-            return thing
-        if isinstance(thing, functools.partial):
-            if thing.args:
-                raise self._refused(thing.func, kind, "a partial with positional arguments", "use keyword arguments")
-            return self._with_arguments(self.reference(thing.func, kind), self._json(thing.keywords, thing.func, kind))
-        if inspect.isclass(thing) or inspect.isfunction(thing):
-            return self._place(thing, kind)
-        return self._instance(thing, kind)
-
-    def _instance(self, thing: Any, kind: str) -> str:
-        cls = type(thing)
-        place = self._place(cls, kind)
-        attributes = getattr(thing, "__dict__", None)
-        if attributes is not None and _is_json(attributes):
-            return self._with_arguments(place, {ATTRIBUTES: dict(attributes)} if attributes else {})
-        wrong = [name for name, value in (attributes or {}).items() if not _is_json(value)]
-        required = [
-            name
-            for name, one in inspect.signature(cls).parameters.items()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        ]
-        if required or not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
-            raise self._refused(
-                cls,
-                kind,
-                f"an instance whose {', '.join(wrong[:4]) or 'attributes'} cannot be written as JSON",
-                "give a function that makes it, or make these attributes when training starts",
-            )
-        return self._with_arguments(place, {STATE: self._json(thing.state_dict(), cls, kind)})
-
-    def _place(self, thing: Any, kind: str) -> str:
-        module, name = thing.__module__, thing.__qualname__
-        if "<locals>" in name:
-            raise self._refused(thing, kind, "defined inside a function", "define it at the top level of its file")
-        if "<lambda>" in name:
-            raise self._refused(thing, kind, "a lambda", "write it as a function with a name")
-        file = getattr(sys.modules.get(module), "__file__", None) or ""
-        if module != "__main__" and _is_installed(module):
-            return f"{module}:{name}"
-        if module != "__main__" and file.endswith(".py") and Path(file).is_file():
-            return f"{Path(file).resolve()}:{name}"
-        self._add(thing, kind)
-        return f"{SOURCE_MODULE}:{name}"
-
-    def _add(self, thing: Any, kind: str) -> None:
-        """The source of a class or function of a notebook or script, and of what it uses."""
-        if thing.__qualname__ in self._seen:
-            return
-        self._seen.add(thing.__qualname__)
-        try:
-            text = _source_of(thing)
-        except (OSError, TypeError) as error:
-            raise self._refused(thing, kind, f"without source: {error}", "put it in a file, and import it") from error
-        tree, scope = ast.parse(text), _globals_of(thing)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {thing.__name__}
-        for name in sorted(names & scope.keys()):
-            self._add_global(name, scope[name], thing, kind)
-        self._text += ["", "", *text.expandtabs(4).rstrip().splitlines()]
-
-    def _add_global(self, name: str, value: Any, user: Any, kind: str) -> None:
-        """A name that the source uses: an import, another definition, or a constant."""
-        if name in self._seen or hasattr(builtins, name):
-            return
-        line = ""
-        if isinstance(value, ModuleType):
-            line = f"import {value.__name__} as {name}"
-        elif (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__ not in ("__main__", None):
-            top, _, rest = value.__qualname__.partition(".")
-            if rest:
-                raise self._refused(user, kind, f"uses {name}, a {value.__qualname__}", "import its class instead")
-            line = f"from {value.__module__} import {top} as {name}"
-        elif inspect.isclass(value) or inspect.isfunction(value):
-            self._add(value, kind)
-            return
-        elif _is_json(value):
-            line = f"{name} = {value!r}"
-        else:
-            raise self._refused(
-                user,
-                kind,
-                f"uses the variable {name}, a {type(value).__name__}",
-                "make it inside, or give it as an attribute that JSON can hold",
-            )
-        self._seen.add(name)
-        self._imports.append(line)
-
-    def _with_arguments(self, reference: str, arguments: Mapping[str, Any]) -> str:
-        return f"{reference} {json.dumps(dict(arguments))}" if arguments else reference
-
-    def _json(self, value: Mapping[str, Any], thing: Any, kind: str) -> dict[str, Any]:
-        if not _is_json(value):
-            raise self._refused(thing, kind, "with arguments that cannot be written as JSON", "use plain values")
-        return dict(value)
-
-    @staticmethod
-    def _refused(thing: Any, kind: str, what: str, fix: str) -> UserError:
-        return mistake(
-            f"{kind}: {getattr(thing, '__qualname__', thing)}",
-            f"is {what}" if not what.startswith("uses") else what,
-            why="ranks are processes of their own, and load it by name or from its source",
-            fix=fix,
-        )
-
-
-def _is_installed(module: str) -> bool:
-    """Whether any process here can import a module: not only one started in this folder or beside this script."""
-    top, script = module.partition(".")[0], getattr(sys.modules.get("__main__"), "__file__", None)
-    here = {Path().resolve(), *([Path(script).resolve().parent] if script else [])}
-    paths = [one for one in sys.path if one and Path(one).resolve() not in here]
-    if top in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(top, paths) is not None:
-        return True
-    editable = [one for one in sys.meta_path if getattr(one, "__module__", "").startswith("__editable__")]
-    return any(one.find_spec(top, None) is not None for one in editable)
-
-
-def _source_of(thing: Any) -> str:
-    """The source of a class or function, also of a class in a notebook, which `inspect` does not find there."""
-    try:
-        return textwrap.dedent(inspect.getsource(thing))
-    except (OSError, TypeError):
-        methods = [one for one in vars(thing).values() if inspect.isfunction(one)] if inspect.isclass(thing) else []
-        for method in methods:  # whose code knows its cell
-            text = "".join(linecache.getlines(method.__code__.co_filename))
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.ClassDef) and node.name == thing.__name__:
-                    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-                    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
-        raise
-
-
-def _globals_of(thing: Any) -> dict[str, Any]:
-    if inspect.isfunction(thing):
-        return thing.__globals__
-    return vars(sys.modules[thing.__module__])
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value comes back from JSON as it was."""
-    try:
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
-    except (TypeError, ValueError):
-        return False

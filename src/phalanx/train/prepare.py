@@ -23,7 +23,7 @@ from phalanx.elastic.gpus import (
 )
 from phalanx.elastic.preflight import MOST_RANKS_PER_CORE
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
 from phalanx.io.checksums import CHECKSUMS, verify_checksums
@@ -32,7 +32,7 @@ from phalanx.io.user_code import absolute_code
 from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.inputs import InputFindings, look_at_inputs
-from phalanx.plan.make import plan as make_plan
+from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.plugins import absolute_references, code_refused, needs_consent
@@ -73,7 +73,7 @@ def _cluster_override(cluster: str | None, *, sharing: int) -> list[str]:
     if cluster is None:
         return []
     # Complains about the option, not about a key the file may not have.
-    resolve(cluster, ranks_per_gpu=sharing)
+    resolve_cluster(cluster, ranks_per_gpu=sharing)
     is_file = cluster.endswith(".toml") or "/" in cluster
     return [
         f"cluster.file={json.dumps(str(Path(cluster).resolve()))}" if is_file else f"cluster.spec={json.dumps(cluster)}"
@@ -118,7 +118,7 @@ def find_data(job: Job, base: Path) -> tuple[Path, ...]:
     )
 
 
-def make(resolved: ResolvedJob) -> Plan:
+def plan_for_run(resolved: ResolvedJob) -> Plan:
     """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere."""
     return make_plan(with_absolute_files(resolved))
 
@@ -243,7 +243,7 @@ def _value(job: Job, key: str) -> str:
     return value if isinstance(value, str) else ", ".join(value)
 
 
-def baselines(job: Job) -> dict[str, float]:
+def counting_baselines(job: Job) -> dict[str, float]:
     """Bits per byte that counting single tokens and pairs reaches on the held-out text; a few seconds."""
     if has_own_data_only(job):
         return {}
@@ -257,7 +257,7 @@ def baselines(job: Job) -> dict[str, float]:
 def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
     """A plan from a file; it must be of the same job, if one is named beside it."""
     plan = Plan.from_json(read_text(Path(path), noun="plan"), where=path)
-    changed = differences(plan.job, resolved.job) if resolved is not None else []
+    changed = changed_keys(plan.job, resolved.job) if resolved is not None else []
     if resolved is not None and changed:
         raise mistake(
             path,
@@ -360,7 +360,9 @@ def _check_libraries(*, shared: bool, where: str) -> None:
         raise UserError(problems)
 
 
-def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: int) -> tuple[Plan, tuple[Problem, ...]]:
+def resumed_plan(
+    run: Run, *, overrides: Sequence[str], cluster: str | None, steps: int
+) -> tuple[Plan, tuple[Problem, ...]]:
     """The plan to go on with: the run's own, or a new one when the layout may change; and what to warn about."""
     run.check_settings()
     old = Plan.from_json(run.plan_text(), where=str(run.plan_json))
@@ -377,7 +379,7 @@ def resumed(run: Run, *, overrides: Sequence[str], cluster: str | None, steps: i
         return old, ()
     resolved = load_job(str(run.job_toml), overrides=overrides, cluster=cluster, steps=steps)
     warnings = _allowed(run, old.job, resolved.job)
-    plan = make(resolved)
+    plan = plan_for_run(resolved)
     _refuse_finished(run, plan)
     return plan, warnings
 
@@ -396,10 +398,10 @@ def _refuse_finished(run: Run, plan: Plan) -> None:
 
 
 def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
-    changed = differences(old, new)
+    changed = changed_keys(old, new)
     bends = [key for key in changed if key.startswith(BENDS_THE_CURVE) and key not in FIXED_OPTIM]
     refused = [key for key in changed if not key.startswith(FREE) and key not in bends]
-    before, after = flat(old), flat(new)
+    before, after = flat_settings(old), flat_settings(new)
     if refused:
         raise UserError(
             [
@@ -421,13 +423,13 @@ def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
     )
 
 
-def differences(old: Job, new: Job) -> list[str]:
+def changed_keys(old: Job, new: Job) -> list[str]:
     """Dotted keys whose values differ."""
-    before, after = flat(old), flat(new)
+    before, after = flat_settings(old), flat_settings(new)
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
-def flat(job: Job) -> dict[str, Any]:
+def flat_settings(job: Job) -> dict[str, Any]:
     """Every setting by its dotted key."""
     result: dict[str, Any] = {}
     for section, value in job_to_dict(job).items():

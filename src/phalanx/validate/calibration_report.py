@@ -15,7 +15,7 @@ from phalanx.io.files import read_text, write_text
 from phalanx.io.tables import text_table
 from phalanx.io.values import seconds
 from phalanx.plan import request
-from phalanx.plan.calibrate import GROUPS, Calibration, calibrate, calibrated
+from phalanx.plan.calibrate import GROUPS, Calibration, apply_calibration, fit_calibration
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import Plan
 from phalanx.plan.prediction import step_interval
@@ -121,9 +121,9 @@ def _durations(folder: Path) -> Iterator[float]:
 
 
 def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> CalibrationReport:
-    fitted = calibrate(times, measured, scatter)
+    fitted = fit_calibration(times, measured, scatter)
     before = np.abs(times.step_s / measured - 1.0)
-    after = np.abs(calibrated(times, fitted).step_s / measured - 1.0)
+    after = np.abs(apply_calibration(times, fitted).step_s / measured - 1.0)
     return CalibrationReport(
         version=VERSION,
         source=source,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from phalanx.hardware.failures import HOPPER_SITE, llama_device_days, site_figures
-from phalanx.network.fabric.decisions import harmonic, idle_share, late_step, max_to_mean
+from phalanx.network.fabric.decisions import harmonic_number, idle_share, late_step, max_to_mean
 from phalanx.network.fabric.fabric_bill import fabric_bill, failure_loss, tier_links
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
@@ -20,11 +20,11 @@ from phalanx.network.fabric.failure_budget import (
     T1_BACK_S,
     TRANSCEIVER_BACK_S,
     WAITS,
-    pace,
+    pace_with_loss,
 )
 from phalanx.network.fabric.sizing import ClosShape, most_hosts, size_fabric, split_t0
-from phalanx.network.fabric.switch_catalogue import unnamed
-from phalanx.plan.physics import physics
+from phalanx.network.fabric.switch_catalogue import unnamed_switch
+from phalanx.plan.physics import shipped_physics
 from phalanx.sim.packets.transport import MRC
 from phalanx.validate.network_claims import (
     Claim,
@@ -112,7 +112,7 @@ def fabric(row: Claim) -> Fabric:
     made, ports = shape(row, default_tiers=2), radix(row)
     hosts = count_before(row.conditions, HOSTS) or most_hosts(ports, made)
     # The speed of a NIC changes no count: any that the planes divide will do.
-    return size_fabric(hosts, 100.0 * made.planes, unnamed(ports, 100.0), made)
+    return size_fabric(hosts, 100.0 * made.planes, unnamed_switch(ports, 100.0), made)
 
 
 def _port_gbps(text: str) -> float | None:
@@ -160,7 +160,7 @@ def hosts(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 def _full_fabric(radix: int, shape: ClosShape) -> Fabric:
     gbps = NIC_GBPS if NIC_GBPS % shape.planes == 0 else 100.0 * shape.planes
-    return size_fabric(most_hosts(radix, shape), gbps, unnamed(radix, gbps / shape.planes), shape)
+    return size_fabric(most_hosts(radix, shape), gbps, unnamed_switch(radix, gbps / shape.planes), shape)
 
 
 def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -178,7 +178,7 @@ def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 def hops(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Switches on the longest path."""
-    made = size_fabric(64, 800.0, unnamed(64, 800.0), ClosShape(planes=1, tiers=tiers(row)))
+    made = size_fabric(64, 800.0, unnamed_switch(64, 800.0), ClosShape(planes=1, tiers=tiers(row)))
     return reproduced(row, made.hops, "fabric/types", tolerance=EXACT)
 
 
@@ -287,7 +287,9 @@ def slowest(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """The harmonic number."""
     text = words(row)
     flows = number_matching(text, r"N ?= ?([\d,]+)") or count_before(text, "(?:transfers?|flows?)")
-    return reproduced(row, harmonic(int(stated(flows, "how many transfers N"))), "fabric/decisions", tolerance=EXACT)
+    return reproduced(
+        row, harmonic_number(int(stated(flows, "how many transfers N"))), "fabric/decisions", tolerance=EXACT
+    )
 
 
 FABRIC_READERS: tuple[tuple[str, ClaimReader], ...] = (
@@ -347,7 +349,7 @@ def collective_peak(row: Claim, _: ClaimContext) -> ClaimOutcome:
     name = row.conditions.rpartition("Cluster ")[2][:1]
     if name not in CLUSTER_GB:
         raise NotStated("which of the paper's clusters it is")
-    share = float(physics().nic)
+    share = float(shipped_physics().nic)
     return reproduced(row, CLUSTER_GB[name] * share, f"plan/physics: {share:.3f} of a NIC's line rate", tolerance=PEAK)
 
 
@@ -467,7 +469,7 @@ def cage_flaps(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 def _slow_share(lost: float, *, waits: float) -> float:
     """Per cent of a minute with moved connections and a NIC that lacks a share."""
-    return 100 * (REMAP_S + (MINUTE_S - REMAP_S) * (1 - pace(lost, waits=waits))) / MINUTE_S
+    return 100 * (REMAP_S + (MINUTE_S - REMAP_S) * (1 - pace_with_loss(lost, waits=waits))) / MINUTE_S
 
 
 def touched_by_stop(row: Claim, _: ClaimContext) -> ClaimOutcome:

@@ -15,8 +15,8 @@ import numpy as np
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.network.fabric.switch_catalogue import unnamed
-from phalanx.sim.packets.build import sketch
+from phalanx.network.fabric.switch_catalogue import unnamed_switch
+from phalanx.sim.packets.build import sketch_run
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
@@ -148,7 +148,7 @@ def fabric_of(case: Case) -> Fabric:
         nic_gbps=tree.gbps,
         planes=1,
         tiers=2,
-        switch=unnamed(max(tree.down + tree.up, leaves), tree.gbps),
+        switch=unnamed_switch(max(tree.down + tree.up, leaves), tree.gbps),
         oversubscription=tree.down / tree.up,
         rails=1,
         t0_down=tree.down,
@@ -463,7 +463,7 @@ def htsim_need(row: Claim) -> NeededSimulation | None:
 
 @functools.lru_cache(maxsize=4096)
 def _needed_simulation(case: Case) -> NeededSimulation:
-    made = sketch(fabric_of(case), flows_of(case.sent), _transport(case), alike=True)
+    made = sketch_run(fabric_of(case), flows_of(case.sent), _transport(case), alike=True)
     return NeededSimulation(key=case, cpu_s=made.cost.cpu_s * len(_case_seeds(case)))
 
 

@@ -15,13 +15,13 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats
 from phalanx.sim.fluid import Rates, solve_rates
-from phalanx.sim.packets.build import sketch
+from phalanx.sim.packets.build import sketch_run
 from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Spray, Transport
 from phalanx.sim.routes import Routing, by_flow, by_qp
-from phalanx.sim.traffic_matrix import Flows, flows, permutation, shift
+from phalanx.sim.traffic_matrix import Flows, make_flows, permutation, shift
 from phalanx.validate.network_claims import (
     Claim,
     ClaimContext,
@@ -139,7 +139,7 @@ def _slowest(ranks: int, together: int, qps: int) -> float:
     place = np.arange(ranks)
     host = place // together * T0_DOWN + place % together
     fabric = parse_fabric(f"clos2:{-(-ranks // together) * T0_DOWN}x400G/1p/{RING_RADIX}/wide")
-    ring = flows(host, host[(place + together) % ranks], 1.0)
+    ring = make_flows(host, host[(place + together) % ranks], 1.0)
     hashed = (by_qp(qps, seed=seed) if qps > 1 else by_flow(seed=seed) for seed in RING_SEEDS)
     return float(np.mean([solve_rates(fabric, ring, routing=one).slowest for one in hashed]))
 
@@ -321,7 +321,7 @@ def _incast_rates(transport: Transport | Roce, senders: int, gbps: float, seed: 
     endless = np.full(side, math.ceil(2 * limit_s * gbps * 1e9 / 8))
     found = run_connections(
         fabric,
-        flows(source, target, endless),
+        make_flows(source, target, endless),
         transport=transport,
         seed=seed,
         limit_s=limit_s,
@@ -462,7 +462,7 @@ def _slotted_need(row: Claim) -> NeededSimulation | None:
 
 @functools.lru_cache(maxsize=64)
 def _slotted_simulation(question: Question) -> NeededSimulation:
-    made = sketch(*_setting(question), alike=True)
+    made = sketch_run(*_setting(question), alike=True)
     return NeededSimulation(key=("slotted", question), cpu_s=made.cost.cpu_s)
 
 

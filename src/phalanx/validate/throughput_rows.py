@@ -12,8 +12,9 @@ from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.plan.case_columns import PRECISION_INDEX, machine_columns, model_columns
 from phalanx.plan.cases import RECOMPUTE, SCHEDULES, Cases, Floats
-from phalanx.plan.memory import MemoryUse, memory_profiles, predict_memory, stack_memory
-from phalanx.plan.physics import Physics, Profile, physics, profile_name, profiles, stack_profiles
+from phalanx.plan.memory import MemoryUse, predict_memory
+from phalanx.plan.memory_profile import memory_profiles, stack_memory
+from phalanx.plan.physics import Physics, Profile, profile_name, shipped_physics, shipped_profiles, stack_profiles
 from phalanx.plan.step import StepTimes, predict_step
 from phalanx.validate import throughput_table
 from phalanx.validate.throughput_table import PublishedRun, number, published_cluster, why_not_priced
@@ -93,7 +94,7 @@ def candidates(row: PublishedRun) -> list[dict[str, float]]:
 def predict_rows(rows: tuple[PublishedRun, ...], *, constants: Physics | None = None,
                  framework_profiles: dict[str, Profile] | None = None) -> RowPredictions:  # fmt: skip
     """Price every row that can be priced."""
-    known = framework_profiles or profiles()
+    known = framework_profiles or shipped_profiles()
     columns: list[dict[str, float]] = []
     owner: list[int] = []
     names: list[str] = []
@@ -110,7 +111,7 @@ def predict_rows(rows: tuple[PublishedRun, ...], *, constants: Physics | None = 
     table = to_cases(columns)
     memory_by = memory_profiles()
     memory = predict_memory(table, stack_memory([memory_by.get(name, memory_by["default"]) for name in names]))
-    times = predict_step(table, constants or physics(), stack_profiles([known[name] for name in names]))
+    times = predict_step(table, constants or shipped_physics(), stack_profiles([known[name] for name in names]))
     best = _best_candidates(np.asarray(owner), times.step_s, memory.total <= UNSTATED_SLACK * memory.usable)
     return RowPredictions(
         cases=table.take(best),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from phalanx.io.files import write_text
 from phalanx.io.tables import text_table
-from phalanx.plan.calibrate import Calibration, calibrate, calibrated
+from phalanx.plan.calibrate import Calibration, apply_calibration, fit_calibration
 from phalanx.plan.cases import Floats
 from phalanx.plan.prediction import step_interval
 from phalanx.plan.step import StepTimes
@@ -121,7 +121,7 @@ def fit_sources(known: tuple[PublishedRun, ...]) -> dict[str, Calibration]:
     fitted = {}
     for name in sorted(set(source)):
         part = source == name
-        fitted[str(name)] = calibrate(take_rows(found.times, part), measured[part], scatter[part])
+        fitted[str(name)] = fit_calibration(take_rows(found.times, part), measured[part], scatter[part])
     return fitted
 
 
@@ -133,7 +133,7 @@ def _calibrated_rows(
     for name, fitted in fit_sources(known).items():
         part = source == name
         if part.any():
-            seconds[part] = calibrated(take_rows(found.times, part), fitted).step_s
+            seconds[part] = apply_calibration(take_rows(found.times, part), fitted).step_s
             shift = seconds[part] / found.times.step_s[part]
             # Calibration moves the middle; single runs scatter around it as much as before.
             low[part], high[part] = low[part] * shift, high[part] * shift

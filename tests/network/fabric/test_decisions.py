@@ -7,13 +7,13 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.decisions import decisions, decisions_of, harmonic, late_step
+from phalanx.network.fabric.decisions import decisions_of, fabric_decisions, harmonic_number, late_step
 from phalanx.network.fabric.decisions_picture import decisions_svg
 from phalanx.network.fabric.decisions_text import show_decisions
 from phalanx.network.fabric.fabric_bill import failure_loss
 from phalanx.network.fabric.fabric_file import parse_fabric
 
-FULL = decisions(131072)
+FULL = fabric_decisions(131072)
 
 
 def test_planes() -> None:
@@ -39,14 +39,14 @@ def test_loads() -> None:
 
 @pytest.mark.parametrize(("paths", "worst"), [(128, 2.375), (2048, 1.332)])
 def test_more_paths_are_more_even(paths: int, worst: float) -> None:
-    assert decisions(131072, paths=paths).loads[2].worst_of_fabric == pytest.approx(worst, rel=0.05)
+    assert fabric_decisions(131072, paths=paths).loads[2].worst_of_fabric == pytest.approx(worst, rel=0.05)
 
 
 def test_lateness() -> None:
     assert FULL.slowest_to_mean == pytest.approx(12.36, abs=0.005)
     assert [round(row.step, 2) for row in FULL.late] == [0.01, 0.12, 0.73, 1.0]
     assert late_step(1.0 - 1e-12, 2) == pytest.approx(1)
-    assert harmonic(999) == pytest.approx(harmonic(1000) - 1 / 1000, abs=1e-6)
+    assert harmonic_number(999) == pytest.approx(harmonic_number(1000) - 1 / 1000, abs=1e-6)
 
 
 def test_a_slower_recovery_never_costs_less() -> None:
@@ -90,7 +90,7 @@ def test_its_row_is_what_show_says(text: str) -> None:
 def test_what_is_counted_stands_beside_the_formula() -> None:
     assert FULL.counted_switch_ratio == pytest.approx(3 / 7)  # one plane needs four tiers for 131,072
     assert FULL.counted_optics_ratio == pytest.approx(1 / 2)
-    some = decisions(50000)
+    some = fabric_decisions(50000)
     mine, flat = some.own, some.planes[0]
     assert (mine.switches_per_host, flat.switches_per_host) == (mine.switches / 50000, flat.switches / 50000)
     assert mine.switches_per_host > mine.full_switches_per_host
@@ -99,17 +99,17 @@ def test_what_is_counted_stands_beside_the_formula() -> None:
 
 
 def test_a_comparison_with_itself_is_left_out() -> None:
-    flat = show_decisions(decisions(60000, planes=1))
+    flat = show_decisions(fabric_decisions(60000, planes=1))
     assert "full, per host:" not in flat
     assert "as counted:" not in flat
-    one = show_decisions(decisions(1000, planes=1))
+    one = show_decisions(fabric_decisions(1000, planes=1))
     assert "one plane in 2 tiers has 3/5 of the switches and 2/3 of the optics of one plane in 3 tiers" in one
-    same = show_decisions(decisions(20000, nic_gbps=400, box="Quantum-2"))
+    same = show_decisions(fabric_decisions(20000, nic_gbps=400, box="Quantum-2"))
     assert "2 planes in 3 tiers have as many switches and optics per host as one plane in 3 tiers" in same
 
 
 def test_more_hosts_than_the_widest_ports_reach() -> None:
-    one = decisions(3_000_000)
+    one = fabric_decisions(3_000_000)
     assert one.planes[0].tiers == 0
     assert one.counted_switch_ratio is None
     assert "one plane of 64 cannot reach 3,000,000" in show_decisions(one)
@@ -124,7 +124,7 @@ def test_a_narrow_page(width: int) -> None:
 
 
 def test_planes_and_recovery_can_be_chosen() -> None:
-    one = decisions(4096, nic_gbps=400, planes=2, paths=64, recovery_s=5.0, restart_s=90.0)
+    one = fabric_decisions(4096, nic_gbps=400, planes=2, paths=64, recovery_s=5.0, restart_s=90.0)
     assert (one.fabric.planes, one.fabric.port_gbps) == (2, 200)
     assert one.budget.restart[0].seconds_per_event == 90
     assert 5.0 in [row.recovery_s for row in one.recoveries]
@@ -143,13 +143,13 @@ def test_planes_and_recovery_can_be_chosen() -> None:
 )
 def test_bad_choices(options: dict[str, object], words: str) -> None:
     with pytest.raises(UserError) as error:
-        decisions(4096, **options)  # type: ignore[arg-type]
+        fabric_decisions(4096, **options)  # type: ignore[arg-type]
     assert words in str(error.value)
 
 
 def test_more_than_four_tiers_can_join() -> None:
     with pytest.raises(UserError, match="join at most 33,554,432"):
-        decisions(10**9, nic_gbps=400, box="Quantum-2")
+        fabric_decisions(10**9, nic_gbps=400, box="Quantum-2")
 
 
 def test_the_page_holds_the_three() -> None:
@@ -160,7 +160,7 @@ def test_the_page_holds_the_three() -> None:
 
 @pytest.mark.parametrize("gpus", [2, 1000, 131072, 10**9])
 def test_the_picture_is_well_formed_and_inside_its_frame(gpus: int) -> None:
-    text = decisions_svg(decisions(gpus, recovery_s=0.0 if gpus == 2 else 10.0))
+    text = decisions_svg(fabric_decisions(gpus, recovery_s=0.0 if gpus == 2 else 10.0))
     root = ElementTree.fromstring(text)
     width, height = (float(part) for part in root.attrib["viewBox"].split()[2:])
     for element in root.iter():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.network.fabric.decisions_picture import LETTER_PX, Axis, labels, ticks_below
+from phalanx.network.fabric.decisions_picture import LETTER_PX, Axis, point_labels, ticks_below
 from phalanx.units import format_seconds
 
 
@@ -12,7 +12,9 @@ def test_labels_never_overlap() -> None:
     points = [(100.0, 200.0, "16 QPs 2.02"), (100.0, 200.0, "256 paths 2.02"), (310.0, 205.0, "packets 1.06")]
     boxes = [
         (float(x), float(x) + LETTER_PX * len(text), float(y))
-        for x, y, text in re.findall(r'x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', "".join(labels(points, right=320)))
+        for x, y, text in re.findall(
+            r'x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', "".join(point_labels(points, right=320))
+        )
     ]
     assert len(boxes) == 3
     for index, (start, end, height) in enumerate(boxes):

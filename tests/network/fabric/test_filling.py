@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.network.fabric.fabric_bill import fabric_bill
 from phalanx.network.fabric.sizing import ClosShape, fill_plane, most_hosts, size_fabric
-from phalanx.network.fabric.switch_catalogue import unnamed
+from phalanx.network.fabric.switch_catalogue import unnamed_switch
 
 
 def test_half_of_the_hosts_need_half_of_the_switches() -> None:
@@ -35,7 +35,7 @@ def test_a_few_more_t0s_per_pod_where_they_save_switches_above() -> None:
 
 
 def test_paths_count_the_uplinks_that_are_there() -> None:
-    fabric = size_fabric(96, 800, unnamed(64, 800), ClosShape(planes=1, tiers=3))
+    fabric = size_fabric(96, 800, unnamed_switch(64, 800), ClosShape(planes=1, tiers=3))
     assert (fabric.t0, fabric.t1, fabric.t1_up) == (3, 4, 24)
     assert fabric.paths == 32 * 24
 
@@ -59,7 +59,7 @@ def test_every_port_is_accounted_for(radix: int, tiers: int, ratio: float, rails
     hosts = rails * max(1, int(share * groups))
     if groups == 0 or hosts < 2:
         return
-    fabric = size_fabric(hosts, 800, unnamed(radix, 800), shape)
+    fabric = size_fabric(hosts, 800, unnamed_switch(radix, 800), shape)
     assert fabric.t0 * fabric.t0_down >= hosts
     assert fabric.t0 % fabric.pods == fabric.t1 % fabric.pods == 0
     most = math.ceil(fabric.t0_up / fabric.t1_per_pod)  # links from a T0 to a T1

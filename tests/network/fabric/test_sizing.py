@@ -6,11 +6,11 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.network.fabric.sizing import ClosShape, most_hosts, size_fabric, split_t0
-from phalanx.network.fabric.switch_catalogue import find_switches, unnamed
+from phalanx.network.fabric.switch_catalogue import find_switches, unnamed_switch
 
 
 def test_the_published_fabric_of_131072() -> None:
-    fabric = size_fabric(131072, 800, unnamed(512, 100), ClosShape(planes=8, tiers=2))
+    fabric = size_fabric(131072, 800, unnamed_switch(512, 100), ClosShape(planes=8, tiers=2))
     assert (8 * fabric.t0, 8 * fabric.t1, fabric.switches) == (4096, 2048, 6144)
     assert (fabric.hops, fabric.paths, fabric.t0_down, fabric.t0_up) == (3, 2048, 256, 256)
 
@@ -31,15 +31,15 @@ def test_the_published_fabric_of_131072() -> None:
 def test_a_full_clos(radix: int, tiers: int, hosts: int, switches_per_plane: int) -> None:
     shape = ClosShape(planes=1, tiers=tiers)
     assert most_hosts(radix, shape) == hosts
-    fabric = size_fabric(hosts, 800, unnamed(radix, 800), shape)
+    fabric = size_fabric(hosts, 800, unnamed_switch(radix, 800), shape)
     assert fabric.switches_per_plane == switches_per_plane == (2 * tiers - 1) * (radix // 2) ** (tiers - 1)
     assert fabric.paths == (radix // 2) ** (tiers - 1)
     with pytest.raises(UserError, match="do not fit"):
-        size_fabric(hosts + 1, 800, unnamed(radix, 800), shape)
+        size_fabric(hosts + 1, 800, unnamed_switch(radix, 800), shape)
 
 
 def test_one_tier_is_one_switch_per_plane() -> None:
-    fabric = size_fabric(64, 800, unnamed(64, 400), ClosShape(planes=2, tiers=1))
+    fabric = size_fabric(64, 800, unnamed_switch(64, 400), ClosShape(planes=2, tiers=1))
     assert (fabric.switches, fabric.hops, fabric.paths, fabric.t0_up) == (2, 1, 2, 0)
 
 
@@ -53,7 +53,7 @@ def test_oversubscription_gives_more_hosts_per_t0_and_never_more_than_asked() ->
 
 
 def test_rails_come_in_groups() -> None:
-    fabric = size_fabric(5000, 800, unnamed(144, 800), ClosShape(planes=1, tiers=2, rails=8))
+    fabric = size_fabric(5000, 800, unnamed_switch(144, 800), ClosShape(planes=1, tiers=2, rails=8))
     assert fabric.t0 % 8 == 0
     assert fabric.t0 * fabric.t0_down >= 5000
 
@@ -86,13 +86,13 @@ def test_what_the_box_cannot_do_is_refused_with_the_reason() -> None:
 )
 def test_bad_input(hosts: int, gbps: float, shape: ClosShape, words: str) -> None:
     with pytest.raises(UserError) as error:
-        size_fabric(hosts, gbps, unnamed(64, 800), shape)
+        size_fabric(hosts, gbps, unnamed_switch(64, 800), shape)
     assert words in str(error.value)
 
 
 def test_a_switch_that_cannot_branch() -> None:
     with pytest.raises(UserError, match="a switch of 2 ports cannot branch"):
-        size_fabric(4, 800, unnamed(2, 800), ClosShape(planes=1, tiers=2))
+        size_fabric(4, 800, unnamed_switch(2, 800), ClosShape(planes=1, tiers=2))
 
 
 @pytest.mark.parametrize("radix", [64, 144, 256, 512])

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.network.fabric.decisions import decisions
+from phalanx.network.fabric.decisions import fabric_decisions
 from phalanx.network.fabric.decisions_text import show_decisions
 from phalanx.network.fabric.design import DesignRequest, design_fabrics
 from phalanx.network.fabric.design_verdict import choose_design, show_verdict
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_text import show_fabric
-from phalanx.network.fabric.fabric_types import INFINIBAND, addresses, is_infiniband, needs_routers
+from phalanx.network.fabric.fabric_types import INFINIBAND, is_infiniband, needs_routers, plane_addresses
 from phalanx.network.fabric.failure_budget import failure_budget
-from phalanx.network.fabric.switch_catalogue import switches
+from phalanx.network.fabric.switch_catalogue import known_switches
 
 
 def test_quantum_is_infiniband_and_nothing_else() -> None:
-    assert {one.box for one in switches() if one.kind == INFINIBAND} == {"Quantum-2", "Quantum-X800"}
+    assert {one.box for one in known_switches() if one.kind == INFINIBAND} == {"Quantum-2", "Quantum-X800"}
 
 
 def test_a_plane_is_a_subnet() -> None:
     fabric = parse_fabric("clos3:46000x400G/2p/Quantum-2")
-    assert addresses(fabric) == 46000 + fabric.switches_per_plane
+    assert plane_addresses(fabric) == 46000 + fabric.switches_per_plane
     assert is_infiniband(fabric)
     assert not needs_routers(fabric)
     large = parse_fabric("clos3:49000x400G/2p/Quantum-2")  # the switches make it too many
@@ -50,7 +50,7 @@ def test_a_nic_link_restarts_the_job_however_many_planes() -> None:
     page = show_fabric(parse_fabric("clos2:4096x800G/4p/Quantum-2"))
     assert "leave a dead link in 3.00 ms, SHIELD" in page
     assert "with recovery at the edge" not in page
-    assert "no sooner than 3.00 ms (SHIELD)" in show_decisions(decisions(4096, box="Quantum-2"))
+    assert "no sooner than 3.00 ms (SHIELD)" in show_decisions(fabric_decisions(4096, box="Quantum-2"))
 
 
 def test_the_choice_says_infiniband_and_the_best_on_ethernet() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.io.tables import folded_table
-from phalanx.network.fabric.fabric_text import folded, wrapped
+from phalanx.network.fabric.fabric_text import fold_lines, wrap_paragraph
 
 ROWS = [("name", "switch", "one", "two"), ("a long name", "box", "1", "22,222"), ("b", "other box", "333", "4")]
 
@@ -34,19 +34,19 @@ def test_a_column_wider_than_the_page_still_comes() -> None:
 
 def test_long_lines_hang_under_their_second_column() -> None:
     line = "  near     256 hosts one switch away, and so on"
-    assert folded(line, 30).splitlines() == [
+    assert fold_lines(line, 30).splitlines() == [
         "  near     256 hosts one",
         "           switch away, and so",
         "           on",
     ]
-    assert folded(line, None) == line
-    assert folded("word " * 10, 22).splitlines()[1].startswith("  word")
+    assert fold_lines(line, None) == line
+    assert fold_lines("word " * 10, 22).splitlines()[1].startswith("  word")
 
 
 def test_paragraphs_are_never_wider_than_a_page() -> None:
-    assert max(map(len, wrapped("word " * 100))) <= 119
-    assert max(map(len, wrapped("word " * 100, 500))) <= 119
-    assert max(map(len, wrapped("word " * 100, 30))) <= 30
+    assert max(map(len, wrap_paragraph("word " * 100))) <= 119
+    assert max(map(len, wrap_paragraph("word " * 100, 500))) <= 119
+    assert max(map(len, wrap_paragraph("word " * 100, 30))) <= 30
 
 
 def _cells(block: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.job.load import load
 from phalanx.job.schema import ClusterChoice
-from phalanx.plan.make import plan
+from phalanx.plan.make import make_plan
 from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
 
@@ -137,7 +137,7 @@ def test_it_is_recognised_by_its_content(case: Published) -> None:
 def test_it_becomes_the_layout_it_says(case: Published) -> None:
     found = converted(case)
     assert found.missing == ()
-    assert plan(found.resolved, case.cluster).layout.name == case.layout
+    assert make_plan(found.resolved, case.cluster).layout.name == case.layout
 
 
 @each

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UserError
 from phalanx.sim.htsim.connection_matrix import Connection, DeadLink, Matrix, Trigger, matrix_of, read_cm, write_cm
-from phalanx.sim.traffic_matrix import all_to_all, flows, permutation
+from phalanx.sim.traffic_matrix import all_to_all, make_flows, permutation
 
 CHAIN = """Nodes 16
 Connections 3
@@ -101,7 +101,7 @@ def test_planes_and_broken_bytes_are_said() -> None:
     assert {one.nbytes for one in matrix.connections} == {83334}  # 2,000,000 / 3 / 8 = 83,333.3
     assert len(said) == 2
     with pytest.raises(UserError, match="3,000,000,000 bytes"):
-        matrix_of(flows([0], [1], 3e9), 2)
+        matrix_of(make_flows([0], [1], 3e9), 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.sim.packets import kernel, roce_kernel
+from phalanx.sim.packets import kernel, parts, roce_kernel, senders, switches
 from phalanx.sim.packets.parts import stamp_of
 from phalanx.sim.packets.state import (
     ACHIEVED,
@@ -56,7 +56,7 @@ KNOBS: dict[str, Any] = {
 
 def plain(name: str) -> Callable[..., Any]:
     """A step of the loop before it was compiled."""
-    made = getattr(kernel, name)
+    made = next(getattr(module, name) for module in (switches, senders, parts) if hasattr(module, name))
     python: Callable[..., Any] = getattr(made, "py_func", made)
     return python
 
@@ -69,7 +69,7 @@ def knobs(**changed: Any) -> SimpleNamespace:
 def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One connection of four paths with 3 packets under way, in the middle of slot 1000."""
     for name in ("draw", "judge", "quadrant", "grow"):
-        monkeypatch.setattr(kernel, name, plain(name))
+        monkeypatch.setattr(senders, name, plain(name))
     made = SimpleNamespace(
         tally=np.zeros((1, 16), dtype=np.int32),
         window=np.zeros((1, 16)),
@@ -91,7 +91,7 @@ def heard(state: SimpleNamespace, kind: int, path: int = 1, **changed: Any) -> N
 
 
 def acknowledged(state: SimpleNamespace, marks: int, number: int = 2, waited: int = 0, **changed: Any) -> None:
-    word = (marks << kernel.SEEN_BIT) | (number << kernel.NUMBER_BIT) | (waited << kernel.DELAY_BIT)
+    word = (marks << senders.SEEN_BIT) | (number << senders.NUMBER_BIT) | (waited << senders.DELAY_BIT)
     args = (state.tally, state.window, state.path, state.kept)
     plain("acknowledged")(knobs(**changed), *args, 0, 1, 1000, word)
 
@@ -292,7 +292,7 @@ def test_a_timeout_doubles_where_there_is_no_other_path(
     state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, edge: int, losses: int, wait: int
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(kernel, "tell", lambda *args: told.append(args[6]))
+    monkeypatch.setattr(switches, "tell", lambda *args: told.append(args[6]))
     state.tally[0, LOSSES] = losses
     shape = SimpleNamespace(timeout=200, ring=5000)
     calendar = SimpleNamespace(first=None, word=None, next=None, free=None)
@@ -349,13 +349,17 @@ def test_ports_of_both_tiers_are_even_and_independent() -> None:
 def test_what_loops_are_compiled_from_is_in_the_key_of_their_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("kernel.py", "state.py", "parts.py")
+    names = ("kernel.py", "parts.py", "senders.py", "state.py", "switches.py")
     folder = Path(kernel.__file__).parent
-    stamp = stamp_of(*(str(folder / name) for name in (names[0], names[2], names[1])))
+    stamp = stamp_of(*(str(folder / name) for name in names))
     for loop in (kernel.advance, kernel.probe, kernel.deny):
         assert [cell.cell_contents for cell in loop.py_func.__closure__] == [stamp]
     held = [cell.cell_contents for cell in roce_kernel.advance.py_func.__closure__]
-    assert held == [stamp_of(*(str(folder / f"{name}.py") for name in ("roce_kernel", "parts", "roce_state", "state")))]
+    assert held == [
+        stamp_of(
+            *(str(folder / f"{name}.py") for name in ("roce_kernel", "parts", "roce_senders", "roce_state", "state"))
+        )
+    ]
     # A constant from elsewhere, as numba sees it: compiled again only because the stamp differs.
     (tmp_path / "constant.py").write_text("SIZE = 1\n")
     (tmp_path / "loop.py").write_text(LOOP)

@@ -16,10 +16,12 @@ from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.roce_run import roce_routes, switch_at_end
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
-from phalanx.sim.traffic_matrix import flows, permutation
+from phalanx.sim.traffic_matrix import make_flows, permutation
 
 FAST = clos(64, 8, gbps=400)
-INCAST = flows([*range(8, 64, 8), 15], [0] * 7 + [1], [1e9] * 8)  # the last is the victim, under the T0 of a sender
+INCAST = make_flows(
+    [*range(8, 64, 8), 15], [0] * 7 + [1], [1e9] * 8
+)  # the last is the victim, under the T0 of a sender
 LINE_GBPS = 400 * ROCE.payload_bytes / ROCE.packet_bytes
 
 
@@ -46,14 +48,14 @@ def test_three_tiers_and_seeds() -> None:
 
 
 def test_a_connection_alone_runs_at_line_rate() -> None:
-    result = run_connections(LEAF_SPINE, flows([0], [63], 20e6), transport=ROCE)
+    result = run_connections(LEAF_SPINE, make_flows([0], [63], 20e6), transport=ROCE)
     assert 20e6 * 8e-9 / result.tail_s == pytest.approx(100 * 4096 / 4178, rel=0.01)
     assert (result.marked, result.paused_share) == (0, 0)
 
 
 def test_a_gap_sends_everything_after_it_again() -> None:
     blink = Fault(part="nic", number=0, at_s=50e-6, until_s=51e-6)  # three packets of 0.33 µs
-    result = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE, faults=(blink,))
+    result = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=ROCE, faults=(blink,))
     round_trip = 4 * (2 * 3 + 1) + 11  # slots
     assert 1 <= result.lost <= 4
     assert result.sent - result.packets == pytest.approx(round_trip, abs=8)
@@ -61,10 +63,10 @@ def test_a_gap_sends_everything_after_it_again() -> None:
 
 
 def test_a_lost_end_waits_for_the_timer() -> None:
-    alone = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE)
+    alone = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=ROCE)
     sent_s = alone.packets * 8e-11 * ROCE.packet_bytes
     dark = Fault(part="nic", number=0, at_s=sent_s - 2e-6, until_s=sent_s + 20e-6)
-    result = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=ROCE, faults=(dark,))
+    result = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=ROCE, faults=(dark,))
     assert result.tail_s == pytest.approx(ROCE.timeout_s, rel=0.02)
 
 
@@ -93,7 +95,7 @@ def test_pauses_reach_a_victim_that_shares_a_link_with_the_incast() -> None:
 
 
 def test_rates_follow_marks_until_nobody_is_paused() -> None:
-    fabric, three = clos(16, 8, gbps=100), flows([8, 9, 10], [0, 0, 0], 1e9)
+    fabric, three = clos(16, 8, gbps=100), make_flows([8, 9, 10], [0, 0, 0], 1e9)
     runs = [
         run_connections(fabric, three, transport=ROCE, watch=(0, 1, 2), limit_s=30e-3, sample_s=1e-3, seed=n)
         for n in range(4)

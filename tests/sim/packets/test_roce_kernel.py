@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from phalanx.sim.packets import roce_kernel as kernel
-from phalanx.sim.packets import roce_state, state
+from phalanx.sim.packets import roce_senders, roce_state, state
 from phalanx.sim.packets.roce_state import (
     ACK,
     ALPHA,
@@ -36,7 +36,7 @@ RULES = SimpleNamespace(
 
 def plain(name: str) -> Callable[..., Any]:
     """A step of the loop before it was compiled."""
-    made = getattr(kernel, name)
+    made = getattr(kernel, name, None) or getattr(roce_senders, name)
     python: Callable[..., Any] = getattr(made, "py_func", made)
     return python
 

@@ -18,7 +18,7 @@ from phalanx.sim.packets.faults import Fault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, Roce, Transport
-from phalanx.sim.traffic_matrix import Flows, flows, permutation
+from phalanx.sim.traffic_matrix import Flows, make_flows, permutation
 
 
 def conserved(result: PacketResult) -> bool:
@@ -29,7 +29,7 @@ def conserved(result: PacketResult) -> bool:
 
 def test_one_connection_takes_what_uet_htsim_prints() -> None:
     # validate_uec_sender.out, "Single Connection": 176.2 µs for 2 MB over six links of 100G and 1 µs.
-    result = run_connections(FAT_TREE, flows([0], [15], 2e6), transport=HTSIM)
+    result = run_connections(FAT_TREE, make_flows([0], [15], 2e6), transport=HTSIM)
     assert result.tail_s * 1e6 == pytest.approx(176.2, rel=0.002)
     assert conserved(result)
 
@@ -59,7 +59,7 @@ def test_more_paths_shorten_the_tail() -> None:
 
 def test_incast_runs_at_line_rate() -> None:
     # validate_uec_sender.out, "Small 16 node incast": 2478.53 µs.
-    result = run_connections(FAT_TREE, flows(range(1, 16), [0] * 15, 2e6), transport=HTSIM)
+    result = run_connections(FAT_TREE, make_flows(range(1, 16), [0] * 15, 2e6), transport=HTSIM)
     assert result.tail_s * 1e6 == pytest.approx(2478.5, rel=0.05)
     assert result.trimmed > 0
     assert conserved(result)
@@ -68,7 +68,7 @@ def test_incast_runs_at_line_rate() -> None:
 def test_an_incast_is_shared_fairly_and_a_victim_beside_it_unharmed() -> None:
     # arXiv:2605.04333 section 5.2.8: an equal split, no impact. Shares wander: 12 % within 4 ms, 4 % over 25.
     fabric = clos(16, 8, gbps=400)
-    traffic = flows([*range(8, 15), 15], [0] * 7 + [1], 4e9)  # the victim goes to another host of the same T0
+    traffic = make_flows([*range(8, 15), 15], [0] * 7 + [1], 4e9)  # the victim goes to another host of the same T0
     result = run_connections(fabric, traffic, transport=MRC, watch=tuple(range(8)), limit_s=28e-3, sample_s=1e-3)
     payload_gbps = 400 * MRC.payload_bytes / MRC.packet_bytes
     mean = result.watched_gbps[:, 3:].mean(axis=1)
@@ -78,7 +78,7 @@ def test_an_incast_is_shared_fairly_and_a_victim_beside_it_unharmed() -> None:
 
 def test_loss_everywhere_costs_most_when_it_retires_paths_faster_than_probes_return_them() -> None:
     # An eighth of MRC's paths and of its time between probes, so that it settles in an eighth of the time.
-    fabric, traffic = clos(16, 4, planes=4), flows(range(16), [(host + 4) % 16 for host in range(16)], 125e6)
+    fabric, traffic = clos(16, 4, planes=4), make_flows(range(16), [(host + 4) % 16 for host in range(16)], 125e6)
     quick = replace(MRC, paths=32, probe_s=MRC.probe_s / 8)
 
     def mean_s(loss: float, transport: Transport = quick) -> float:
@@ -94,14 +94,14 @@ def test_loss_everywhere_costs_most_when_it_retires_paths_faster_than_probes_ret
 def test_the_last_paths_are_never_retired() -> None:
     forever = Fault(part="transceiver", number=0, at_s=20e-6)
     few = replace(MRC, paths=16, least_paths=5)
-    result = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=few, faults=(forever,), limit_s=2e-3)
+    result = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=few, faults=(forever,), limit_s=2e-3)
     assert result.retired_paths == 11
 
 
 def test_a_stopped_t1_touches_the_connections_that_have_a_path_over_it() -> None:
     # 1 - (1 - 1/512)^n for n of 512 paths: 22 % with 128, 39 % with 256 (arXiv:2605.04333 section 5.1: a quarter).
     fabric = clos(256, 128, planes=4, gbps=200)
-    traffic = flows(range(256), [(host + 128) % 256 for host in range(256)], 4e6)
+    traffic = make_flows(range(256), [(host + 128) % 256 for host in range(256)], 4e6)
     for paths, share in ((128, 0.22), (256, 0.39)):
         stop = Fault(part="t1", number=3, at_s=10e-6)
         result = run_connections(fabric, traffic, transport=replace(MRC, paths=paths), faults=(stop,))
@@ -140,7 +140,7 @@ def test_short_transfers_start_on_all_planes() -> None:
 
 def test_a_slow_plane_gets_less_and_a_dead_one_nothing() -> None:
     # One NIC at each end: the window, not the order of planes, decides.
-    pair = flows([0], [63], 20e6)
+    pair = make_flows([0], [63], 20e6)
     slow = run_connections(PLANES, pair, transport=MRC, faults=(Fault(part="nic", number=0, plane=0, left=0.5),))
     assert slow.sent_by_plane[0] / slow.sent == pytest.approx(0.5 / 3.5, rel=0.1)
     assert np.array(slow.sent_by_plane[1:]) / slow.sent == pytest.approx(1 / 3.5, rel=0.05)
@@ -153,7 +153,9 @@ def test_a_slow_plane_gets_less_and_a_dead_one_nothing() -> None:
 def test_neighbours_share_a_full_queue(sources: tuple[int, int]) -> None:
     # Windows that stay open fill it. Were the order within a slot a rotation alone, host 1 would get 80 %, host 2 15 %.
     always = replace(MRC, controlled=False)
-    result = run_connections(LEAF_SPINE, flows(sources, [0, 0], 20e6), transport=always, watch=(0, 1), limit_s=2e-3)
+    result = run_connections(
+        LEAF_SPINE, make_flows(sources, [0, 0], 20e6), transport=always, watch=(0, 1), limit_s=2e-3
+    )
     assert result.trimmed > 0.3 * result.sent
     first, second = result.watched_gbps[:, 10:].mean(axis=1)
     assert first == pytest.approx(second, rel=0.1)
@@ -199,7 +201,7 @@ def test_routing_waits_for_convergence_where_the_edge_does_not() -> None:
 
 
 def test_routing_goes_around_dead_links_above_a_t1() -> None:
-    fabric, across = clos(128, 4, tiers=3), flows(range(128), [(host + 64) % 128 for host in range(128)], 1e5)
+    fabric, across = clos(128, 4, tiers=3), make_flows(range(128), [(host + 64) % 128 for host in range(128)], 1e5)
     quick = replace(ECMP, converge_s=1e-3)
     some = [(t1, port) for t1 in range(8) for port in (0, 1)]
     whole = [(t1, port) for t1 in (0, 5) for port in range(4)]  # two T1s have no way up: their T0s must know it
@@ -213,7 +215,7 @@ def test_routing_goes_around_dead_links_above_a_t1() -> None:
 
 def test_acknowledgements_load_the_plane_they_answer() -> None:
     # One connection each way on each of four planes: a quarter of a slot for each acknowledgement, on every plane.
-    fabric, both = clos(2, 2, planes=4), flows([0] * 4 + [1] * 4, [1] * 4 + [0] * 4, 2e6)
+    fabric, both = clos(2, 2, planes=4), make_flows([0] * 4 + [1] * 4, [1] * 4 + [0] * 4, 2e6)
     each = replace(MRC, ack_every=1, ack_bytes=MRC.packet_bytes // 4, paths=1, controlled=False)
     result = run_connections(fabric, both, transport=each)
     slot_s = 8 * MRC.packet_bytes / 100e9
@@ -242,14 +244,14 @@ def test_nothing_takes_a_denied_part(transport: Transport | Roce) -> None:
 
 
 def test_denied_paths_are_those_over_the_part_and_no_probe_brings_them_back() -> None:
-    across = flows(range(64), [(host + 8) % 64 for host in range(64)], 2e6)
+    across = make_flows(range(64), [(host + 8) % 64 for host in range(64)], 2e6)
     often = replace(MRC, probe_s=20e-6)
     result = run_connections(PLANES, across, transport=often, denied=(T1_OF_ONE_PLANE,))
     assert result.denied_paths / (64 * 256) == pytest.approx(1 / 32, rel=0.2)  # one of 8 T1s in one of 4 planes
     assert result.planes_simulated == 4
     assert result.summary()["paths_denied"] == result.denied_paths
     deep, t1_link = clos(128, 4, tiers=3), Fault(part="t1_link", number=0, port=1)
-    over = run_connections(deep, flows([0], [127], 1e4), transport=MRC, denied=(t1_link,))
+    over = run_connections(deep, make_flows([0], [127], 1e4), transport=MRC, denied=(t1_link,))
     assert 4 <= over.denied_paths <= 32  # of 256 over 16 pairs of a T1 and an uplink of it
 
 
@@ -267,7 +269,9 @@ def test_what_cannot_be_denied_is_refused(denied: list[Fault], message: str) -> 
 
 
 def test_less_than_a_packet_is_one_packet() -> None:
-    assert [run_connections(PLANES, flows([0], [63], nbytes), transport=MRC).packets for nbytes in (1, 4097, 4e6)] == [
+    assert [
+        run_connections(PLANES, make_flows([0], [63], nbytes), transport=MRC).packets for nbytes in (1, 4097, 4e6)
+    ] == [
         1,
         2,
         980,
@@ -287,7 +291,9 @@ def test_throughput_over_time_shows_the_outage() -> None:
 
 def test_a_retired_path_returns_after_a_probe() -> None:
     flap = Fault(part="transceiver", number=0, at_s=0, until_s=300e-6)
-    result = run_connections(LEAF_SPINE, flows([0], [63], 2e6), transport=replace(MRC, probe_s=100e-6), faults=(flap,))
+    result = run_connections(
+        LEAF_SPINE, make_flows([0], [63], 2e6), transport=replace(MRC, probe_s=100e-6), faults=(flap,)
+    )
     assert result.retired_paths > 0
     assert 300e-6 < result.tail_s < 1e-3
 
@@ -342,8 +348,8 @@ def test_ctrl_c_in_the_loop_does_not_lose_its_time(
         (SHUFFLE, MRC, PacketBudget(memory_bytes=1e3), "simulate fewer hosts"),
         (SHUFFLE, replace(MRC, paths=0), PacketBudget(), "0 paths per connection"),
         (SHUFFLE, replace(MRC, paths=10**9), PacketBudget(), "use 1 to 2,048"),
-        (flows([0], [64], 1e6), MRC, PacketBudget(), "hosts are numbered from 0 to 63"),
-        (flows([0], [1], 1e15), MRC, PacketBudget(), "the busiest NIC"),
+        (make_flows([0], [64], 1e6), MRC, PacketBudget(), "hosts are numbered from 0 to 63"),
+        (make_flows([0], [1], 1e15), MRC, PacketBudget(), "the busiest NIC"),
         (permutation(64, 1e10), MRC, PacketBudget(cpu_s=10), "of the bytes"),
     ],
 )

@@ -10,10 +10,10 @@ from phalanx.errors import UserError
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.schedule import Schedule
 from phalanx.sim.packets.transport import HTSIM, MRC, ROCE
-from phalanx.sim.traffic_matrix import flows
+from phalanx.sim.traffic_matrix import make_flows
 
 # Sources fall, so that the engine's own order is another than the caller's.
-FOUR = flows([3, 2, 1, 0], [12, 13, 14, 15], 2e6)
+FOUR = make_flows([3, 2, 1, 0], [12, 13, 14, 15], 2e6)
 
 
 def schedule(starts: list[float], waits_for: list[int], fires: list[int], needed: list[int]) -> Schedule:
@@ -34,7 +34,7 @@ def test_a_barrier_waits_for_all_and_a_oneshot_for_one() -> None:
 
 
 def test_a_later_start_shares_only_what_is_left() -> None:
-    both = flows([0, 1], [8, 8], 2e6)
+    both = make_flows([0, 1], [8, 8], 2e6)
     together = run_connections(LEAF_SPINE, both, transport=MRC)
     later = run_connections(LEAF_SPINE, both, transport=MRC, schedule=schedule([0, 300e-6], [-1, -1], [-1, -1], []))
     assert later.fct_s.max() < 0.6 * together.fct_s.max()
@@ -42,7 +42,7 @@ def test_a_later_start_shares_only_what_is_left() -> None:
 
 def test_nothing_is_said_of_what_never_started() -> None:
     late = schedule([0, 1], [-1, -1], [-1, -1], [])
-    result = run_connections(FAT_TREE, flows([0, 1], [15, 14], 2e6), transport=HTSIM, schedule=late, limit_s=1e-3)
+    result = run_connections(FAT_TREE, make_flows([0, 1], [15, 14], 2e6), transport=HTSIM, schedule=late, limit_s=1e-3)
     assert np.isfinite(result.start_s).tolist() == [True, False]
     assert np.isfinite(result.fct_s).tolist() == [True, False]
 

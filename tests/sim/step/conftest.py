@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.plan.make import plan
+from phalanx.plan.make import make_plan
 from phalanx.sim.step.step_work import LayerPass, Sharing, StepWork
 
 JOB = """\
@@ -31,7 +31,7 @@ spec = "8xH100:4"
 def make(folder, *, schedule="1f1b", pipeline=4, zero=1, shard=8, context=1):
     path = folder / "job.toml"
     path.write_text(JOB.format(schedule=schedule, pipeline=pipeline, zero=zero, shard=shard, context=context))
-    return plan(str(path))
+    return make_plan(str(path))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts
-from phalanx.sim.plan_flows import neighbours, phase
+from phalanx.sim.plan_flows import group_neighbours, phase_pairs
 from phalanx.sim.step.axis_paths import (
     PathTransport,
     _axis_path,
@@ -28,18 +28,18 @@ def paths(plan, fabric, **transport):
 
 
 def test_neighbours_stay_in_their_group_and_a_pipeline_has_an_end():
-    source, target = neighbours(4, 2, 1, 16)
+    source, target = group_neighbours(4, 2, 1, 16)
     assert (source // 8 == target // 8).all()
     assert (source % 2 == target % 2).all()
     assert sorted(target) == list(range(16))
-    source, target = neighbours(4, 4, 1, 16, wraps=False)
+    source, target = group_neighbours(4, 4, 1, 16, wraps=False)
     assert (target - source == 4).all()
     assert len(source) == 12
 
 
 def test_a_phase_is_the_next_domain_the_next_stage_or_half_the_group_away():
     def far(axis, **shape):
-        source, target = phase(axis, ranks=64, **shape)
+        source, target = phase_pairs(axis, ranks=64, **shape)
         return set((target - source).tolist())
 
     assert far("shard", size=8, stride=4, inside=2) == {8, -24}

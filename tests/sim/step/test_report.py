@@ -8,7 +8,7 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.step.step_report import step_report
 from phalanx.sim.step.step_text import step_text
 from phalanx.sim.step.step_timeline import simulate_timeline
-from phalanx.sim.step.step_work import ask_plan, work
+from phalanx.sim.step.step_work import ask_plan, plan_work
 
 from .conftest import make
 
@@ -25,7 +25,7 @@ def test_with_the_plans_own_rates_the_timeline_is_close_to_the_plan(piped):
 
 def test_wires_carry_what_the_plans_mapping_says(piped):
     q = ask_plan(piped)
-    wires = simulate_timeline(work(q, q.groups)).wire_s[0]
+    wires = simulate_timeline(plan_work(q, q.groups)).wire_s[0]
     mapped = {use.axis: use.wire_s for use in piped.mapping}
     assert wires["gradient_s"] == pytest.approx(mapped["data"])
     # The first stage of four sends forward only, half of what one in the middle does.
@@ -80,7 +80,7 @@ def test_other_schedules_stay_near_their_formula(tmp_path, schedule):
 def test_stages_hold_all_layers(piped, sharded):
     for plan in (piped, sharded):
         q = ask_plan(plan)
-        layers = work(q, q.groups).layers
+        layers = plan_work(q, q.groups).layers
         assert (len(layers), sum(layers)) == (plan.layout.pipeline, 12)
         assert all(one >= two for one, two in pairwise(layers))
 

@@ -205,9 +205,3 @@ def test_a_filled_tree_has_a_power_of_two() -> None:
     tokens, _ = batches.get(0)
     batches.close()
     assert len(tokens) == 4
-
-
-def test_one_sign_for_targets_that_do_not_count() -> None:
-    from phalanx.train import engine
-
-    assert IGNORED == engine.IGNORED

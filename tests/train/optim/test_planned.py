@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import PlanRequest, request_from_job
@@ -60,7 +60,7 @@ def test_state_bytes_are_those_the_planner_charges(tmp_path: Path, preset: str, 
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(preset=preset, name=name, state=state))
     job = load(path).job
-    request, _ = request_from_job(job, resolve(job.cluster.target))
+    request, _ = request_from_job(job, resolve_cluster(job.cluster.target))
     with torch.device("meta"):
         model = Decoder(job.model)
     shards = [

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.errors import UserError
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
 from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import request_from_job
 from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised, build_codec
 from phalanx.train.parallel.compress_fsdp import compress_sharded
-from phalanx.train.parallel.compress_powersgd import gains
+from phalanx.train.parallel.compress_powersgd import saves_bytes
 
 SHAPES = [torch.Size(shape) for shape in ((96, 64), (64,), (170, 257), (2, 24, 16), (7, 3))]
 SIZE = sum(shape.numel() for shape in SHAPES)
@@ -84,7 +84,7 @@ def test_bytes_on_the_wire(ranks: Any, kind: str, least: float, size: int) -> No
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_powersgd_sends_two_thin_factors(ranks: Any, size: int) -> None:
-    values = sum(4 * (s[0] + s[1]) if gains(s, 4) else s.numel() for s in SHAPES)
+    values = sum(4 * (s[0] + s[1]) if saves_bytes(s, 4) else s.numel() for s in SHAPES)
     for answer in ranks(__file__, "steps", size, kind="powersgd"):
         sent, raw = answer["bytes"]
         assert sent == pytest.approx(2 * (size - 1) * values * 4 / size * BUCKETS * STEPS, rel=1e-3)
@@ -278,7 +278,7 @@ EIGHT_BILLION = Path(__file__).parents[3] / "examples" / "llama-3-8b-64xH100.tom
 def predicted(sequences: int, compression: str, *, data: int, tensor: int) -> str:
     """What `compression_pays` says of Llama 3 8B on 64 H100."""
     overrides = [f"batch.global_sequences={sequences}", "data.sequence=2048"]
-    request, _ = request_from_job(load(EIGHT_BILLION, overrides=overrides).job, resolve("8xH100:8"))
+    request, _ = request_from_job(load(EIGHT_BILLION, overrides=overrides).job, resolve_cluster("8xH100:8"))
     layout = Layout(
         data=data, shard=1, tensor=tensor, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0,
         sequence_parallel=tensor > 1, micro_batch=1, accumulation=sequences // data, recompute="none",

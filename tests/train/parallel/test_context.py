@@ -15,8 +15,8 @@ from phalanx.errors import UserError
 from phalanx.train.parallel import context
 from phalanx.train.parallel.context import (
     KINDS,
-    attend,
     attend_backward,
+    attend_block,
     check_heads,
     context_core,
     join_all,
@@ -191,7 +191,7 @@ def test_copied_heads_stand_beside_their_queries(heads: int, ranks: int) -> None
 def test_the_fallback_equals_the_kernel() -> None:
     q, k, v, grad = whole(2, torch.float64)
     for causal in (False, True):
-        out, lse = attend(q, k, v, causal=causal)
+        out, lse = attend_block(q, k, v, causal=causal)
         expected = attend_backward(grad, q, k, v, out, lse, causal=causal)
         scores = context._scores(q, k, causal=causal)
         assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-12)
@@ -209,10 +209,10 @@ def test_the_fallback_equals_the_kernel() -> None:
 def test_blocks_on_cuda_equal_those_on_the_cpu(causal: bool, dtype: torch.dtype) -> None:
     q, k, v, grad = whole(2, dtype)
     half = slice(0, L) if causal else slice(L // 2, L)  # the ring cuts queries: not contiguous
-    expected_out, expected_lse = attend(q[:, :, half].double(), k.double(), v.double(), causal=causal)
+    expected_out, expected_lse = attend_block(q[:, :, half].double(), k.double(), v.double(), causal=causal)
     on_gpu = [one.cuda() for one in (q, k, v, grad)]
     q, k, v, grad = on_gpu[0][:, :, half], on_gpu[1], on_gpu[2], on_gpu[3][:, :, half]
-    out, lse = attend(q, k, v, causal=causal)
+    out, lse = attend_block(q, k, v, causal=causal)
     assert torch.allclose(out.cpu().double(), expected_out, atol=2e-2)
     assert torch.allclose(lse.cpu().double(), expected_lse, atol=1e-2)
     cpu = [one.cpu().double() for one in (grad, q, k, v)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
-from phalanx.train.models.init import draw
+from phalanx.train.models.init import draw_values
 from phalanx.train.models.moe import Moe
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.expert import (
@@ -20,8 +20,8 @@ from phalanx.train.parallel.expert import (
     _check_divides,
     balance_routing,
     even_sizes,
+    expert_imbalance,
     expert_offset,
-    imbalance,
     split_experts,
 )
 
@@ -38,7 +38,7 @@ def mixture(chosen: int, *, balance: str = "none", skew: bool = False, shared: i
     moe = Moe(shape).double()
     with torch.no_grad():
         for name, parameter in moe.named_parameters():
-            parameter.copy_(draw(name, parameter.shape, seed=3, layers=1, dtype=torch.float64) * 10)
+            parameter.copy_(draw_values(name, parameter.shape, seed=3, layers=1, dtype=torch.float64) * 10)
         if moe.router.bias is not None:
             moe.router.bias.copy_(-10.0 * torch.arange(E))
     moe.aux_scale = 1.0
@@ -214,9 +214,9 @@ def test_a_rank_of_64_traces_on_fake_tensors() -> None:
 
 
 def test_imbalance_names_the_busiest() -> None:
-    found = imbalance(torch.tensor([1, 1, 1, 5, 2, 2, 2, 2]), 4)
+    found = expert_imbalance(torch.tensor([1, 1, 1, 5, 2, 2, 2, 2]), 4)
     assert (found.expert, found.rank, found.busiest_expert, found.busiest_rank) == (2.5, 1.5, 3, 1)
-    assert imbalance(torch.zeros(8, dtype=torch.int64), 4).rank == 1.0
+    assert expert_imbalance(torch.zeros(8, dtype=torch.int64), 4).rank == 1.0
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.train.parallel.recompute import offload_activations, recompute
+from phalanx.train.parallel.recompute import offload_activations, recompute_blocks
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ def grads(change, rows: int = 4) -> tuple[Block, list[torch.Tensor]]:
 
 @pytest.mark.parametrize(("kind", "forwards"), [("none", 1), ("full", 2), ("selective", 2)])
 def test_same_gradients(kind, forwards):
-    block, found = grads(lambda block: recompute([block], kind))
+    block, found = grads(lambda block: recompute_blocks([block], kind))
     _, wanted = grads(lambda block: None)
     assert block.forwards == forwards
     for a, b in zip(found, wanted, strict=True):
@@ -42,7 +42,7 @@ def test_same_gradients(kind, forwards):
 def test_names_stay():
     """Checkpoints and optimizers go by name."""
     plain = list(dict(Block().named_parameters()))
-    block, _ = grads(lambda block: recompute([block], "full"))
+    block, _ = grads(lambda block: recompute_blocks([block], "full"))
     assert list(dict(block.named_parameters())) == plain
 
 
@@ -53,7 +53,7 @@ def test_selective_keeps_matrix_products():
     def flops(kind):
         torch.manual_seed(0)
         block = Block()
-        recompute([block], kind)
+        recompute_blocks([block], kind)
         with FlopCounterMode(display=False) as counter:
             block(torch.ones(4, 64, requires_grad=True)).sum().backward()
         return counter.get_total_flops()

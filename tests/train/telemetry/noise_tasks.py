@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from phalanx.train.engine import Engine, StepResult
+from phalanx.train.engine import Engine
+from phalanx.train.step_result import StepResult
 from phalanx.train.telemetry.timeline import TimelineSampler
 from phalanx.train.verify.trial import Trial, rank_batch
 

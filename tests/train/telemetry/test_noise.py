@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.train.telemetry.noise import LocalNorms, Noise, NoiseScale, estimate
+from phalanx.train.telemetry.noise import LocalNorms, Noise, NoiseScale, estimate_noise
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
@@ -43,7 +43,7 @@ def _one_step(draw: torch.Generator, mean_D: torch.Tensor, sigma: float, *, chun
     local, counted, sequences = norms.numbers(targets_BS, micro=MICRO, ignored=IGNORED, speaks=True)
     valid = float(valid_B.sum())
     total = float(whole_D.square().sum()) / valid**2
-    return estimate(local=float(local) / valid, total=total, chunks=float(counted), samples=float(sequences))
+    return estimate_noise(local=float(local) / valid, total=total, chunks=float(counted), samples=float(sequences))
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -63,7 +63,7 @@ def test_known_noise_is_found_within_five_percent(uneven):
 def test_chunks_of_one_size_and_of_many_agree_with_the_formula_of_mccandlish():
     """|G|² = (B A − b a)/(B − b), tr Σ = (a − A)/(1/b − 1/B), for four chunks of b = 2 of B = 8."""
     a, total, b, whole = 5.0, 2.0, 2.0, 8.0
-    found = estimate(local=a, total=total, chunks=4, samples=whole)
+    found = estimate_noise(local=a, total=total, chunks=4, samples=whole)
     assert found is not None
     assert found.squared == pytest.approx((whole * total - b * a) / (whole - b))
     assert found.trace == pytest.approx((a - total) / (1 / b - 1 / whole))
@@ -71,8 +71,8 @@ def test_chunks_of_one_size_and_of_many_agree_with_the_formula_of_mccandlish():
 
 @pytest.mark.parametrize("local", [math.nan, math.inf])
 def test_nothing_to_compare_is_no_estimate(local):
-    assert estimate(local=1.0, total=1.0, chunks=1, samples=8) is None
-    assert estimate(local=local, total=1.0, chunks=4, samples=8) is None
+    assert estimate_noise(local=1.0, total=1.0, chunks=1, samples=8) is None
+    assert estimate_noise(local=local, total=1.0, chunks=4, samples=8) is None
 
 
 def test_chunks_that_cannot_be_told_apart_are_not_guessed():
@@ -190,7 +190,7 @@ def test_the_estimate_is_that_of_the_gradients_themselves(trial, alone):
         flat = torch.cat([grad.flatten() for grad in grads])
         local += float(flat.square().sum()) / int((y != IGNORED).sum()) / valid
         whole = whole + flat / valid
-    wanted = estimate(local=local, total=float(whole.square().sum()), chunks=4, samples=8)
+    wanted = estimate_noise(local=local, total=float(whole.square().sum()), chunks=4, samples=8)
     assert alone.steps[0].noise.trace == pytest.approx(wanted.trace, rel=1e-9)
     assert alone.steps[0].noise.squared == pytest.approx(wanted.squared, rel=1e-6)
 

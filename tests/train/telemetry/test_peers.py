@@ -26,7 +26,7 @@ from phalanx.train.telemetry.peers import (
     Packet,
     PeerPair,
     Peers,
-    neighbours,
+    ring_neighbours,
 )
 
 KEY = b"k" * 32
@@ -77,14 +77,14 @@ def until(ready: Callable[[], object]) -> None:
 def test_every_axis_has_a_ring_of_neighbours() -> None:
     dims = ParallelDims(pipeline=2, data=3, context=2, tensor=4)
     for axis in ("pipeline", "data", "context", "tensor"):
-        nexts = {rank: neighbours(rank, dims)[axis] for rank in range(dims.world)}
+        nexts = {rank: ring_neighbours(rank, dims)[axis] for rank in range(dims.world)}
         assert sorted(nexts.values()) == list(range(dims.world))  # everybody has one that pings it
         rank, seen = 0, 0
         while not seen or rank:
             rank, seen = nexts[rank], seen + 1
         assert seen == getattr(dims, axis)  # around the axis and nowhere else
-    assert neighbours(0, ParallelDims()) == {}
-    assert neighbours(5, ParallelDims(pipeline=2, tensor=4)) == {"tensor": 6, "pipeline": 1}
+    assert ring_neighbours(0, ParallelDims()) == {}
+    assert ring_neighbours(5, ParallelDims(pipeline=2, tensor=4)) == {"tensor": 6, "pipeline": 1}
 
 
 def test_ranks_measure_each_other(tmp_path: Path) -> None:

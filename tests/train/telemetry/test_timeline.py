@@ -19,7 +19,7 @@ from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
 from phalanx.train.telemetry.collective_tap import METHODS, Kernel, TappedCollective, op_of, timed_by
-from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, fitting, merged
+from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, longest_spans, merge_spans
 from phalanx.train.tracing.traced_step import trace_rank
 from phalanx.train.verify.ranks import run_ranks
 
@@ -167,11 +167,11 @@ def test_what_the_step_raises_is_raised_and_nothing_stays_in_place(meshes):
 
 def test_tiny_neighbours_become_one_and_the_shortest_are_left_out():
     row = [("collective", "send", n * 1e-5, 1e-6, 8, "pipeline") for n in range(5)]
-    (one,) = merged(row)
+    (one,) = merge_spans(row)
     assert (one[2], one[4]) == (0.0, 40)
     assert one[3] == pytest.approx(4e-5 + 1e-6)
     far = [("forward", f"forward {n}", float(n), float(n % 3), None, None) for n in range(6)]
-    kept, dropped = fitting(merged(far), most=4)
+    kept, dropped = longest_spans(merge_spans(far), most=4)
     assert [span[1] for span in kept] == ["forward 1", "forward 2", "forward 4", "forward 5"]
     assert dropped == 2
 

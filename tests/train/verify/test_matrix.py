@@ -10,9 +10,7 @@ import os
 from importlib.metadata import version
 
 import pytest
-
-from phalanx.train.verify.compare import compare_outcomes
-from phalanx.train.verify.matrix import (
+from layout_matrix import (
     LAYOUTS,
     MATRIX_CASES,
     MatrixCase,
@@ -24,6 +22,8 @@ from phalanx.train.verify.matrix import (
     sample_cases,
     trial_of,
 )
+
+from phalanx.train.verify.compare import compare_outcomes
 from phalanx.train.verify.small_trial import eager_trial
 from phalanx.train.verify.trial import run_trial
 

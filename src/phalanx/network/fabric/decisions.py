@@ -38,7 +38,7 @@ from phalanx.network.fabric.sizing import (
     size_fabric,
     split_t0,
 )
-from phalanx.network.fabric.switch_catalogue import find_switches, switches, unnamed
+from phalanx.network.fabric.switch_catalogue import find_switches, known_switches, unnamed_switch
 from phalanx.units import plural
 
 WHERE = "phalanx fabric decisions"
@@ -125,7 +125,7 @@ class Decisions:
     recoveries: tuple[RecoveryRow, ...]
 
 
-def decisions(
+def fabric_decisions(
     gpus: int,
     *,
     nic_gbps: float = 800.0,
@@ -157,7 +157,7 @@ def decisions_of(
         raise mistake(
             WHERE, f"{fabric.name} has one tier: there is no path to choose", fix="name one of 2 tiers or more"
         )
-    shipped = any(one.box == fabric.switch.box for one in switches())
+    shipped = any(one.box == fabric.switch.box for one in known_switches())
     choices = _plane_choices(fabric.switch.box, fabric.nic_gbps) if shipped else _plane_splits(fabric)
     return _make_decisions(fabric, {**choices, fabric.planes: fabric.switch}, paths, recovery_s, restart_s)
 
@@ -166,7 +166,7 @@ def _plane_splits(fabric: Fabric) -> dict[int, Switch]:
     """Fewer planes of a box that only this fabric knows: half the planes are half the ports at twice the speed."""
     radix, planes = fabric.switch.radix, fabric.planes
     fewer = [one for one in range(1, planes) if planes % one == 0 and radix * one % planes == 0]
-    wide = {one: unnamed(radix * one // planes, fabric.nic_gbps / one) for one in fewer}
+    wide = {one: unnamed_switch(radix * one // planes, fabric.nic_gbps / one) for one in fewer}
     return {one: switch for one, switch in wide.items() if switch.radix >= LEAST_RADIX}
 
 
@@ -194,17 +194,17 @@ def _make_decisions(
         counted_switch_ratio=own.switches / flat.switches if flat.tiers else None,
         counted_optics_ratio=own.optics_per_host / flat.optics_per_host if flat.tiers else None,
         loads=_load_rows(fabric, paths),
-        slowest_to_mean=harmonic(gpus),
+        slowest_to_mean=harmonic_number(gpus),
         late=tuple(LateRow(transfer=chance, step=late_step(chance, gpus)) for chance in LATE),
         budget=failure_budget(fabric, recovery_s=recovery_s, restart_s=(restart_s, slow)),
         recoveries=tuple(recovery_row(fabric, one, restart_s) for one in sorted({*RECOVERIES_S, recovery_s})),
     )
 
 
-def harmonic(number: int) -> float:
+def harmonic_number(number: int) -> float:
     """1 + 1/2 + ... + 1/N: the expected maximum of N exponential delays over their mean.
 
-    >>> round(harmonic(1024), 1), round(harmonic(131072), 2)
+    >>> round(harmonic_number(1024), 1), round(harmonic_number(131072), 2)
     (7.5, 12.36)
     """
     if number < 1000:

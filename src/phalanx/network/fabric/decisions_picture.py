@@ -11,7 +11,7 @@ from html import escape
 
 from phalanx.io.svg import svg_element
 from phalanx.network.fabric.decisions import PACKETS, Decisions, PlaneRow, max_to_mean, recovery_row
-from phalanx.network.fabric.fabric_text import against, decision_findings, formula, show_hours
+from phalanx.network.fabric.fabric_text import decision_findings, formula_basis, formula_ratios, show_hours
 from phalanx.network.fabric.failure_budget import GIVE_UP_S
 from phalanx.units import format_count, format_seconds, plural
 
@@ -65,16 +65,19 @@ class Heading:
     scale: str
 
 
-def frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: bool = False) -> list[str]:
+def panel_frame(x0: float, head: Heading, up: Axis, ticks: Sequence[float], *, count: bool = False) -> list[str]:
     """Heading, horizontal grid with its numbers, and the base line."""
-    parts = [words(x0 - 40, TOP - 70, head.name, "ink head"), words(x0 - 40, TOP - 10, head.scale, "soft small")]
+    parts = [
+        text_line(x0 - 40, TOP - 70, head.name, "ink head"),
+        text_line(x0 - 40, TOP - 10, head.scale, "soft small"),
+    ]
     lines = textwrap.wrap(head.finding, LINE_CHARS)[:2]
-    parts += [words(x0 - 40, TOP - 50 + 17 * number, line, "ink") for number, line in enumerate(lines)]
+    parts += [text_line(x0 - 40, TOP - 50 + 17 * number, line, "ink") for number, line in enumerate(lines)]
     for tick in ticks:
         y = up.at(tick)
         shown = format_count(tick) if count and tick >= 1000 else f"{tick:g}"
         parts.append(_level_line("grid", x0, y))
-        parts.append(words(x0 - 6, y + 4, _short_number(shown), "soft small", "end"))
+        parts.append(text_line(x0 - 6, y + 4, _short_number(shown), "soft small", "end"))
     base = TOP + PANEL_H
     return [*parts, _level_line("line", x0, base)]
 
@@ -87,33 +90,33 @@ def ticks_below(across: Axis, ticks: Sequence[float], write: Callable[[float], s
     """Numbers under the base line."""
     shown = [_short_number(write(tick)) for tick in ticks]
     pairs = zip(ticks, shown, strict=True)
-    return [words(across.at(tick), TOP + PANEL_H + 18, label, "soft small", "middle") for tick, label in pairs]
+    return [text_line(across.at(tick), TOP + PANEL_H + 18, label, "soft small", "middle") for tick, label in pairs]
 
 
 def scale_below(x0: float, text: str) -> str:
     """What the base line counts."""
-    return words(x0 + PANEL_W / 2, TOP + PANEL_H + 38, text, "soft", "middle")
+    return text_line(x0 + PANEL_W / 2, TOP + PANEL_H + 38, text, "soft", "middle")
 
 
-def curve(kind: str, points: Sequence[tuple[float, float]]) -> str:
+def curve_line(kind: str, points: Sequence[tuple[float, float]]) -> str:
     """A line through points."""
     return svg_element("polyline", class_=kind, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
 
 
-def key(x0: float, names: tuple[str, str], remark: str) -> list[str]:
+def colour_key(x0: float, names: tuple[str, str], remark: str) -> list[str]:
     """Two colours and their names under a panel, and a remark."""
     y = TOP + PANEL_H + 62
     parts = [
         svg_element("rect", class_="a", x=x0, y=y - 10, width=11, height=11),
-        words(x0 + 16, y, names[0], "ink"),
+        text_line(x0 + 16, y, names[0], "ink"),
         svg_element("rect", class_="b", x=x0 + 160, y=y - 10, width=11, height=11),
-        words(x0 + 176, y, names[1], "ink"),
+        text_line(x0 + 176, y, names[1], "ink"),
     ]
     lines = textwrap.wrap(remark, REMARK_CHARS)[:2]
-    return [*parts, *(words(x0, y + 21 + 16 * number, line, "soft small") for number, line in enumerate(lines))]
+    return [*parts, *(text_line(x0, y + 21 + 16 * number, line, "soft small") for number, line in enumerate(lines))]
 
 
-def labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str]:
+def point_labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str]:
     """A label beside each point, moved up where another is in the way, to the left of it near the right end."""
     parts: list[str] = []
     taken: list[tuple[float, float, float]] = []
@@ -124,7 +127,7 @@ def labels(points: Sequence[tuple[float, float, str]], right: float) -> list[str
         while any(abs(height - other) < 16 and left < end and left + width > start for start, end, other in taken):
             height -= 4
         taken.append((left, left + width, height))
-        parts.append(words(left, height, text, "ink"))
+        parts.append(text_line(left, height, text, "ink"))
     return parts
 
 
@@ -133,7 +136,7 @@ def _short_number(number: str) -> str:
     return re.sub(r"\.0+(?!\d)", "", number)
 
 
-def words(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+def text_line(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
     """A line of text."""
     return svg_element("text", escape(text), class_=kind, x=float(x), y=float(y), text_anchor=anchor)
 
@@ -165,12 +168,12 @@ def decisions_svg(one: Decisions) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d">',
         f'<title id="t">{escape(title)}</title><desc id="d">{escape(spoken_summary)}</desc>',
         f"<style>{STYLE}</style>{svg_element('rect', class_='page', width=WIDTH, height=HEIGHT)}",
-        words(LEFT - 40, 34, title, "ink title"),
-        words(LEFT - 40, 57, summary, "soft"),
+        text_line(LEFT - 40, 34, title, "ink title"),
+        text_line(LEFT - 40, 57, summary, "soft"),
         *_hosts_panel(one),
         *_load(one),
         *_lost_panel(one),
-        words(LEFT - 40, HEIGHT - 16, SOURCES, "soft small"),
+        text_line(LEFT - 40, HEIGHT - 16, SOURCES, "soft small"),
         "</svg>",
     ]
     return "\n".join(body) + "\n"
@@ -185,7 +188,7 @@ def _hosts_panel(one: Decisions) -> list[str]:
     axis = Axis(low=low, high=10 ** math.ceil(math.log10(most)), start=TOP + PANEL_H, end=TOP)
     slot = PANEL_W / len(one.planes)
     head = Heading(name="1. Planes and radix", finding=decision_findings(one)[0], scale="hosts at full bisection")
-    parts = frame(x0, head, axis, axis.decades(), count=True)
+    parts = panel_frame(x0, head, axis, axis.decades(), count=True)
     bars = [_two_bars(row, x0 + index * slot, slot, axis, one.gpus) for index, row in enumerate(one.planes)]
     height = axis.at(one.gpus)
     parts += [mark for marks, _ in bars for mark in marks]
@@ -193,11 +196,11 @@ def _hosts_panel(one: Decisions) -> list[str]:
     parts += [number for _, numbers in bars for number in numbers]
     for index, row in enumerate(one.planes):
         label = f"{row.planes}×{row.radix}"
-        parts.append(words(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
+        parts.append(text_line(x0 + (index + 0.5) * slot, TOP + PANEL_H + 18, label, "soft small", "middle"))
     parts.append(scale_below(x0, "planes × ports of the same box"))
-    ratios = f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host of {against(one)}"
-    note = f"dashed: {one.gpus:,} GPUs" + (f"; full, {ratios}" if formula(one) else "")
-    return [*parts, *key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
+    ratios = f"{one.switch_ratio} of the switches and {one.optics_ratio} of the optics per host of {formula_basis(one)}"
+    note = f"dashed: {one.gpus:,} GPUs" + (f"; full, {ratios}" if formula_ratios(one) else "")
+    return [*parts, *colour_key(x0, ("2 tiers, 3 hops", "3 tiers, 5 hops"), note)]
 
 
 def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) -> tuple[list[str], list[str]]:
@@ -210,7 +213,7 @@ def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) 
         style = f"{kind} pale" if hosts < wanted else kind
         marks.append(svg_element("rect", class_=style, x=x, y=top, width=width, height=base - top))
         edge, anchor = (x + width, "end") if kind == "a" else (x, "start")
-        numbers.append(words(edge, top - 4, format_count(hosts), "soft small", anchor))
+        numbers.append(text_line(edge, top - 4, format_count(hosts), "soft small", anchor))
     return marks, numbers
 
 
@@ -230,19 +233,19 @@ def _load(one: Decisions) -> list[str]:
         finding=decision_findings(one)[1],
         scale="busiest link over the mean (1 is even)",
     )
-    parts = frame(x0, head, up, ticks)
+    parts = panel_frame(x0, head, up, ticks)
     parts += ticks_below(across, [4.0**power for power in range(7)], lambda tick: f"{tick:g}")
-    parts.append(curve("al", [(across.at(x), up.at(y)) for x, y in zip(units, alone, strict=True)]))
-    parts.append(curve("bl", [(across.at(x), up.at(y)) for x, y in zip(units, whole, strict=True)]))
+    parts.append(curve_line("al", [(across.at(x), up.at(y)) for x, y in zip(units, alone, strict=True)]))
+    parts.append(curve_line("bl", [(across.at(x), up.at(y)) for x, y in zip(units, whole, strict=True)]))
     points = []
     for row, short in zip(one.loads, ("1 flow", "16 QPs", f"{one.paths} paths", "packets"), strict=True):
         x, y = across.at(row.units_per_link), up.at(row.worst_of_fabric)
         parts.append(svg_element("circle", class_="b", cx=x, cy=y, r=4.5))
         points.append((x, y, f"{short} {row.worst_of_fabric:.2f}"))
-    parts += labels(points, right=x0 + PANEL_W)
+    parts += point_labels(points, right=x0 + PANEL_W)
     parts.append(scale_below(x0, "random units per uplink"))
     note = "skipping marked paths removes what is above 1"
-    return [*parts, *key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
+    return [*parts, *colour_key(x0, (f"{fabric.t0_up} uplinks of a T0", f"worst of {groups:,} T0s"), note)]
 
 
 def _lost_panel(one: Decisions) -> list[str]:
@@ -261,15 +264,15 @@ def _lost_panel(one: Decisions) -> list[str]:
     head = Heading(name="3. Recovery at the edge", finding=decision_findings(one)[2], scale="GPU-hours lost per day")
     first, last = (across.at(bound) for bound in CONVERGES_S)
     band = svg_element("rect", class_="band", x=first, y=TOP, width=last - first, height=PANEL_H)
-    parts = [band, *frame(x0, head, up, up.decades(), count=True)]
+    parts = [band, *panel_frame(x0, head, up, up.decades(), count=True)]
     parts += ticks_below(across, across.decades(2), format_seconds)
-    parts.append(curve("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
-    parts.append(curve("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))
-    parts.append(words(last - 4, TOP + 16, "routing converges", "soft small", "end"))
+    parts.append(curve_line("bl", [(x0, up.at(restarts)), (x0 + PANEL_W, up.at(restarts))]))
+    parts.append(curve_line("al", [(across.at(x), up.at(y)) for x, y in zip(times, hours, strict=True)]))
+    parts.append(text_line(last - 4, TOP + 16, "routing converges", "soft small", "end"))
     parts += _chosen_point(one, across, up)
     parts.append(scale_below(x0, "time from failure to bypass"))
     note = f"a step is late in {one.late[1].step:.0%} of cases if 1 transfer in 10⁶ is"
-    return [*parts, *key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
+    return [*parts, *colour_key(x0, ("bypassed", f"a restart each: {show_hours(restarts)}"), note)]
 
 
 def _chosen_point(one: Decisions, across: Axis, up: Axis) -> list[str]:
@@ -278,4 +281,4 @@ def _chosen_point(one: Decisions, across: Axis, up: Axis) -> list[str]:
     x, y = across.at(one.recovery_s or across.low), up.at(max(hours, up.low))
     anchor = "end" if x > across.start + 0.6 * PANEL_W else "start"
     label = f"{format_seconds(one.recovery_s)}: {show_hours(hours)}"
-    return [svg_element("circle", class_="a", cx=x, cy=y, r=5), words(x, y - 11, label, "ink", anchor)]
+    return [svg_element("circle", class_="a", cx=x, cy=y, r=5), text_line(x, y - 11, label, "ink", anchor)]

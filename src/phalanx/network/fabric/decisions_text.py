@@ -5,23 +5,23 @@ from __future__ import annotations
 from phalanx.io.tables import folded_table
 from phalanx.network.fabric.decisions import Decisions, PlaneRow, RecoveryRow
 from phalanx.network.fabric.fabric_text import (
-    count,
-    counted,
+    counted_ratios,
     decision_findings,
-    folded,
-    formula,
-    percent,
+    fold_lines,
+    format_percent,
+    format_whole,
+    formula_ratios,
     show_budget,
 )
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.network.fabric.failure_budget import SHIELD_S, sprays
+from phalanx.network.fabric.failure_budget import SHIELD_S, can_spray
 from phalanx.units import format_seconds
 
 
 def show_decisions(one: Decisions, *, width: int | None = None) -> str:
     """What they come to, then the three decisions, one after the other."""
     said = "\n".join(f"{number}. {words}" for number, words in enumerate(decision_findings(one), 1))
-    return folded(
+    return fold_lines(
         "\n\n".join([said, _planes_text(one, width), _loads_text(one, width), _latency_text(one, width)]), width
     )
 
@@ -34,7 +34,7 @@ def _planes_text(one: Decisions, width: int | None) -> str:
     rows = [_plane_row(row, f"  {row.planes}") for row in one.planes]
     if one.own not in one.planes:
         rows.append(_plane_row(one.own, "  this"))
-    ratios = {"full, per host": formula(one), "as counted": counted(one)}
+    ratios = {"full, per host": formula_ratios(one), "as counted": counted_ratios(one)}
     return "\n".join(
         [
             f"1. Planes and radix: L tiers of k ports join 2·(k/2)^L hosts; {one.gpus:,} GPUs, {one.nic_gbps:g} Gb/s:",
@@ -54,13 +54,13 @@ def _plane_row(row: PlaneRow, name: str) -> tuple[str, ...]:
         *(f"{hosts:,}" for hosts in row.most_hosts),
         str(row.tiers or "-"),
         str(row.hops or "-"),
-        count(row.switches),
+        format_whole(row.switches),
         f"{row.switches_per_host:.6f}" if known else "-",
         f"{row.full_switches_per_host:.6f}" if row.oversubscription == 1 else "-",
         f"{row.optics_per_host:.3g}" if known else "-",
         f"{row.hosts_one_switch_away:,}",
-        percent(row.lost_per_nic_link),
-        percent(row.lost_per_t0_t1_link),
+        format_percent(row.lost_per_nic_link),
+        format_percent(row.lost_per_t0_t1_link),
     )
 
 
@@ -76,7 +76,7 @@ def _loads_text(one: Decisions, width: int | None) -> str:
         (
             f"  {row.what}",
             f"{row.units_per_link:g}",
-            percent(row.idle_share),
+            format_percent(row.idle_share),
             f"{row.max_to_mean:.2f}",
             f"{row.worst_of_fabric:.2f}",
         )
@@ -92,15 +92,15 @@ def _loads_text(one: Decisions, width: int | None) -> str:
 
 
 def _latency_text(one: Decisions, width: int | None) -> str:
-    late = ", ".join(f"1 in {1 / row.transfer:,.0f}: {percent(row.step)}" for row in one.late)
+    late = ", ".join(f"1 in {1 / row.transfer:,.0f}: {format_percent(row.step)}" for row in one.late)
     head = ("recovery after", "s per failure", "cluster lost", "GPU-hours a day", "to flaps, at most")
     rows = [
         (
             f"  {format_seconds(row.recovery_s)}",
             f"{row.seconds_per_event:.3g}",
-            percent(row.lost_share),
+            format_percent(row.lost_share),
             f"{row.lost_gpu_hours_per_day:,.0f}",
-            "restarts" if row.flap_share is None else percent(row.flap_share),
+            "restarts" if row.flap_share is None else format_percent(row.flap_share),
         )
         for row in one.recoveries
     ]
@@ -123,7 +123,7 @@ def _latency_text(one: Decisions, width: int | None) -> str:
 
 def _infiniband_limits(fabric: Fabric) -> list[str]:
     """What the table's times cannot be on InfiniBand."""
-    if sprays(fabric):
+    if can_spray(fabric):
         return []
     return [
         f"  InfiniBand: above T0 no sooner than {format_seconds(SHIELD_S)} (SHIELD), and a lost NIC link or T0 "

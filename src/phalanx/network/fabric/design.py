@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import UserError, mistake
 from phalanx.network.fabric.fabric_bill import FabricBill, Loss, fabric_bill, failure_loss
-from phalanx.network.fabric.fabric_types import KINDS, MOST_LIDS, Fabric, Switch, addresses, needs_routers
+from phalanx.network.fabric.fabric_types import KINDS, MOST_LIDS, Fabric, Switch, needs_routers, plane_addresses
 from phalanx.network.fabric.failure_budget import CABLE_PER_DAY, SWITCH_PER_DAY, interruptions_per_day
 from phalanx.network.fabric.sizing import (
     MOST_PLANES,
@@ -22,7 +22,7 @@ from phalanx.network.fabric.sizing import (
     split_t0,
     too_many,
 )
-from phalanx.network.fabric.switch_catalogue import find_switches, switches
+from phalanx.network.fabric.switch_catalogue import find_switches, known_switches
 from phalanx.units import plural
 
 WHERE = "phalanx fabric design"
@@ -92,7 +92,7 @@ def _check_wish(wish: DesignRequest) -> None:
 def _allowed_switches(wish: DesignRequest) -> tuple[Switch, ...]:
     if wish.switch is not None:
         return find_switches(wish.switch, where=WHERE, among=wish.catalogue)
-    return wish.catalogue or switches()
+    return wish.catalogue or known_switches()
 
 
 def _port_configurations(wish: DesignRequest) -> list[tuple[Switch, int]]:
@@ -198,7 +198,7 @@ def _no_speed(wish: DesignRequest) -> UserError:
 def _nothing_reaches(wish: DesignRequest) -> UserError:
     """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
     near = " or ".join(_nearest_wishes(wish))
-    crowded = min(_clos_fabrics(wish), key=addresses, default=None)
+    crowded = min(_clos_fabrics(wish), key=plane_addresses, default=None)
     if crowded is not None:
         return _too_many_addresses(crowded, near)
     ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
@@ -252,7 +252,7 @@ def _nearest_wishes(wish: DesignRequest) -> Iterator[str]:
 def fabric_toml(fabric: Fabric) -> str:
     """The file that parse_fabric reads back as the same fabric, but for its name."""
     switch = fabric.switch
-    shipped = switch in switches()
+    shipped = switch in known_switches()
     values: dict[str, object] = {
         "hosts": fabric.hosts,
         "nic_gbps": fabric.nic_gbps,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from phalanx.errors import mistake
 from phalanx.io.tables import folded_table
 from phalanx.network.fabric.design import Design, nominal_ratio
-from phalanx.network.fabric.fabric_text import money, percent, show_hours, wrapped
+from phalanx.network.fabric.fabric_text import format_percent, money_range, show_hours, wrap_paragraph
 from phalanx.network.fabric.fabric_types import ETHERNET, INFINIBAND, Fabric
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
@@ -26,9 +26,9 @@ from phalanx.network.fabric.failure_budget import (
     WAITS,
     FailureAnswer,
     bypass_cost,
+    can_spray,
     cost_of,
     ports_move,
-    sprays,
 )
 from phalanx.units import DAY_S, HOUR_S, format_money, format_seconds, plural
 
@@ -226,16 +226,16 @@ def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
     notes = (
         f"to buy: the middle of the range. lost: network failures bypassed after {format_seconds(prices.recovery_s)}, "
         f"of a NIC's port after {format_seconds(max(prices.recovery_s, REMAP_S))}; a failed cable takes one plane of a "
-        f"NIC for {format_seconds(LINK_BACK_S)} on average, and a step waits for the network {percent(prices.waits)} "
-        f"of its time; a NIC of one plane or on InfiniBand (Quantum) restarts the job. all: with {prices.years:g} "
-        f"years of power at {format_money(prices.kwh_usd)} a kWh and of lost GPU-hours at "
+        f"NIC for {format_seconds(LINK_BACK_S)} on average, and a step waits for the network "
+        f"{format_percent(prices.waits)} of its time; a NIC of one plane or on InfiniBand (Quantum) restarts the job. "
+        f"all: with {prices.years:g} years of power at {format_money(prices.kwh_usd)} a kWh and of lost GPU-hours at "
         f"{format_money(prices.gpu_hour_usd)} (--kwh-usd, --gpu-hour-usd, --years)"
     )
     job = one.pick.economics.step_s is not None
     head = (*_HEAD, *(("step", "slower, a day") if job else ()), f"all, {prices.years:g} years")
     rows = [_option_row(option, job=job) for option in one.options]
-    said = wrapped(" ".join(_verdict_sentences(one)), width)
-    return "\n".join([*said, "", folded_table([head, *rows], left=2, width=width), *wrapped(notes, width)])
+    said = wrap_paragraph(" ".join(_verdict_sentences(one)), width)
+    return "\n".join([*said, "", folded_table([head, *rows], left=2, width=width), *wrap_paragraph(notes, width)])
 
 
 def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def _verdict_sentences(one: DesignVerdict) -> list[str]:
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
     said = [
         f"Take {_fabric_words(fabric)}: {fabric.switches:,} switch{'es' if fabric.switches != 1 else ''}, "
-        f"{money(parts.usd)} "
+        f"{money_range(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
         _lost_text(fabric, costs),
     ]
@@ -271,7 +271,9 @@ def _verdict_sentences(one: DesignVerdict) -> list[str]:
         quickest = one.role("quickest step")
         mine, best = one.pick.economics.step_s, quickest.economics.step_s if quickest is not None else None
         slower_text = (
-            f", {percent(mine / best - 1)} more than on the quickest" if mine and best else ", the quickest of all"
+            f", {format_percent(mine / best - 1)} more than on the quickest"
+            if mine and best
+            else ", the quickest of all"
         )
         said.append(f"The job's step takes {format_seconds(costs.step_s)} on it{slower_text}.")
     described = [_against_pick(pick, option) for option in one.options[1:] if option.role in _DESCRIBED]
@@ -282,7 +284,7 @@ def _lost_text(fabric: Fabric, costs: Economics) -> str:
     """What failures cost with the quickest recovery these boxes have; MRC's edge is Ethernet's."""
     lost, usual = (show_hours(one) for one in (costs.lost_gpu_hours_per_day, costs.conventional_gpu_hours_per_day))
     dollars = format_money(costs.lost_usd_per_day)
-    if not sprays(fabric):
+    if not can_spray(fabric):
         return (
             f"Network failures cost it {lost} GPU-hours a day ({dollars}): InfiniBand's switches bypass a dead link "
             f"above T0 in {format_seconds(SHIELD_S)} (SHIELD), but a lost NIC link or T0 restarts the job."

@@ -20,7 +20,7 @@ from phalanx.network.fabric.sizing import (
     check_fabric,
     size_fabric,
 )
-from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, unnamed
+from phalanx.network.fabric.switch_catalogue import find_switches, named_fabrics, unnamed_switch
 
 KEYS = (
     "hosts", "nic_gbps", "planes", "tiers", "radix", "switch", "oversubscription", "rails", "wide", "name", "box",
@@ -241,7 +241,7 @@ def _switch_of(box: str, nic_gbps: float, shape: ClosShape, where: str) -> Switc
     port_gbps = nic_gbps / shape.planes
     if box.isdecimal():
         _check_split(nic_gbps, shape.planes, where)
-        return unnamed(int(box), port_gbps)
+        return unnamed_switch(int(box), port_gbps)
     choices = find_switches(box, where=where)
     for one in choices:
         if abs(one.port_gbps - port_gbps) < 1e-6:

@@ -11,15 +11,15 @@ from phalanx.io.tables import folded_table
 from phalanx.network.fabric.decisions import Decisions, PlaneRow
 from phalanx.network.fabric.design import Design, nominal_ratio
 from phalanx.network.fabric.fabric_bill import Loss, fabric_bill, failure_loss
-from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, addresses, needs_routers
+from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, needs_routers, plane_addresses
 from phalanx.network.fabric.failure_budget import (
     CONVERGE_S,
     SHIELD_S,
     FailureBudget,
     FailureCost,
+    can_spray,
     failure_budget,
     ports_move,
-    sprays,
 )
 from phalanx.units import format_money, format_seconds, plural
 
@@ -27,13 +27,13 @@ PAGE = 119  # columns of prose where nobody says how wide the page is
 LEAST = 20  # narrower than any terminal: a slip
 
 
-def wrapped(words: str, width: int | None = None) -> list[str]:
+def wrap_paragraph(words: str, width: int | None = None) -> list[str]:
     """A paragraph."""
     narrow = PAGE if width is None else max(LEAST, min(PAGE, width))
     return textwrap.wrap(words, narrow, break_long_words=False, break_on_hyphens=False)
 
 
-def folded(text: str, width: int | None) -> str:
+def fold_lines(text: str, width: int | None) -> str:
     """Lines that are still too long, broken: under the second column where there is one, else a little further in."""
     if width is None:
         return text
@@ -60,23 +60,25 @@ def decision_findings(one: Decisions) -> tuple[str, str, str]:
     return _scale_text(one), _balance_text(one), _recovery_text(one)
 
 
-def against(one: Decisions) -> str:
+def formula_basis(one: Decisions) -> str:
     """What the formula's ratios are measured against: the same box with its widest ports, in three tiers."""
     return f"{_planes_text(one.planes[0])} in 3 tiers"
 
 
-def formula(one: Decisions) -> str:
+def formula_ratios(one: Decisions) -> str:
     """Switches and optics per host of full fabrics, as arXiv:2605.04333 section 2 counts them."""
     mine = f"{_planes_text(one.own)} in {plural(one.own.tiers, 'tier')}"
-    if mine == against(one):
+    if mine == formula_basis(one):
         return ""
     have = "has" if one.own.planes == 1 else "have"
     if one.switch_ratio == one.optics_ratio == "1":
-        return f"{mine} {have} as many switches and optics per host as {against(one)}"
-    return f"{mine} {have} {one.switch_ratio} of the switches and {one.optics_ratio} of the optics of {against(one)}"
+        return f"{mine} {have} as many switches and optics per host as {formula_basis(one)}"
+    return (
+        f"{mine} {have} {one.switch_ratio} of the switches and {one.optics_ratio} of the optics of {formula_basis(one)}"
+    )
 
 
-def counted(one: Decisions) -> str:
+def counted_ratios(one: Decisions) -> str:
     """The same of the fabrics that join these hosts: tiers as many as they need, ports as they are filled."""
     flat = one.planes[0]
     if one.own == flat or one.counted_switch_ratio is None:
@@ -150,13 +152,13 @@ def show_designs(found: Sequence[Design], *, top: int, width: int | None = None)
         f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {len(found)} fabrics fit. "
         f"Network interruptions at Llama 3's rate per GPU: {found[0].interruptions_per_day:.2g} a day"
     )
-    parts = [folded(said, width)]
+    parts = [fold_lines(said, width)]
     for ratio, group in groupby(found, key=lambda one: nominal_ratio(one.fabric)):
         lines = _merged_rows(list(group))
         name = "full bisection" if ratio == 1 else f"{ratio:g}:1 oversubscribed at T0"
         more = f", {len(lines) - top} more with --top {len(lines)}" if len(lines) > top else ""
         parts.append(f"\n{name}{more}\n" + folded_table([_HEAD, *lines[:top]], width=width))
-    parts.append("\n".join(["", *wrapped(STAR, width), *wrapped(LEGEND, width)]))
+    parts.append("\n".join(["", *wrap_paragraph(STAR, width), *wrap_paragraph(LEGEND, width)]))
     return "\n".join(parts)
 
 
@@ -185,18 +187,18 @@ def _design_cells(one: Design) -> tuple[str, ...]:
         f"{'* ' if one.pareto else '  '} {fabric.switch.name}",
         str(fabric.planes),
         str(fabric.tiers),
-        *(count(fabric.planes * number) for number in (fabric.t0, fabric.t1, fabric.t2 + fabric.t3)),
-        count(fabric.switches),
-        count(parts.cables),
+        *(format_whole(fabric.planes * number) for number in (fabric.t0, fabric.t1, fabric.t2 + fabric.t3)),
+        format_whole(fabric.switches),
+        format_whole(parts.cables),
         f"{parts.optics_800g:,.0f}",
         str(fabric.hops),
-        count(fabric.paths),
-        count(lost.t0_hosts),
-        percent(lost.nic_link),
-        percent(lost.t0_t1_link),
-        percent(lost.t1),
+        format_whole(fabric.paths),
+        format_whole(lost.t0_hosts),
+        format_percent(lost.nic_link),
+        format_percent(lost.t0_t1_link),
+        format_percent(lost.t1),
         "?" if parts.watts is None else f"{parts.watts / 1e6:.3g}",
-        money(parts.usd),
+        money_range(parts.usd),
         f"{one.cable_failures_per_day:.2g}+{one.switch_failures_per_day:.2g}",
     )
 
@@ -225,17 +227,17 @@ def show_fabric(fabric: Fabric, *, width: int | None = None) -> str:
         ("near", f"{plural(lost.t0_hosts, 'host')} one switch away{by_rail}"),
         *_failure_rows(fabric, lost),
         ("power", "unknown" if parts.watts is None else f"{parts.watts / 1e6:.3g} MW with optics"),
-        ("cost", money(parts.usd)),
+        ("cost", money_range(parts.usd)),
         ("spare ports", f"{parts.spare_ports:,}"),
     ]
     page = folded_table([(f"  {name}", value) for name, value in rows], left=2)
-    return folded(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
+    return fold_lines(f"{fabric.name}\n{page}\n\n{show_budget(fabric, failure_budget(fabric))}", width)
 
 
 def _subnet_rows(fabric: Fabric) -> list[tuple[str, str]]:
-    if sprays(fabric):
+    if can_spray(fabric):
         return []
-    taken = f"{addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
+    taken = f"{plane_addresses(fabric):,} addresses a plane, of {MOST_LIDS:,} in a subnet"
     more = ": it needs routers between subnets, which are not counted" if needs_routers(fabric) else ""
     return [("InfiniBand", f"{taken}{more}")]
 
@@ -255,16 +257,16 @@ def _paths_text(fabric: Fabric) -> str:
 
 def _failure_rows(fabric: Fabric, lost: Loss) -> list[tuple[str, str]]:
     nic, t0 = (
-        f"NIC link {percent(lost.nic_link)} of the NIC",
-        f"T0 {percent(lost.t0)} of {plural(lost.t0_hosts, 'host')}",
+        f"NIC link {format_percent(lost.nic_link)} of the NIC",
+        f"T0 {format_percent(lost.t0)} of {plural(lost.t0_hosts, 'host')}",
     )
     if fabric.tiers == 1:
         return [("one failure takes", f"{nic}, {t0}")]
-    t2_text = "" if lost.t2 is None else f", T2 {percent(lost.t2)} of what a pod sends beyond it"
+    t2_text = "" if lost.t2 is None else f", T2 {format_percent(lost.t2)} of what a pod sends beyond it"
     return [
-        ("one failure takes", f"{nic}, T0-T1 link {percent(lost.t0_t1_link)} of"),
+        ("one failure takes", f"{nic}, T0-T1 link {format_percent(lost.t0_t1_link)} of"),
         ("", f"its T0's uplinks in a plane, {t0},"),
-        ("", f"T1 {percent(lost.t1)} of what its pod's hosts send beyond their T0{t2_text}"),
+        ("", f"T1 {format_percent(lost.t1)} of what its pod's hosts send beyond their T0{t2_text}"),
     ]
 
 
@@ -289,14 +291,14 @@ def show_budget(fabric: Fabric, one: FailureBudget) -> str:
             f"{one.interruptions_per_day:.3g} a day",
             f"    (95 %: {low:.2g} to {high:.2g}; most days {one.day_spread[0]} to {one.day_spread[1]}); "
             f"each restarts the job in {times}:",
-            f"    {percent(quick.lost_share)} to {percent(slow.lost_share)} of the cluster, {hours}",
+            f"    {format_percent(quick.lost_share)} to {format_percent(slow.lost_share)} of the cluster, {hours}",
         ]
     )
 
 
 def _edge_lines(fabric: Fabric, one: FailureBudget) -> list[str]:
     """The quickest recovery these boxes have, and what it would be if a cable took more with it."""
-    if not sprays(fabric):
+    if not can_spray(fabric):
         return [
             f"InfiniBand: {_lost_text(one.edge)} (above T0 switches leave a dead link in {format_seconds(SHIELD_S)}, "
             "SHIELD;",
@@ -309,21 +311,21 @@ def _edge_lines(fabric: Fabric, one: FailureBudget) -> list[str]:
         return [said]  # so late that each failure restarts the job anyway
     return [
         f"{said} (a failed cable takes one plane of its NIC,",
-        f"  and steps wait for the network {percent(one.waits)} of their time). What a cable takes, nobody has "
+        f"  and steps wait for the network {format_percent(one.waits)} of their time). What a cable takes, nobody has "
         "published:",
-        f"  {percent(one.edge_lanes.lost_share)} if every lane fails as often as a cable, "
-        f"{percent(one.edge_whole.lost_share)} if a cable takes all planes and so the job",
+        f"  {format_percent(one.edge_lanes.lost_share)} if every lane fails as often as a cable, "
+        f"{format_percent(one.edge_whole.lost_share)} if a cable takes all planes and so the job",
     ]
 
 
 def _lost_text(cost: FailureCost) -> str:
-    return f"{percent(cost.lost_share)}, {show_hours(cost.lost_gpu_hours_per_day)} GPU-hours a day"
+    return f"{format_percent(cost.lost_share)}, {show_hours(cost.lost_gpu_hours_per_day)} GPU-hours a day"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Two significant digits below 10 %.
 
-    >>> percent(0.125), percent(1 / 256), percent(1.0), percent(0.0)
+    >>> format_percent(0.125), format_percent(1 / 256), format_percent(1.0), format_percent(0.0)
     ('12.5%', '0.39%', '100%', '0%')
     """
     if share == 0 or share == 1:
@@ -333,10 +335,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%" if share >= 0.01 else f"{100 * share:.2g}%" if share >= 1e-6 else "~0%"
 
 
-def money(usd: tuple[float, float] | None) -> str:
+def money_range(usd: tuple[float, float] | None) -> str:
     """A range of dollars, or a question mark."""
     return "unknown" if usd is None else f"{format_money(usd[0])}-{format_money(usd[1])[1:]}"
 
 
-def count(number: int) -> str:
+def format_whole(number: int) -> str:
     return f"{number:,}" if number else "-"

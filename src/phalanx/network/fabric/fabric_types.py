@@ -109,11 +109,11 @@ def is_infiniband(fabric: Fabric) -> bool:
     return fabric.switch.kind == INFINIBAND
 
 
-def addresses(fabric: Fabric) -> int:
+def plane_addresses(fabric: Fabric) -> int:
     """LIDs that a plane takes: one for each host's port and one for each switch."""
     return fabric.hosts + fabric.switches_per_plane
 
 
 def needs_routers(fabric: Fabric) -> bool:
     """Whether a plane is more than one subnet of InfiniBand can hold; the routers between subnets are not counted."""
-    return is_infiniband(fabric) and addresses(fabric) > MOST_LIDS
+    return is_infiniband(fabric) and plane_addresses(fabric) > MOST_LIDS

@@ -45,28 +45,30 @@ TRANSCEIVER_BACK_S = 12.0
 WAITS = 0.12
 
 
-def pace(lost: float, *, waits: float) -> float:
+def pace_with_loss(lost: float, *, waits: float) -> float:
     """Of the usual speed, while one NIC lacks a share of its bandwidth: all wait for it, as far as they wait at all.
 
-    >>> round(pace(1 / 8, waits=1.0), 3), round(pace(1 / 8, waits=0.12), 3), pace(1.0, waits=0.12)
-    (0.875, 0.983, 0.0)
+    >>> round(pace_with_loss(1 / 8, waits=1.0), 3), round(pace_with_loss(1 / 8, waits=0.12), 3)
+    (0.875, 0.983)
+    >>> pace_with_loss(1.0, waits=0.12)
+    0.0
     """
     return 1.0 / (1.0 + waits * lost / (1.0 - lost)) if lost < 1.0 else 0.0
 
 
-def sprays(fabric: Fabric) -> bool:
+def can_spray(fabric: Fabric) -> bool:
     """Whether senders can choose paths and planes: MRC runs on Ethernet only."""
     return fabric.switch.kind != "infiniband"
 
 
 def ports_move(fabric: Fabric) -> bool:
     """Whether a NIC that loses a port, or its T0, carries on by another plane."""
-    return fabric.planes > 1 and sprays(fabric)
+    return fabric.planes > 1 and can_spray(fabric)
 
 
 def stall_s(fabric: Fabric, recovery_s: float) -> float:
     """Until what is lost above the T0s is bypassed."""
-    return recovery_s if sprays(fabric) else max(recovery_s, SHIELD_S)
+    return recovery_s if can_spray(fabric) else max(recovery_s, SHIELD_S)
 
 
 # The reliability budget of a fabric: failures per day by part, and the share of the cluster they cost.
@@ -216,13 +218,13 @@ def part_s(fabric: Fabric, part: str, answer: FailureAnswer) -> float:
     if part in ("NIC-T0 cables", "T0 switches"):
         if not answer.edge or not ports_move(fabric) or (cables and answer.cable == "whole"):
             return answer.restart_s + (0.0 if cables else SWITCH_BACK_S)  # a host is replaced, a switch waited for
-        return max(answer.recovery_s, REMAP_S) + back_s * (1 - pace(lost.nic_link, waits=answer.waits))
+        return max(answer.recovery_s, REMAP_S) + back_s * (1 - pace_with_loss(lost.nic_link, waits=answer.waits))
     share = lost.t0_t1_link / fabric.planes if cables else lost.t1  # of T2 and above less: an upper bound
-    if not answer.edge or not sprays(fabric):
+    if not answer.edge or not can_spray(fabric):
         share *= fabric.planes  # a QP cannot leave its plane, and the message waits for it
     elif cables and answer.cable == "whole":
         share = min(1 / fabric.planes, share * fabric.planes)
-    return stall_s(fabric, answer.recovery_s) + back_s * (1 - pace(share, waits=answer.waits))
+    return stall_s(fabric, answer.recovery_s) + back_s * (1 - pace_with_loss(share, waits=answer.waits))
 
 
 def flap_share(fabric: Fabric, recovery_s: float) -> float:

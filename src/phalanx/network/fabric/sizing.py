@@ -59,9 +59,9 @@ def most_hosts(radix: int, shape: ClosShape) -> int:
     if shape.tiers == 1:
         return down
     if shape.tiers == 2:
-        return down * whole(radix, shape.rails)
+        return down * whole_groups(radix, shape.rails)
     above: int = (radix // 2) ** (shape.tiers - 3)
-    return down * whole(radix // 2, shape.rails) * radix * above
+    return down * whole_groups(radix // 2, shape.rails) * radix * above
 
 
 def size_fabric(
@@ -240,7 +240,7 @@ def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide
     return min(choices, key=lambda one: (sum(one.switches), one.switches[0]))
 
 
-def whole(number: int, rails: int) -> int:
+def whole_groups(number: int, rails: int) -> int:
     """What is left of a number in whole groups of rails: a group lies in one pod."""
     return number - number % rails
 
@@ -250,7 +250,7 @@ def _nested_splits(t0: int, radix: int, tiers: int, rails: int) -> Iterator[tupl
     if tiers == 2:
         yield (t0,)
         return
-    for per_pod in _even_blocks(t0, whole(radix // 2, rails), rails):
+    for per_pod in _even_blocks(t0, whole_groups(radix // 2, rails), rails):
         pods = math.ceil(t0 / per_pod)
         if tiers == 3:
             nested: list[tuple[int, ...]] = [(per_pod, pods)]

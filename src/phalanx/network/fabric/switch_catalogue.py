@@ -20,10 +20,10 @@ _PORTS = re.compile(r"^(\d{1,5})x(\d{1,5}(?:\.\d{1,3})?)g$")
 
 
 @functools.cache
-def switches() -> tuple[Switch, ...]:
+def known_switches() -> tuple[Switch, ...]:
     """Every box in every port configuration.
 
-    >>> sorted(one.box for one in switches() if one.radix == 512 and one.port_gbps == 100)
+    >>> sorted(one.box for one in known_switches() if one.radix == 512 and one.port_gbps == 100)
     ['7060X6-64PE-B', 'Silicon One G200', 'Spectrum-5', 'Tomahawk 6']
     """
     return tuple(switch_of(row) for row in _csv_rows("switches.csv"))
@@ -41,14 +41,14 @@ def find_switches(name: str, *, where: str, among: Sequence[Switch] = ()) -> tup
     A box (`Tomahawk 5`, `tomahawk5`), a product (`QM9700`), one configuration (`Tomahawk 5 256x200G`), or bare ports
     (`512x100G`): every box that has them or, where none has, a switch without power and price.
     """
-    known = tuple(among) or switches()
+    known = tuple(among) or known_switches()
     wanted = _squeeze_name(name)
     found = tuple(one for one in known if wanted and wanted in _switch_names(one))
     if found:
         return found
     ports = _PORTS.match(name.strip().lower())
     if ports and int(ports[1]) and float(ports[2]):
-        return (unnamed(int(ports[1]), float(ports[2])),)
+        return (unnamed_switch(int(ports[1]), float(ports[2])),)
     names = {_squeeze_name(one): one for switch in known for one in (switch.box, switch.name, *_product_names(switch))}
     near = names.get(nearest(wanted, names), "")
     boxes = ", ".join(dict.fromkeys(one.box for one in known))
@@ -56,7 +56,7 @@ def find_switches(name: str, *, where: str, among: Sequence[Switch] = ()) -> tup
     raise mistake(where, f'there is no switch "{name[:60]}" in the catalogue', fix=fix)
 
 
-def unnamed(radix: int, port_gbps: float) -> Switch:
+def unnamed_switch(radix: int, port_gbps: float) -> Switch:
     """A switch of which only the ports are known: no power, no price."""
     return Switch(
         name=f"{radix}x{port_gbps:g}G", box="any", radix=radix, port_gbps=port_gbps, watts=0.0, usd=None, source="given"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.reliability import daly_interval, overhead
+from phalanx.plan.reliability import checkpoint_overhead, daly_interval
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
 from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured, unmeasured_rate, unsaid
 from phalanx.rules.evidence import Evidence
@@ -124,7 +124,7 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         )
     if off <= limits.number("warn_ratio"):
         return passed(statement, formula=formula, value=ratio, threshold=limits.number("warn_ratio"), unit="x")
-    now, best = (overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
+    now, best = (checkpoint_overhead(n.blocking_s, one, n.mtbf_s) for one in (interval_s, best_s))
     wrong = off > limits.number("error_ratio")
     persist_s = n.persist_s
     cost = SaveCost(blocked_s=n.blocking_s, persist_s=persist_s, mtbf_s=n.mtbf_s, lag_s=n.lag_s)
@@ -154,7 +154,7 @@ def _never(evidence: Evidence, n: Numbers) -> Outcome:
         note = Impact(note="how long the job takes, or how often a host fails, is not a number")
         return failed(statement, at=KEY, severity="warning", impact=note, fix=turn_on)
     length_s, best_s = n.length_s, n.best_s
-    now = overhead(0.0, length_s, n.mtbf_s)
+    now = checkpoint_overhead(0.0, length_s, n.mtbf_s)
     return failed(
         statement,
         formula=(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.memory import MEMORY_ERROR
 from phalanx.plan.plan import Plan
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.search import DECIDES, FULL_MEMORY
+from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

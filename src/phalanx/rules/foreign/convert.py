@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
@@ -57,7 +57,7 @@ def convert_config(
     config.values["parallel.framework"] = JobSetting(value=trainer.framework, note="whose efficiency the plan assumes")
     spec = cluster or _cluster_set(overrides)
     # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
-    found = resolve(spec, base=None if cluster else path.parent) if spec else None
+    found = resolve_cluster(spec, base=None if cluster else path.parent) if spec else None
     devices = found.devices if found is not None else config.machines[0] * config.machines[1]
     complete_job(config, devices=devices, settings=overrides, habits=habits_of(trainer.name))
     _cluster(config, spec, found, named=bool(cluster))
@@ -159,10 +159,10 @@ def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster 
     resolved = _load(config)
     if steps is None or not isinstance(steps.value, int) or found is None or "checkpoint.interval_s" in config.values:
         return resolved
-    from phalanx.plan.make import plan  # numpy: only for those who save by steps
+    from phalanx.plan.make import make_plan  # numpy: only for those who save by steps
 
     try:
-        made = plan(_without_ramp(resolved), found)
+        made = make_plan(_without_ramp(resolved), found)
     except UserError:
         _leave_steps(config, steps)  # there is no plan, and gathering will say why
         return resolved

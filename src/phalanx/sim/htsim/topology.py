@@ -14,7 +14,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.sizing import MOST_NIC_GBPS
-from phalanx.network.fabric.switch_catalogue import unnamed
+from phalanx.network.fabric.switch_catalogue import unnamed_switch
 from phalanx.sim.htsim.connection_matrix import MatrixLine, read_lines
 
 MOST_BYTES = 1 << 20  # a page of text
@@ -194,7 +194,7 @@ def _topology_fabric(file: _File) -> Fabric:
         nic_gbps=gbps,
         planes=1,
         tiers=len(tiers),
-        switch=unnamed(radix, gbps),
+        switch=unnamed_switch(radix, gbps),
         oversubscription=down / up,
         rails=1,
         t0_down=down,

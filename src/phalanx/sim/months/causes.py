@@ -23,10 +23,10 @@ from phalanx.network.fabric.failure_budget import (
     EDGE_RECOVERY_S,
     REMAP_S,
     SWITCH_BACK_S,
-    pace,
+    can_spray,
+    pace_with_loss,
     part_rates,
     ports_move,
-    sprays,
     stall_s,
 )
 from phalanx.plan.plan import Plan
@@ -83,7 +83,7 @@ def _with_source(cause: Cause, count: float, total: float) -> Cause:
     return replace(cause, source=f"{count:g} of {total:g} interruptions of Llama 3 (arXiv 2407.21783 Table 5)")
 
 
-def arrivals(
+def failure_arrivals(
     mix: Sequence[Cause], *, mtbf_s: float, shape: float, random: np.random.Generator
 ) -> Iterator[tuple[float, Cause]]:
     """Seconds to the next failure of the job and its cause, without end.
@@ -150,7 +150,7 @@ def borne_at_the_edge(mix: tuple[Cause, ...], plan: Plan, network: NetworkCauses
     """The usual causes; at the edge a lost link or switch is one plane of a NIC until it is back."""
     if not network.edge:
         return mix
-    narrow = slower(plan, 1.0 / network.planes)
+    narrow = pace_without_nic(plan, 1.0 / network.planes)
     return tuple(replace(one, stall_s=REMAP_S, pace=narrow) if one.name in NETWORK else one for one in mix)
 
 
@@ -180,12 +180,14 @@ def _part_cause(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, c
     if name in ("link", "T0 switch"):
         if not network.edge or not ports_move(fabric):
             return replace(cause, takes_host=name == "link")
-        return replace(cause, stall_s=REMAP_S, pace=slower(plan, lost.nic_link))
+        return replace(cause, stall_s=REMAP_S, pace=pace_without_nic(plan, lost.nic_link))
     share = lost.t0_t1_link / fabric.planes if name == "uplink" else lost.t1
-    if not network.edge or not sprays(fabric):
+    if not network.edge or not can_spray(fabric):
         share *= fabric.planes  # a QP cannot leave its plane, and the message waits for it
     return replace(
-        cause, stall_s=stall_s(fabric, EDGE_RECOVERY_S if network.edge else CONVERGE_S), pace=slower(plan, share)
+        cause,
+        stall_s=stall_s(fabric, EDGE_RECOVERY_S if network.edge else CONVERGE_S),
+        pace=pace_without_nic(plan, share),
     )
 
 
@@ -195,6 +197,6 @@ def network_share(plan: Plan) -> float:
     return min(1.0, shown_s / plan.prediction.step_s)
 
 
-def slower(plan: Plan, lost: float) -> float:
+def pace_without_nic(plan: Plan, lost: float) -> float:
     """Pace while one NIC lacks a share of its bandwidth: it is the slowest of all, so every network wait grows."""
-    return pace(lost, waits=network_share(plan))
+    return pace_with_loss(lost, waits=network_share(plan))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.hardware.failures import SiteSpread, known, middle, repair_spread, sample_sites
+from phalanx.hardware.failures import SiteSpread, known_rate, middle_range, repair_spread, sample_sites
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import REPAIR_S, site_rates, site_recoveries
 from phalanx.sim.months.causes import Cause, job_causes
-from phalanx.sim.months.policy import MonthsPolicy, expected_failures, failures_per_day, leaving_out, units
+from phalanx.sim.months.policy import MonthsPolicy, expected_failures, failing_units, failures_per_day, leaving_out
 from phalanx.sim.months.simulate_run import PHASES, SAVING, RunOutcome, simulate_run, simulate_runs
 from phalanx.units import DAY_S, HOUR_S, plural
 
@@ -86,7 +86,7 @@ def forecast_months(
 ) -> Forecast:
     """What at least one run says."""
     lost = _lost_by_cause(outcomes)
-    effective = spread([one.effective for one in outcomes], most=1.0)
+    effective = forecast_spread([one.effective for one in outcomes], most=1.0)
     days = outcomes[0].wall_s / DAY_S
     rented = plan.layout.devices + policy.spares * plan.cluster.host_devices
     return Forecast(
@@ -103,14 +103,14 @@ def forecast_months(
         phases=_phase_shares(plan, policy, lost),
         lost=lost,
         rates=tuple(_cause_rate(plan, policy, cause) for cause in policy.mix),
-        interruptions=spread([one.unexpected for one in outcomes]),
+        interruptions=forecast_spread([one.unexpected for one in outcomes]),
         by_cause={cause.name: _mean_outcome(outcomes, _count_of(cause.name)) for cause in policy.mix},
         planned=_mean_outcome(outcomes, _count_of("planned")),
         borne=_mean_outcome(outcomes, lambda one: one.borne),
         spares=policy.spares,
-        spares_used=spread([one.spares_used for one in outcomes]),
+        spares_used=forecast_spread([one.spares_used for one in outcomes]),
         spares_short=_mean_outcome(outcomes, lambda one: one.most_spares >= policy.spares) if policy.spares else 0.0,
-        longest_gap_s=spread([one.longest_gap_s for one in outcomes]),
+        longest_gap_s=forecast_spread([one.longest_gap_s for one in outcomes]),
         gave_up=_mean_outcome(outcomes, lambda one: one.gave_up),
         rent_usd=_usd_range(plan, rented * days),
         lost_usd=_usd_range(plan, rented * days * (1.0 - effective.mean)),
@@ -163,7 +163,7 @@ def formula_shares(effective: float, policy: MonthsPolicy, mtbf_s: float) -> dic
 
 
 def _cause_rate(plan: Plan, policy: MonthsPolicy, cause: Cause) -> Rate:
-    per_day, count = failures_per_day(policy, cause), units(plan, cause)
+    per_day, count = failures_per_day(policy, cause), failing_units(plan, cause)
     own = bool(cause.units)  # of a named fabric
     return Rate(
         cause=cause.name,
@@ -201,12 +201,12 @@ class ForecastSpread:
     run_high: float
 
 
-def spread(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> ForecastSpread:
+def forecast_spread(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> ForecastSpread:
     """Student's interval of the mean, within `least` and `most`, and the middle 80 % of the values.
 
     One value says nothing about how sure it is: its interval is NaN.
 
-    >>> one = spread([1.0, 2.0, 3.0])
+    >>> one = forecast_spread([1.0, 2.0, 3.0])
     >>> one.mean, round(one.high - one.mean, 2), round(one.run_low, 2)
     (2.0, 1.69, 1.2)
     """
@@ -238,7 +238,7 @@ class Lever:
     gain: ForecastSpread
 
 
-def changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolicy]]:
+def possible_changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, MonthsPolicy]]:
     """Changes that are not made yet, by name."""
     saving = policy.saving
     if policy.restart_s > QUICK_RESTART_S:
@@ -268,10 +268,10 @@ def try_levers(
 ) -> tuple[Lever, ...]:
     """Every change on its own against the runs there are, the largest gain first."""
     found = []
-    for name, changed in changes(plan, policy):
+    for name, changed in possible_changes(plan, policy):
         again = simulate_runs(changed, days=days, count=len(outcomes), seed=seed)
         gains = [new.effective - old.effective for new, old in zip(again, outcomes, strict=True)]
-        found.append(Lever(name=name, gain=spread(gains, least=-1.0)))
+        found.append(Lever(name=name, gain=forecast_spread(gains, least=-1.0)))
     return tuple(sorted(found, key=lambda one: -one.gain.mean))
 
 
@@ -312,7 +312,7 @@ def _loss_way(plan: Plan, name: str, outcomes: Sequence[RunOutcome], *, is_chose
     return LossWay(
         on_loss=name,
         is_chosen=is_chosen,
-        effective=spread([one.effective for one in outcomes], most=1.0),
+        effective=forecast_spread([one.effective for one in outcomes], most=1.0),
         lost_s=each_s,
         lost_tokens=each_s * plan.prediction.tokens_per_s,
     )
@@ -350,8 +350,8 @@ def site_spreads(plan: Plan, policy: MonthsPolicy) -> Spreads:
     asked = recovery_s == fault.detect_s + fault.restart_s  # --compare sets its own recoveries
     return (
         site_rates(plan.cluster, fault),
-        site_recoveries(fault) if asked else known(recovery_s),
-        repair_spread(policy.repair_s) if policy.repair_s == REPAIR_S else known(policy.repair_s),
+        site_recoveries(fault) if asked else known_rate(recovery_s),
+        repair_spread(policy.repair_s) if policy.repair_s == REPAIR_S else known_rate(policy.repair_s),
     )
 
 
@@ -401,8 +401,8 @@ def _site_summary(outcomes: Sequence[RunOutcome], among: Spreads, *, longer: flo
     rate, recovery, repair = (one.interval if one.log_spread else None for one in among)
     return SiteRange(
         count=len(outcomes),
-        effective=middle([one.effective for one in outcomes]),
-        interruptions=middle([one.unexpected * longer for one in outcomes]),
+        effective=middle_range([one.effective for one in outcomes]),
+        interruptions=middle_range([one.unexpected * longer for one in outcomes]),
         failures_per_host_day=rate,
         recovery_s=recovery,
         repair_s=repair,

@@ -145,7 +145,7 @@ def _pace_by_missing(plan: Plan) -> Mapping[int, float]:
     return MappingProxyType(found)
 
 
-def units(plan: Plan, cause: Cause) -> float:
+def failing_units(plan: Plan, cause: Cause) -> float:
     """How many devices, hosts, links or switches can have a failure."""
     return cause.units or (plan.reliability.hosts if cause.unit == "host" else plan.layout.devices)
 

@@ -32,12 +32,12 @@ class RecoveryTableRow:
     lost_usd_per_day: float | None  # at the middle price
 
 
-def recoveries(own_s: float) -> tuple[float, ...]:
+def compared_recoveries(own_s: float) -> tuple[float, ...]:
     """Seconds of recovery to compare: the job's own beside the usual two."""
     return tuple(sorted({*RECOVERIES_S, own_s}, reverse=True))
 
 
-def recovering(policy: MonthsPolicy, seconds: float) -> MonthsPolicy:
+def with_recovery(policy: MonthsPolicy, seconds: float) -> MonthsPolicy:
     """The same job back after so many seconds; noticing takes what it took, and the restart the rest."""
     detect_s = min(policy.detect_s, seconds)
     return replace(policy, detect_s=detect_s, restart_s=seconds - detect_s)
@@ -45,9 +45,9 @@ def recovering(policy: MonthsPolicy, seconds: float) -> MonthsPolicy:
 
 def recovery_cases(conventional: MonthsPolicy, edge: MonthsPolicy) -> Iterator[MonthsPolicy]:
     """Every recovery on both networks."""
-    for seconds in recoveries(conventional.detect_s + conventional.restart_s):
+    for seconds in compared_recoveries(conventional.detect_s + conventional.restart_s):
         for one in (conventional, edge):
-            yield recovering(one, seconds)
+            yield with_recovery(one, seconds)
 
 
 def recovery_row(

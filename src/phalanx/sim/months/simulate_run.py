@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from phalanx.network.fabric.failure_budget import CABLE_S, FLAP_S, FLAP_SHARE
-from phalanx.sim.months.causes import Cause, arrivals
+from phalanx.sim.months.causes import Cause, failure_arrivals
 from phalanx.sim.months.policy import UNNOTICED_S, MonthsPolicy, RunProgress
 from phalanx.units import DAY_S
 
@@ -158,7 +158,7 @@ class _Run:
         self._outage_until_s = 0.0
         self._narrow: list[Cause] = []  # borne, and not back yet
         self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
-        self._arrivals = arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
+        self._arrivals = failure_arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
         self._next_failure()
         self._next_planned()
 

@@ -74,7 +74,7 @@ class Sketch:
     cost: PacketCost
 
 
-def sketch(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
+def sketch_run(fabric: Fabric, flows: Flows, transport: Transport, *, alike: bool, last_start_s: float = 0.0) -> Sketch:
     """Sizes and expected cost. `alike` planes are simulated once: each carries an equal part of every connection."""
     # A transfer of less than a packet per plane would become one on each.
     each = flows.nbytes.min() > (fabric.planes - 1) * transport.payload_bytes
@@ -107,7 +107,7 @@ def _cost(
     into_host = np.bincount(flows.target, weights=packets, minlength=links.fabric.hosts)
     busiest = max(per_host.max(), into_host.max()) / links.fabric.planes
     memory = links.count * (8 * slots.queue + 8 * slots.wire + 30) + len(flows) * (BYTES_PER_FLOW + paths)
-    return cost(
+    return packet_cost(
         packets=int(packets.sum(dtype=np.float64)),
         hops=int((packets * hops.astype(np.float64)).sum()),
         slots=int(busiest + slots.rtt) + last,
@@ -319,13 +319,13 @@ class PacketCost:
     memory_bytes: float
 
 
-def cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float) -> PacketCost:
+def packet_cost(*, packets: int, hops: int, slots: int, links: int, memory_bytes: float) -> PacketCost:
     """Expected cost of moving packets over hops while looking at every link in every slot."""
     cpu_s = hops / HOPS_PER_S + slots * links * LOOK_S
     return PacketCost(packets=packets, hops=hops, slots=slots, cpu_s=cpu_s, memory_bytes=memory_bytes)
 
 
-def afford(name: str, expected: PacketCost, budget: PacketBudget) -> None:
+def check_packet_budget(name: str, expected: PacketCost, budget: PacketBudget) -> None:
     """Raise UserError when a simulation would exceed its budget."""
     if expected.slots > MOST_SLOTS:
         raise mistake(

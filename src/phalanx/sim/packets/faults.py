@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from phalanx.errors import mistake
-from phalanx.sim.fabric_links import BrokenParts, Ints, Links, shares
+from phalanx.sim.fabric_links import BrokenParts, Ints, Links, link_shares
 from phalanx.sim.packets.build import PacketWorld
 from phalanx.sim.packets.state import DENIED
 
@@ -44,7 +44,7 @@ class Change:
     routed: int | None = None  # 1: routing avoids them from now on; 0: uses them again
 
 
-def changes(
+def link_changes(
     links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_s: float | None, denied: tuple[Fault, ...] = ()
 ) -> list[Change]:
     """Faults as changes of links in order of time; with `converge_s` routing follows that much later.
@@ -99,7 +99,7 @@ def fault_links(links: Links, fault: Fault) -> Ints:
         "nic": BrokenParts(nics=(at,)),
         "transceiver": BrokenParts(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
     }[fault.part]
-    return np.flatnonzero(shares(links, broken) < 1)
+    return np.flatnonzero(link_shares(links, broken) < 1)
 
 
 def _t1_link(links: Links, fault: Fault) -> Ints:

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.sim.fair_rates import available, compile_loop
+from phalanx.sim.fair_rates import compile_loop, has_numba
 from phalanx.sim.packets.state import RANDOM, Ints
 
 
@@ -28,7 +28,7 @@ def stamp_of(*files: str | None) -> int:
 
 def part(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that only the loop calls: without the entry from Python, which takes half of the compile time."""
-    if not available():
+    if not has_numba():
         return compile_loop(function)
     made: Callable[..., Any] = import_module("numba").njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(
         function

@@ -10,24 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.sim.fair_rates import compile_loop
-from phalanx.sim.packets import parts, roce_state, state
+from phalanx.sim.packets import parts, roce_senders, roce_state, state
 from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
+from phalanx.sim.packets.roce_senders import events, timers, wake
 from phalanx.sim.packets.roce_state import (
     ACK,
     ACTIVE,
-    ALPHA,
-    ALPHA_AT,
     CNP,
     CNP_AT,
     COMPLAINED,
     DELIVERED,
     DROPPED,
     EXPECTED,
-    FAST_BYTES,
-    FAST_TIME,
     FREE,
     IN_NET,
-    KIND_BITS,
     LOST,
     MARKS,
     NAK,
@@ -35,7 +31,6 @@ from phalanx.sim.packets.roce_state import (
     NOW,
     NUMBER_BIT,
     OVERFLOW,
-    PATIENCE,
     PAUSED,
     PROGRESS,
     QP_BITS,
@@ -45,8 +40,6 @@ from phalanx.sim.packets.roce_state import (
     SENT_BYTES,
     SIGNAL_FIRST,
     SIGNALS,
-    TARGET,
-    TIMER_AT,
     TOTAL,
     UNACKED,
     Form,
@@ -56,10 +49,6 @@ from phalanx.sim.packets.roce_state import (
     Rules,
 )
 from phalanx.sim.packets.state import Bytes, Calendar, Floats, Ints, Ints32
-
-PAIR_MASK = (1 << QP_BITS) - 1
-KIND_MASK = (1 << KIND_BITS) - 1
-MOST_DOUBLINGS = 6  # of a timeout: seven retries are what a queue pair has
 
 
 @part
@@ -382,106 +371,6 @@ def inject(form: Form, ports: Ports, packets: Packets, pairs: Pairs, totals: Int
                 break
 
 
-@part
-def cut(rules: Rules, rate: Floats, count: Ints32, pair: int, slot: int) -> None:
-    """A complaint about marks halves the rate by alpha (DCQCN, equation 1)."""
-    rate[pair, TARGET] = rate[pair, RATE]
-    rate[pair, RATE] = max(rate[pair, RATE] * (1 - rate[pair, ALPHA] / 2), rules.least)
-    rate[pair, ALPHA] = (1 - rules.gain) * rate[pair, ALPHA] + rules.gain
-    rate[pair, ALPHA_AT] = slot + rules.alpha
-    rate[pair, TIMER_AT] = slot + rules.timer
-    rate[pair, SENT_BYTES] = 0.0
-    count[pair, FAST_TIME] = 0
-    count[pair, FAST_BYTES] = 0
-
-
-@part
-def rise(rules: Rules, rate: Floats, count: Ints32, pair: int) -> None:
-    """A round of the timer or of the byte counter: back half way, then add, then add more (DCQCN, section 3.3)."""
-    timed, sent = count[pair, FAST_TIME], count[pair, FAST_BYTES]
-    if min(timed, sent) > rules.fast_rounds:
-        rate[pair, TARGET] += rules.hyper * (min(timed, sent) - rules.fast_rounds)
-    elif max(timed, sent) >= rules.fast_rounds:
-        rate[pair, TARGET] += rules.add
-    rate[pair, TARGET] = min(rate[pair, TARGET], 1.0)
-    rate[pair, RATE] = (rate[pair, TARGET] + rate[pair, RATE]) / 2
-
-
-@part
-def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
-    """What passes without news: alpha falls, rates rise, and a sender that hears nothing goes back."""
-    count, rate = pairs.counts, pairs.rate
-    for pair in range(count.shape[0]):
-        if count[pair, UNACKED] == count[pair, TOTAL]:
-            continue
-        if rules.dcqcn and rate[pair, RATE] < 1.0:
-            while rate[pair, ALPHA_AT] <= slot:
-                rate[pair, ALPHA] *= 1 - rules.gain
-                rate[pair, ALPHA_AT] += rules.alpha
-            while rate[pair, TIMER_AT] <= slot:
-                count[pair, FAST_TIME] += 1
-                rate[pair, TIMER_AT] += rules.timer
-                rise(rules, rate, count, pair)
-            if rate[pair, SENT_BYTES] >= rules.counter:
-                rate[pair, SENT_BYTES] = 0.0
-                count[pair, FAST_BYTES] += 1
-                rise(rules, rate, count, pair)
-        wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
-        if count[pair, NEXT] > count[pair, UNACKED] and slot - count[pair, PROGRESS] > wait:
-            count[pair, NEXT] = count[pair, UNACKED]
-            count[pair, PROGRESS] = slot
-            count[pair, PATIENCE] += 1
-
-
-@part
-def events(form: Form, rules: Rules, pairs: Pairs, calendar: Calendar, totals: Ints, slot: int) -> None:
-    """What senders hear in this slot."""
-    count, at = pairs.counts, slot % form.ring
-    event = calendar.first[at]
-    calendar.first[at] = -1
-    while event >= 0:
-        word = calendar.word[event]
-        pair, kind, number = (
-            word & PAIR_MASK,
-            (word >> QP_BITS) & KIND_MASK,
-            word >> NUMBER_BIT,
-        )
-        if kind == CNP:
-            cut(rules, pairs.rate, count, pair, slot)
-        elif number > count[pair, UNACKED] or kind == NAK:
-            unfinished = count[pair, UNACKED] < count[pair, TOTAL]
-            count[pair, UNACKED] = max(count[pair, UNACKED], number)
-            count[pair, PROGRESS] = slot
-            count[pair, PATIENCE] = 0
-            # Go-back-N: everything from the gap on is sent again.
-            count[pair, NEXT] = number if kind == NAK else max(count[pair, NEXT], number)
-            if unfinished and count[pair, UNACKED] == count[pair, TOTAL]:
-                owner = pairs.owner[pair]
-                pairs.left[owner] -= 1
-                if pairs.left[owner] == 0:
-                    pairs.done[owner] = slot
-                    totals[ACTIVE] -= 1
-        after = calendar.next[event]
-        calendar.next[event] = calendar.free[0]
-        calendar.free[0] = event
-        event = after
-
-
-@part
-def wake(form: Form, pairs: Pairs, slot: int) -> int:
-    """The slot in which a sender next sends or loses patience, if it hears nothing until then."""
-    count, rate = pairs.counts, pairs.rate
-    first = slot + 1e9
-    for pair in range(count.shape[0]):
-        if count[pair, NEXT] < count[pair, TOTAL]:
-            first = min(first, rate[pair, SEND_AT])
-        if count[pair, NEXT] > count[pair, UNACKED]:
-            wait = form.timeout << min(count[pair, PATIENCE], MOST_DOUBLINGS)
-            first = min(first, float(count[pair, PROGRESS] + wait))
-    # Timers are looked at in slots that are multiples of a tick.
-    return int(first // form.tick) * form.tick
-
-
 def loop(stamp: int) -> Callable[..., Any]:
     """What Python calls; `stamp` is in the key of its cache, as in `kernel.loops`."""
 
@@ -514,4 +403,4 @@ def loop(stamp: int) -> Callable[..., Any]:
     return advance
 
 
-advance = loop(stamp_of(__file__, parts.__file__, roce_state.__file__, state.__file__))
+advance = loop(stamp_of(__file__, *(module.__file__ for module in (parts, roce_senders, roce_state, state))))

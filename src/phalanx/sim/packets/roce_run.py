@@ -12,8 +12,8 @@ import numpy as np
 from phalanx.errors import Problem, SystemFailure
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats, Links, links_of
-from phalanx.sim.packets.build import PacketBudget, PacketCost, afford, calendar_of, cost
-from phalanx.sim.packets.faults import Change, Fault, changes
+from phalanx.sim.packets.build import PacketBudget, PacketCost, calendar_of, check_packet_budget, packet_cost
+from phalanx.sim.packets.faults import Change, Fault, link_changes
 from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_state import (
     ACTIVE,
@@ -64,10 +64,10 @@ def run_roce(
     """Simulate until every connection has finished or the limit is reached."""
     check_roce(roce)
     plan = roce_sketch(fabric, traffic, roce)
-    afford(fabric.name, plan.cost, budget)
+    check_packet_budget(fabric.name, plan.cost, budget)
     world = roce_build(plan, fabric, traffic, roce, seed=seed)
     slot_s = world.slots.slot_s
-    todo = changes(world.links, faults, slot_s=slot_s, converge_s=roce.converge_s, denied=denied)
+    todo = link_changes(world.links, faults, slot_s=slot_s, converge_s=roce.converge_s, denied=denied)
     clock = _Clock(
         world=world,
         roce=roce,
@@ -218,7 +218,7 @@ def roce_sketch(fabric: Fabric, flows: Flows, roce: Roce) -> RoceSketch:
     room = int(min(fabric.switches * slots.buffer + links.count * (3 * slots.wire + 4), packets.sum() * 2.0 + 1024))
     events = fabric.hosts * fabric.planes * (_longest(fabric, slots) + 2) + len(packets) + 1024
     memory = room * BYTES_PER_PACKET + events * BYTES_PER_EVENT + len(packets) * BYTES_PER_PAIR
-    expected = cost(
+    expected = packet_cost(
         packets=int(packets.sum(dtype=np.float64)),
         hops=int(packets.sum(dtype=np.float64) * (fabric.hops + 1)),
         slots=int(max(into.max(), out.max()) / min(fabric.planes, roce.qps) + _longest(fabric, slots)),

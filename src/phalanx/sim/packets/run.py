@@ -10,8 +10,8 @@ import numpy as np
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Ints
-from phalanx.sim.packets.build import PacketBudget, PacketWorld, afford, build_world, sketch
-from phalanx.sim.packets.faults import Change, Fault, changes, deny_paths
+from phalanx.sim.packets.build import PacketBudget, PacketWorld, build_world, check_packet_budget, sketch_run
+from phalanx.sim.packets.faults import Change, Fault, deny_paths, link_changes
 from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_run import run_roce
 from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
@@ -31,7 +31,7 @@ from phalanx.sim.packets.state import (
     TRIMS,
     UNSENT,
 )
-from phalanx.sim.packets.transport import Roce, Transport, check
+from phalanx.sim.packets.transport import Roce, Transport, check_transport
 from phalanx.sim.traffic_matrix import Flows
 
 SAMPLE_S = 10e-6
@@ -78,7 +78,7 @@ def run_connections(
             sample_s=sample_s,
             watch=_watched(watch, len(traffic)),
         )
-    check(transport)
+    check_transport(transport)
     starts = schedule or at_once(len(traffic))
     check_schedule(starts, len(traffic))
     # In order of their source, what the loop reads of connections lies in the order in which it visits hosts.
@@ -86,13 +86,13 @@ def run_connections(
     sorted_ = Flows(source=traffic.source[order], target=traffic.target[order], nbytes=traffic.nbytes[order])
     starts = starts.ordered(order)
     last_start_s = float(starts.start_s.max())
-    plan = sketch(fabric, sorted_, transport, alike=not (faults or denied or each_plane), last_start_s=last_start_s)
-    afford(fabric.name, plan.cost, budget)
+    plan = sketch_run(fabric, sorted_, transport, alike=not (faults or denied or each_plane), last_start_s=last_start_s)
+    check_packet_budget(fabric.name, plan.cost, budget)
     world = build_world(plan, sorted_, transport, starts, seed=seed)
     converge_s = transport.converge_s if transport.recovery == "routing" else None
     if denied and converge_s is None:
         deny_paths(world, denied)
-    todo = changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s, denied=denied)
+    todo = link_changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s, denied=denied)
     places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched(watch, len(traffic)))
     clock = _Clock(
         world=world,

@@ -27,6 +27,14 @@ STAMP_BIT = ASK_BIT + 1
 MOST_FLOWS = 1 << FLOW_BITS
 MOST_PATHS = 1 << PATH_BITS
 MOST_SLOTS = 1 << (63 - STAMP_BIT)  # 16.8 million: 5.6 s at 100 Gb/s
+FLOW_MASK = (1 << FLOW_BITS) - 1
+PATH_MASK = (1 << PATH_BITS) - 1
+MARK = 1 << MARK_BIT
+# Bits of an event word: connection and path as in a packet, then kind, both marks, packets and queueing delay.
+KIND_BIT, SEEN_BIT, NUMBER_BIT, DELAY_BIT = MARK_BIT, 38, 40, 50
+MOST_DELAY = (1 << 13) - 1
+MOST_NUMBER = (1 << 10) - 1
+WHO_MASK = (1 << MARK_BIT) - 1
 
 # Path states, as arXiv:2606.18170 section II-A names them. 1 to MOST_SKIP is SKIP: that many rotations left out.
 GOOD, MOST_SKIP, ASSUMED_BAD, DENIED = 0, 15, 254, 255

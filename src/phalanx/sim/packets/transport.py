@@ -102,7 +102,7 @@ def in_slots(fabric: Fabric, transport: Transport, *, planes: int) -> Slots:
     )
 
 
-def check(transport: Transport) -> None:
+def check_transport(transport: Transport) -> None:
     """Raise UserError for settings that no connection can work with."""
     where = f"transport {transport.name}"
     if not 1 <= transport.paths <= MOST_PATHS:

@@ -13,15 +13,15 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.network.collectives import Group
 from phalanx.network.fabric.fabric_types import Fabric, Switch
-from phalanx.network.fabric.failure_budget import sprays
+from phalanx.network.fabric.failure_budget import can_spray
 from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
 from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of
-from phalanx.sim.fabric_links import shares as working
+from phalanx.sim.fabric_links import link_shares as working
 from phalanx.sim.fluid import solve_rates
-from phalanx.sim.plan_flows import phase
+from phalanx.sim.plan_flows import phase_pairs
 from phalanx.sim.routes import Routing, route_flows
-from phalanx.sim.traffic_matrix import flows
+from phalanx.sim.traffic_matrix import make_flows
 
 AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
 SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)
@@ -104,7 +104,7 @@ def axis_paths(
         group: Group = getattr(groups, axis)
         ranks, inside = int(np.max(group.ranks)), int(np.max(group.per_domain))
         if ranks > 1 and crosses_network(group, axis):
-            pairs = phase(axis, size=ranks, stride=stride[axis], inside=inside, ranks=devices)
+            pairs = phase_pairs(axis, size=ranks, stride=stride[axis], inside=inside, ranks=devices)
             found[axis] = _axis_path(fabric, axis, *pairs, transport)
     return found
 
@@ -117,7 +117,7 @@ def crosses_network(group: Group, axis: str) -> bool:
 
 
 def _axis_strides(groups: Groups) -> dict[str, int]:
-    """Ranks between neighbours of each axis, as plan.traffic.groups places them."""
+    """Ranks between neighbours of each axis, as plan.traffic.axis_groups places them."""
 
     def ranks(name: str) -> int:
         return int(np.max(getattr(groups, name).ranks))
@@ -163,7 +163,7 @@ def _flow_shares(
 ) -> tuple[Floats, int]:
     """Share of line rate of each flow, over all planes, and how many ran over what is broken."""
     parts, routing = _plane_routing(len(source), planes, edge=transport.edge)
-    traffic = flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
+    traffic = make_flows(np.repeat(source, parts), np.repeat(target, parts), 1e6)
 
     def solved(broken: BrokenParts) -> Floats:
         # A message in equal parts on hashed paths is there when its slowest part is.
@@ -182,7 +182,7 @@ def _flow_shares(
     # InfiniBand, where switches spray inside a plane.
     others = 0 if transport.every_plane else planes - 1
     mixed = (others * whole + left) / (others + 1)
-    return (mixed if transport.edge and sprays(plane) else np.minimum(whole, left)), touched
+    return (mixed if transport.edge and can_spray(plane) else np.minimum(whole, left)), touched
 
 
 def _plane_routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing]:

@@ -15,7 +15,7 @@ from phalanx.network.fabric.failure_budget import (
     SWITCH_BACK_S,
     T1_BACK_S,
     TRANSCEIVER_BACK_S,
-    sprays,
+    can_spray,
     stall_s,
 )
 from phalanx.plan.layout import Layout
@@ -72,7 +72,7 @@ class Aftermath:
     restart_s: float  # lost when the job has to restart, beside the work since the last checkpoint; 0 when it goes on
 
 
-def aftermath(
+def failure_aftermath(
     plan: Plan,
     fabric: Fabric,
     kind: str,
@@ -82,8 +82,8 @@ def aftermath(
     healthy: SimulatedStep | None = None,
 ) -> Aftermath:
     """One failure of the first part of its kind; `healthy` is the step without it, where that is known."""
-    senders = edge and sprays(fabric)  # who leave what is lost
-    lost = broken(fabric, kind, edge=senders)
+    senders = edge and can_spray(fabric)  # who leave what is lost
+    lost = broken_parts(fabric, kind, edge=senders)
     healthy = healthy or step_report(plan, fabric, PathTransport(edge=edge))
     hit = step_report(plan, fabric, PathTransport(edge=edge, broken=lost, every_plane=kind == "transceiver"))
     touched = sum(path.touched for path in hit.paths)
@@ -105,7 +105,7 @@ def aftermath(
         after_s=NEVER if stops else after_s,
         outage_s=away_s,
         stall_s=NEVER if stops else still_s,
-        minute=minute(plan.reliability.lost_s if stops else still_s, slow_s, pace=healthy.step_s / after_s),
+        minute=minute_share(plan.reliability.lost_s if stops else still_s, slow_s, pace=healthy.step_s / after_s),
         flows=sum(path.flows for path in hit.paths),
         touched=touched,
         stalled=sum(path.stalled for path in hit.paths),
@@ -116,10 +116,10 @@ def aftermath(
     )
 
 
-def minute(still_s: float, slow_s: float, *, pace: float) -> float:
+def minute_share(still_s: float, slow_s: float, *, pace: float) -> float:
     """Training of a minute with so many seconds of standing still and so many at a slower pace.
 
-    >>> minute(15.0, 0.0, pace=1.0), minute(0.0, 60.0, pace=0.5)
+    >>> minute_share(15.0, 0.0, pace=1.0), minute_share(0.0, 60.0, pace=0.5)
     (0.75, 0.5)
     """
     left_s = max(0.0, MINUTE_S - still_s)
@@ -127,7 +127,7 @@ def minute(still_s: float, slow_s: float, *, pace: float) -> float:
     return (left_s - slow_s * (1.0 - pace)) / MINUTE_S
 
 
-def broken(fabric: Fabric, kind: str, *, edge: bool = True) -> BrokenParts:
+def broken_parts(fabric: Fabric, kind: str, *, edge: bool = True) -> BrokenParts:
     """The first part of a kind, in the first plane; raises UserError where the fabric has none."""
     if kind in ("link", "t1", "grey") and fabric.tiers < 2:
         raise mistake(
@@ -160,11 +160,11 @@ def go_back_n(loss: float, gbps: float) -> float:
 
 def _timeouts_s(plan: Plan, hit: SimulatedStep) -> float:
     """Expected wait for acknowledgements of one lossy connection in a step: at least, for others may be hit too."""
-    counts = (bursts(plan.layout, hit.layers, path.axis) for path in hit.paths if path.touched)
+    counts = (quiet_moments(plan.layout, hit.layers, path.axis) for path in hit.paths if path.touched)
     return GREY_LOSS * ACK_TIMEOUT_S * max(counts, default=0.0)
 
 
-def bursts(layout: Layout, layers: int, axis: str) -> float:
+def quiet_moments(layout: Layout, layers: int, axis: str) -> float:
     """How often in a step a connection of an axis goes quiet: then nothing behind a lost packet tells of it."""
     passes = layers / layout.pipeline * layout.accumulation
     if axis == "pipeline":
@@ -178,7 +178,7 @@ def bursts(layout: Layout, layers: int, axis: str) -> float:
 
 def _bypass_s(fabric: Fabric, kind: str, *, edge: bool) -> float:
     """Until other paths carry on."""
-    if kind == "grey" and not (edge and sprays(fabric)):
+    if kind == "grey" and not (edge and can_spray(fabric)):
         return 0.0  # nothing is noticed
     if not edge:
         return CONVERGE_S

@@ -22,7 +22,7 @@ from phalanx.sim.step.axis_paths import (
     used_axes,
 )
 from phalanx.sim.step.step_timeline import BUBBLE, Timeline, check_spans, simulate_timeline
-from phalanx.sim.step.step_work import COMPUTE_PARTS, StepQuestion, StepWork, ask_plan, one, work
+from phalanx.sim.step.step_work import COMPUTE_PARTS, StepQuestion, StepWork, ask_plan, plan_work, single_value
 from phalanx.units import plural
 
 COMPUTE = "compute_s"
@@ -92,8 +92,8 @@ def _report(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> 
     check_spans(plan.layout, q.request.model.layers)
     axes = used_axes(plan.layout, experts=q.request.model.is_moe)
     paths = axis_paths(fabric, q.groups, axes, devices, transport)
-    groups = on_fabric(q.groups, paths, fabric, nic=one(q.request.physics.nic))
-    planned, here = work(q, q.groups), work(q, groups)
+    groups = on_fabric(q.groups, paths, fabric, nic=single_value(q.request.physics.nic))
+    planned, here = plan_work(q, q.groups), plan_work(q, groups)
     ordered, timeline = simulate_timeline(planned), simulate_timeline(here)
     return SimulatedStep(
         job=plan.job.name,
@@ -149,7 +149,7 @@ def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], 
         return "the plan's own seconds"
     network = _network_text(q, groups, paths, part)
     if part == "shard_s":
-        sharp = one(q.request.profile.shard_sharpness)
+        sharp = single_value(q.request.profile.shard_sharpness)
         return f"one layer is prefetched; the plan combines compute and traffic by a {sharp:.3g}-norm. {network}"
     if part == "context_s":
         return f"every hop waits for the one that crosses domains. {network}" if "context" in paths else network
@@ -179,7 +179,8 @@ def _network_text(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], p
     path = paths[axis]
     planned, here = getattr(q.groups, axis), getattr(groups, axis)
     rate = "nic_bytes_per_s" if part in ("pipeline_send_s", "context_s") else "network_bytes_per_s"
+    in_plan, on_fabric = (single_value(getattr(one, rate)) / 1e9 for one in (planned, here))
     return (
-        f"{one(getattr(planned, rate)) / 1e9:.3g} GB/s per NIC in the plan, {one(getattr(here, rate)) / 1e9:.3g} here: "
+        f"{in_plan:.3g} GB/s per NIC in the plan, {on_fabric:.3g} here: "
         f"slowest flow at {path.share:.2f} of line rate, {path.hops} switch{'es' if path.hops > 1 else ''}"
     )

@@ -19,9 +19,9 @@ LEGEND = "F forward, B backward, x both, W weight gradients, c exposed communica
 BOTH = 0.2  # of a column, from which forward beside backward is told
 
 
-def picture(timeline: Timeline) -> list[str]:
+def timeline_picture(timeline: Timeline) -> list[str]:
     """Lines of a fixed width, with the legend last."""
-    shown = chosen(len(timeline.device_s))
+    shown = drawn_stages(len(timeline.device_s))
     taken: dict[int, list[dict[str, float]]] = {stage: [defaultdict(float) for _ in range(COLUMNS)] for stage in shown}
     for span in timeline.spans:
         if span.track == DEVICE and span.stage in taken:
@@ -31,10 +31,10 @@ def picture(timeline: Timeline) -> list[str]:
     return [*lines, LEGEND]
 
 
-def chosen(stages: int) -> list[int]:
+def drawn_stages(stages: int) -> list[int]:
     """Stages to draw: all, or evenly chosen ones with the first and the last.
 
-    >>> chosen(3), chosen(16)
+    >>> drawn_stages(3), drawn_stages(16)
     ([0, 1, 2], [0, 2, 4, 6, 9, 11, 13, 15])
     """
     if stages <= MOST_STAGES:
@@ -83,7 +83,7 @@ def step_text(report: SimulatedStep) -> str:
         *_table_lines(report),
         "",
         f"THE STEP ({format_seconds(report.step_s / COLUMNS)} per column; --trace has every slice)",
-        *(f"  {line}" for line in picture(report.timeline)),
+        *(f"  {line}" for line in timeline_picture(report.timeline)),
         "",
         "WHY IT DIFFERS FROM THE PLAN",
         *_reason_lines(report),

@@ -97,7 +97,7 @@ class _Pipeline:
     def __init__(self, work: StepWork, stages: list[Lanes]) -> None:
         self.work, self.stages = work, stages
         shape = {"stages": work.stages, "chunks": work.chunks, "micros": work.micros}
-        self.left = [deque(order(work.schedule, lanes.stage, **shape)) for lanes in stages]
+        self.left = [deque(task_order(work.schedule, lanes.stage, **shape)) for lanes in stages]
         self.arrived: dict[tuple[str, int, int], float] = {}  # kind, micro-batch, place in the model -> seconds
         self.sent: dict[tuple[str, int, int], tuple[int, float]] = {}  # the same -> stage that sent it, half way
         self.handovers: list[Handover] = []
@@ -246,10 +246,10 @@ class Task:
     chunk: int = 0
 
 
-def order(schedule: str, stage: int, *, stages: int, chunks: int, micros: int) -> list[Task]:
+def task_order(schedule: str, stage: int, *, stages: int, chunks: int, micros: int) -> list[Task]:
     """What a stage does, first to last. Zero-bubble has the order of 1F1B; weight gradients fill its gaps.
 
-    >>> [f"{task.kind}{task.micro}" for task in order("1f1b", 1, stages=3, chunks=1, micros=4)]
+    >>> [f"{task.kind}{task.micro}" for task in task_order("1f1b", 1, stages=3, chunks=1, micros=4)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'F3', 'B2', 'B3']
     """
     forward = _schedule_units("F", stages=stages, chunks=chunks, micros=micros)

@@ -11,7 +11,7 @@ from phalanx.network import collectives as net
 from phalanx.plan import traffic
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.compute import Compute, compute_seconds, element_bytes
-from phalanx.plan.memory import OFFLOAD_PARAMETERS
+from phalanx.plan.memory_profile import OFFLOAD_PARAMETERS
 from phalanx.plan.optimizer import owned_weights
 from phalanx.plan.plan import Plan
 from phalanx.plan.request import PlanRequest, request_from_job
@@ -33,7 +33,7 @@ class StepQuestion:
 
     def pace(self, part: str) -> float:
         """The plan's seconds of a part over those of the bare model: its calibration, or 1."""
-        modelled = one(getattr(self.times, part))
+        modelled = single_value(getattr(self.times, part))
         return self.plan.prediction.breakdown_s[part] / modelled if modelled > 0 else 1.0
 
 
@@ -41,11 +41,11 @@ def ask_plan(plan: Plan) -> StepQuestion:
     """The plan's own cost model."""
     request, _ = request_from_job(plan.job, plan.cluster)
     cases, times, _ = price_layouts(request, [plan.layout])
-    groups = traffic.groups(cases, request.physics, request.profile)
+    groups = traffic.axis_groups(cases, request.physics, request.profile)
     return StepQuestion(plan=plan, request=request, cases=cases, times=times, groups=groups)
 
 
-def one(value: Floats | float) -> float:
+def single_value(value: Floats | float) -> float:
     """The single element of a column."""
     return float(np.max(value))
 
@@ -81,15 +81,15 @@ class Sharing:
 def inner_traffic(q: StepQuestion, g: traffic.Groups, done: Compute) -> tuple[tuple[Inner, ...], tuple[Inner, ...]]:
     """(forward, backward) of one layer and micro-batch; full recompute sends again what forward sent."""
     c, f = q.cases, q.request.profile
-    tensor, expert = one(traffic.tensor_seconds(c, g, f)), one(traffic.expert_seconds(c, g, f))
-    context = one(traffic.context_seconds(c, q.request.physics, g, done.attention.forward))
+    tensor, expert = single_value(traffic.tensor_seconds(c, g, f)), single_value(traffic.expert_seconds(c, g, f))
+    context = single_value(traffic.context_seconds(c, q.request.physics, g, done.attention.forward))
     shown = {"tensor_s": tensor, "context_s": context, "expert_s": expert}
     wire = {
-        "tensor_s": tensor / one(f.tensor_exposed),
+        "tensor_s": tensor / single_value(f.tensor_exposed),
         "context_s": _ring_seconds(q, g),
-        "expert_s": expert / one(f.expert_exposed),
+        "expert_s": expert / single_value(f.expert_exposed),
     }
-    again = one(q.cases.recompute == 2)
+    again = single_value(q.cases.recompute == 2)
     passes = {"tensor_s": 1.0, "context_s": 2.0, "expert_s": 1.0}  # ring attention sends twice as much back
 
     def direction(times: dict[str, float]) -> tuple[Inner, ...]:
@@ -117,14 +117,14 @@ def _ring_seconds(q: StepQuestion, g: traffic.Groups) -> float:
     c = q.cases
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
     hop = net.ring_hop(g.context, c.tokens * width * element_bytes(c))
-    return one(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.request.physics.start_s))
+    return single_value(c.layers * (c.cp - 1.0) * (hop + traffic.CONTEXT_LAUNCHES * q.request.physics.start_s))
 
 
 def _axis_tier(g: traffic.Groups, axis: str) -> str:
     return "nic" if crosses_network(getattr(g, axis), axis) else "link"
 
 
-def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
+def stage_sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) -> Sharing:
     """Of the stage with most layers."""
     c, f, layout = q.cases, q.request.profile, q.plan.layout
     sync = traffic.gradient_traffic(c, g, held, f)
@@ -133,12 +133,12 @@ def sharing(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: int) 
     alone = layout.data * layout.context == 1
     return Sharing(
         tier=_axis_tier(g, "data"),
-        reduce_s=0.0 if alone else one(sync.reduce) * pace,
-        again_s=one(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
-        after_s=one(traffic.factoring_seconds(c, q.request.physics, held)) * pace,
-        gather_s=one(sync.gather) * pace,
-        overlap=min(one(f.data_overlap if layout.zero == 0 else f.scatter_overlap), 1.0),
-        gather_overlap=min(one(f.gather_overlap), 1.0),
+        reduce_s=0.0 if alone else single_value(sync.reduce) * pace,
+        again_s=single_value(sync.again) * pace if layout.zero == 2 and layout.pipeline == 1 else 0.0,
+        after_s=single_value(traffic.factoring_seconds(c, q.request.physics, held)) * pace,
+        gather_s=single_value(sync.gather) * pace,
+        overlap=min(single_value(f.data_overlap if layout.zero == 0 else f.scatter_overlap), 1.0),
+        gather_overlap=min(single_value(f.gather_overlap), 1.0),
         layer_gather_s=gather_s,
         layer_scatter_s=scatter_s,
     )
@@ -149,11 +149,11 @@ def _layer_shard(q: StepQuestion, g: traffic.Groups, held: RankWeights, layers: 
     c, f, layout = q.cases, q.request.profile, q.plan.layout
     if layout.zero < 3 or layout.pipeline > 1:
         return 0.0, 0.0
-    total = one(traffic.shard_seconds(c, g, held, f)) / layers
+    total = single_value(traffic.shard_seconds(c, g, held, f)) / layers
     # Parameters in host memory come and go with the same rhythm.
     fetched = np.where(c.offload == OFFLOAD_PARAMETERS, owned_weights(c, held) * FETCHED_BYTES, 0.0)
-    fetch_s = one(fetched / c.host_link_bytes_per_s) / layers
-    size, gradient = one(element_bytes(c)), one(f.gradient_bytes)
+    fetch_s = single_value(fetched / c.host_link_bytes_per_s) / layers
+    size, gradient = single_value(element_bytes(c)), single_value(f.gradient_bytes)
     gather_s = total * size / (2.0 * size + gradient)
     return gather_s + fetch_s / 3.0, total - 2.0 * gather_s + fetch_s / 3.0
 
@@ -216,7 +216,7 @@ class StepWork:
         return last if chunk == self.chunks - 1 else (layers - last) / (self.chunks - 1)
 
 
-def work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
+def plan_work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
     """The step of a plan with its traffic over `groups`."""
     c, f, layout = q.cases, q.request.profile, q.plan.layout
     done = compute_seconds(c, q.request.physics, f)
@@ -224,7 +224,7 @@ def work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
     inner = inner_traffic(q, groups, done)
     forward_s, backward_s, weight_s = _layer_seconds(q, done)
     host_micro_s, host_step_s = _host_seconds(q)
-    most = sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
+    most = stage_sharing(q, groups, rank_weights(c, stage_layers=np.asarray([float(max(layers))])), max(layers))
     return StepWork(
         schedule=layout.schedule,
         layers=layers,
@@ -233,27 +233,29 @@ def work(q: StepQuestion, groups: traffic.Groups) -> StepWork:
         forward=LayerPass(compute_s=forward_s, inner=inner[0]),
         backward=LayerPass(compute_s=backward_s, inner=inner[1]),
         weight_s=weight_s if layout.schedule == "zero-bubble" and layout.pipeline > 1 else 0.0,
-        head_forward_s=one(done.head.forward) * q.pace("matmul_s"),
-        head_backward_s=one(done.head.backward) * q.pace("matmul_s"),
-        send_s=one(traffic.send_seconds(c, groups)) * q.pace("pipeline_send_s") if layout.pipeline > 1 else 0.0,
-        send_exposed=min(one(f.pipeline_exposed), 1.0),
-        send_tier="nic" if one(groups.pipeline.per_domain) <= 1 else "link",
+        head_forward_s=single_value(done.head.forward) * q.pace("matmul_s"),
+        head_backward_s=single_value(done.head.backward) * q.pace("matmul_s"),
+        send_s=single_value(traffic.send_seconds(c, groups)) * q.pace("pipeline_send_s")
+        if layout.pipeline > 1
+        else 0.0,
+        send_exposed=min(single_value(f.pipeline_exposed), 1.0),
+        send_tier="nic" if single_value(groups.pipeline.per_domain) <= 1 else "link",
         host_micro_s=host_micro_s,
         sharing=tuple(_scaled_sharing(most, number / max(layers)) for number in layers),
         optimizer_s=q.plan.prediction.breakdown_s["optimizer_s"],
         host_step_s=host_step_s,
-        balanced=bool(one(f.balanced_stages) > 0),
+        balanced=bool(single_value(f.balanced_stages) > 0),
     )
 
 
 def layers_on_stages(q: StepQuestion, done: Compute) -> tuple[int, ...]:
     """Layers of each stage, as the plan splits them: the last may hold fewer beside the head."""
     times, total, balanced = q.times, q.request.model.layers, q.request.profile.balanced_stages
-    per_layer = sum(one(getattr(times, part)) for part in LAYER_PARTS) / _layers_passed(q, done)
-    head = one(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
+    per_layer = sum(single_value(getattr(times, part)) for part in LAYER_PARTS) / _layers_passed(q, done)
+    head = single_value(done.head.forward + done.head.backward) / max(per_layer, 1e-30)
     fullest, least = stage_layers(q.cases, head_layers=np.asarray([head]), balanced=np.asarray(balanced))
-    most, last = round(one(fullest)), round(one(least))
-    if one(balanced) > 0:
+    most, last = round(single_value(fullest)), round(single_value(least))
+    if single_value(balanced) > 0:
         last = beside_the_head(most, last, head)
     return spread_layers(total, q.plan.layout.pipeline, most=most, last=last)
 
@@ -284,7 +286,11 @@ def spread_layers(total: int, stages: int, *, most: int, last: int) -> tuple[int
 
 def _layers_passed(q: StepQuestion, done: Compute) -> float:
     """Layers the plan's busiest stage runs forward and backward in a step, over all micro-batches."""
-    passed = one(q.times.matmul_s) / one(done.matmul.forward + done.matmul.backward) * q.request.model.layers
+    passed = (
+        single_value(q.times.matmul_s)
+        / single_value(done.matmul.forward + done.matmul.backward)
+        * q.request.model.layers
+    )
     return passed if passed > 0 else float(q.plan.layout.accumulation)  # a last stage that is all head
 
 
@@ -294,21 +300,21 @@ def _layer_seconds(q: StepQuestion, done: Compute) -> tuple[float, float, float]
     kinds = {"matmul_s": done.matmul, "attention_s": done.attention, "elementwise_s": done.elementwise}
     forward = backward = 0.0
     for part, seconds in kinds.items():
-        both = one(seconds.forward + seconds.backward)
-        share = one(seconds.forward) / both if both > 0 else 0.0
+        both = single_value(seconds.forward + seconds.backward)
+        share = single_value(seconds.forward) / both if both > 0 else 0.0
         forward += share * breakdown[part] / passed
         backward += (1.0 - share) * breakdown[part] / passed
     backward += breakdown["recompute_s"] / passed
     stretch = 1.0 + breakdown["launch_s"] / passed / max(forward + backward, 1e-30)
     # Half of the backward products are weight gradients, as plan.step counts them for ZB-H1.
-    weight = one(done.matmul.backward) / 2.0 / q.request.model.layers * q.pace("matmul_s")
+    weight = single_value(done.matmul.backward) / 2.0 / q.request.model.layers * q.pace("matmul_s")
     return forward * stretch, backward * stretch, weight * stretch
 
 
 def _host_seconds(q: StepQuestion) -> tuple[float, float]:
     """Host seconds per micro-batch and per step; together they are the plan's overhead."""
     f, overhead = q.request.profile, q.plan.prediction.breakdown_s["overhead_s"]
-    once = one(f.step_s) + one(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
+    once = single_value(f.step_s) + single_value(f.step_log_devices_s) * float(np.log2(q.plan.layout.devices))
     once = min(once * q.pace("overhead_s"), overhead)
     return (overhead - once) / q.plan.layout.accumulation, once
 

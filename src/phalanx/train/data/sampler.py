@@ -60,7 +60,7 @@ class GlobalSampler:
         """The samples at any positions."""
         epoch, place = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
         key = _mix(epoch * np.uint64(GOLDEN) + np.uint64(seed_word(self.seed)))
-        return permute(place, key, self.num_samples).astype(np.int64)
+        return permute_places(place, key, self.num_samples).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class BlendSampler:
     @classmethod
     def of(cls, sizes: Sequence[int], weights: Sequence[float], seed: int) -> BlendSampler:
         """A weight of 2 shows each sample of a source twice as often as one of a source with weight 1."""
-        return cls(tuple(sizes), quotas(sizes, weights), seed)
+        return cls(tuple(sizes), source_quotas(sizes, weights), seed)
 
     @property
     def num_samples(self) -> int:
@@ -88,7 +88,7 @@ class BlendSampler:
     def indices(self, first: int, count: int) -> Integers:
         """The samples at positions [first, first + count)."""
         positions = np.arange(first, first + count, dtype=np.int64)
-        source, place = interleave(positions, self.quotas)
+        source, place = interleave_sources(positions, self.quotas)
         found = np.empty(count, dtype=np.int64)
         base = 0
         for number, size in enumerate(self.sizes):
@@ -107,10 +107,10 @@ def make_sampler(sizes: Sequence[int], weights: Sequence[float], seed: int) -> S
     return BlendSampler.of(sizes, weights, seed)
 
 
-def quotas(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+def source_quotas(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
     """Samples of each source per period: size × weight in lowest terms of whole samples.
 
-    >>> quotas([300, 100], [1, 2])
+    >>> source_quotas([300, 100], [1, 2])
     (300, 200)
     """
     wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
@@ -118,7 +118,7 @@ def quotas(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, round(one * scale)) if one else 0 for one in wanted)
 
 
-def interleave(positions: Integers, shares: Sequence[int]) -> tuple[Integers, Integers]:
+def interleave_sources(positions: Integers, shares: Sequence[int]) -> tuple[Integers, Integers]:
     """The source at each position, and how many of that source came before it.
 
     Halves the sources again and again. Among two halves with shares a and b, the first has had floor(p·a/(a+b)) of the
@@ -135,7 +135,7 @@ def interleave(positions: Integers, shares: Sequence[int]) -> tuple[Integers, In
         (after > before, slice(0, middle), before),
         (after == before, slice(middle, None), positions - before),
     ):
-        which, deeper = interleave(had[mine], shares[half])
+        which, deeper = interleave_sources(had[mine], shares[half])
         source[mine], place[mine] = which + (half.start or 0), deeper
     return source, place
 
@@ -145,7 +145,7 @@ def _staircase(positions: Integers, part: int, whole: int) -> Integers:
     return np.asarray(turns * part + rest * part // whole)
 
 
-def permute(places: Words, key: Words, size: int) -> Words:
+def permute_places(places: Words, key: Words, size: int) -> Words:
     """A permutation of [0, size) chosen by `key`: a Feistel network on a grid just larger than size, walked until the
     value falls inside (Black and Rogaway 2002)."""
     rows = math.isqrt(size - 1) + 1

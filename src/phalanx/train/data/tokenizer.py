@@ -44,7 +44,7 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token numbers of each text, the end of text not among them; uses every core."""
-        parts = [pieces(text) for text in texts]
+        parts = [text_pieces(text) for text in texts]
         encoded = self._inner.encode_batch_fast([one for part in parts for one in part], add_special_tokens=False)
         ids = iter(encoding.ids for encoding in encoded)
         return [[token for _ in part for token in next(ids)] if len(part) > 1 else next(ids) for part in parts]
@@ -54,7 +54,7 @@ class TextTokenizer:
         return str(self._inner.decode([int(token) for token in tokens]))
 
 
-def pieces(text: str) -> list[str]:
+def text_pieces(text: str) -> list[str]:
     """A text cut behind line ends so that no piece is much longer than PIECE_CHARACTERS, if lines allow."""
     found, start = [], 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -88,7 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    inner.train_from_iterator((piece for text in texts for piece in text_pieces(text)), trainer)
     return TextTokenizer(inner.to_str(pretty=False), where="the tokenizer trained just now")
 
 

@@ -172,7 +172,7 @@ class Injector(DrillHooks):
     def _do(self, fault: Fault) -> None:
         match fault.kind:
             case "kill" | "crash-loop":
-                die()
+                kill_self()
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)  # the driver wakes it, if it is to wake
             case "mute":
@@ -215,7 +215,7 @@ def _place(fault: Fault) -> str:
     return fault.point or "step"  # of a crash loop: `init`, unless another was named
 
 
-def die() -> NoReturn:
+def kill_self() -> NoReturn:
     """End this process as a power cut would: nothing is flushed, nobody is told."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")

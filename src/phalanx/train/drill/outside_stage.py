@@ -84,7 +84,7 @@ class OutsideStage:
         """The plan of the job with these settings."""
         wanted = ["fault.digest_every=1", *overrides]
         resolved = prepare.load_job(str(self.job), overrides=wanted, cluster=None, steps=steps)
-        plan = prepare.make(resolved)
+        plan = prepare.plan_for_run(resolved)
         prepare.check_here(plan)
         return prepare.with_data(plan, self.folder)
 

@@ -114,11 +114,11 @@ def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.
     Every rank must call this together, before its first step.
     """
     free_bytes, used_bytes = _memory(engine)
-    with untouched(engine):
+    with restore_after(engine):
         compiled = engine.trial_pass(tokens_BS, targets_BS)
     if short := _short_of_memory(engine, free_bytes, used_bytes):
         return short
-    with untouched(engine), eagerly(engine):
+    with restore_after(engine), run_eagerly(engine):
         eager = engine.trial_pass(tokens_BS, targets_BS)
     return _compare(engine, compiled, eager)
 
@@ -199,7 +199,7 @@ def drawn_so_far(device: torch.device) -> torch.Tensor:
 
 
 @contextmanager
-def untouched(engine: Engine) -> Iterator[None]:
+def restore_after(engine: Engine) -> Iterator[None]:
     """Put back what a pass changes: random numbers, buffers, attributes of own networks.
 
     Gradients the pass clears itself. Lists and dictionaries that a user's own forward changes in place stay changed.
@@ -233,7 +233,7 @@ def untouched(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def eagerly(engine: Engine) -> Iterator[None]:
+def run_eagerly(engine: Engine) -> Iterator[None]:
     """Run compiled modules uncompiled. Our own blocks recompute in backward, which bounds what they keep."""
     blocks = [] if engine.outline is not None else [block for block in _blocks(engine) if block._compiled_call_impl]
     own = [vars(block).get("forward") for block in blocks]

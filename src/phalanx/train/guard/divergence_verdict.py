@@ -81,7 +81,7 @@ def judge_claims(step: int, claims: Sequence[DigestClaim]) -> Divergence | None:
 
 def _judge_set(step: int, boxes: str, claims: Sequence[DigestClaim]) -> Divergence | None:
     digests = {claim.rank: claim.digest for claim in claims}
-    right = majority(digests)
+    right = majority_digest(digests)
     suspects = tuple(sorted(rank for rank, digest in digests.items() if digest != right))
     if not suspects:
         return None
@@ -90,10 +90,10 @@ def _judge_set(step: int, boxes: str, claims: Sequence[DigestClaim]) -> Divergen
     )
 
 
-def majority(digests: Mapping[int, str]) -> str | None:
+def majority_digest(digests: Mapping[int, str]) -> str | None:
     """What more holders say than anything else, if at least two do: no two errors are alike.
 
-    >>> majority({0: "a", 1: "a", 2: "b"}), majority({0: "a", 1: "b"}), majority({0: "a"})
+    >>> majority_digest({0: "a", 1: "a", 2: "b"}), majority_digest({0: "a", 1: "b"}), majority_digest({0: "a"})
     ('a', None, 'a')
     """
     ranked = Counter(digests.values()).most_common(2)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.plan.auto_settings import digest_every
 from phalanx.train.callbacks import Callback
-from phalanx.train.engine import StepRequest
 from phalanx.train.guard.compiled import (
     CompiledComparison,
     code_key,
@@ -26,6 +25,7 @@ from phalanx.train.guard.divergence import ReplicaGuard, digest_shards
 from phalanx.train.guard.divergence_verdict import Divergence, settle_divergence
 from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.rank_control import UntrustedState
+from phalanx.train.step_result import StepRequest
 from phalanx.train.telemetry.clock import compiled_s
 from phalanx.units import plural
 

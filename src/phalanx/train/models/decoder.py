@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.job.model import ModelShape
-from phalanx.train.models.init import draw
+from phalanx.train.models.init import draw_values
 from phalanx.train.models.layers import Attention, Embedding, Mlp, Rope, norm_of, rope_tables
 from phalanx.train.models.moe import Moe
 from phalanx.train.models.support import refuse_untrainable
@@ -94,12 +94,12 @@ class Decoder(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Draw every parameter by (seed, name): the same in whatever stage, order or dtype. Buffers become zero."""
         for name, parameter in self.named_parameters():
-            value = draw(name, parameter.shape, seed=seed, layers=self.shape.layers, dtype=parameter.dtype)
+            value = draw_values(name, parameter.shape, seed=seed, layers=self.shape.layers, dtype=parameter.dtype)
             parameter.copy_(value)
         if self.shape.tied and not self.is_tied_here and self.head is not None:
             # Alone on the last stage, the head starts as the embedding it stands for.
             size, dtype = self.head.weight.shape, self.head.weight.dtype
-            self.head.weight.copy_(draw(TIED[0], size, seed=seed, layers=self.shape.layers, dtype=dtype))
+            self.head.weight.copy_(draw_values(TIED[0], size, seed=seed, layers=self.shape.layers, dtype=dtype))
         for buffer in self.buffers():
             buffer.zero_()
 

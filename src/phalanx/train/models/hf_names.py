@@ -27,7 +27,7 @@ class Match:
     to_theirs: Turn
 
 
-def matches(shape: ModelShape) -> list[Match]:
+def match_tensors(shape: ModelShape) -> list[Match]:
     """Every tensor of the model, matched; the head only where it is a tensor of its own."""
     family = family_of(shape)
     return list(_gpt2(shape) if family == "gpt2" else _llama_like(shape, family))

@@ -22,7 +22,7 @@ from phalanx.io.files import FileTooLargeError, read_bounded, write_text
 from phalanx.job.hf_config import to_config
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import TIED, Decoder
-from phalanx.train.models.hf_names import Match, matches
+from phalanx.train.models.hf_names import Match, match_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_INDEX_BYTES = 1 << 28  # DeepSeek-V3's index, 91,991 tensors, has 9 MB
@@ -56,14 +56,14 @@ def load_hf(folder: Path, model: Decoder) -> None:
 
 def check_hf(folder: Path, shape: ModelShape) -> None:
     """Raise UserError with every tensor of a folder that does not fit a model; reads headers, no values."""
-    _check(folder, shape, matches(shape), _entries(folder))
+    _check(folder, shape, match_tensors(shape), _entries(folder))
 
 
 def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole tensor) of every wanted parameter, one at a time, in the dtype of the file."""
     names = set(wanted)
     entries = _entries(folder)
-    known = matches(shape)
+    known = match_tensors(shape)
     _check(folder, shape, known, entries)
     with ExitStack() as stack:
         # Each file is opened once: parsing the header for each of 36,000 experts of Qwen3-235B would take minutes.
@@ -135,7 +135,7 @@ def save_hf(
     `state` is the whole model under our names. Raises UserError when it lacks or adds a tensor, or when no family of
     Hugging Face computes this shape.
     """
-    known = matches(shape)
+    known = match_tensors(shape)
     _check_state(state, known)
     theirs = dict(_turned(state, known))
     dtype = str(next(iter(theirs.values())).dtype).removeprefix("torch.")

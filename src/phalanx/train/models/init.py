@@ -14,7 +14,7 @@ RESIDUAL = (".attn.wo.weight", ".mlp.down.weight", ".mlp.shared.down.weight", ".
 ROWS = 256  # rows drawn from one key: a rank that holds a tenth of a tensor draws a tenth of it
 
 
-def draw(
+def draw_values(
     name: str,
     size: Sequence[int],
     *,

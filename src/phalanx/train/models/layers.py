@@ -149,14 +149,14 @@ def rope_tables(shape: ModelShape, positions_S: Tensor, dtype: torch.dtype) -> R
 
     Angles are formed in float64: position 100,000 times a float32 frequency is off by up to 0.006 radians.
     """
-    frequency_R = frequencies(shape, positions_S.device)
+    frequency_R = rotary_frequencies(shape, positions_S.device)
     angle_SR = positions_S.to(torch.float64)[:, None] * frequency_R[None, :]
     factor = _yarn_attention(shape.rope_factor) if shape.rope_scaling == "yarn" else 1.0
     wide = torch.promote_types(dtype, torch.float32)
     return Rope(cos_SR=(angle_SR.cos() * factor).to(wide), sin_SR=(angle_SR.sin() * factor).to(wide))
 
 
-def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
+def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """Radians per position of each pair, stretched as the shape says; float64."""
     exponent_R = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float64) / shape.head_dim
     frequency_R = shape.rope_theta**-exponent_R

@@ -175,9 +175,9 @@ def run_locally(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Te
     flat_M = choice_TK.flatten()
     order_M = flat_M.argsort(stable=True)
     back_M = order_M.argsort()
-    x_MD = permute(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
+    x_MD = permute_rows(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
     y_MD = experts(x_MD, count_visits(choice_TK, len(experts.up)))
-    return weigh(permute(y_MD, back_M, order_M), weight_TK)
+    return weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK)
 
 
 def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Ten
     x_MD = repeat_tokens(x_TD, choice_TK.shape[1])
     each, rest = divmod(len(x_MD), len(experts.up))
     counts_E = [each + (expert < rest) for expert in range(len(experts.up))]
-    return weigh(experts(x_MD, counts_E), weight_TK)
+    return weigh_answers(experts(x_MD, counts_E), weight_TK)
 
 
 def count_visits(choice: Tensor, experts: int, times: Tensor | None = None) -> Tensor:
@@ -201,13 +201,13 @@ def repeat_tokens(x_TD: Tensor, times: int) -> Tensor:
     return x_TD[:, None, :].expand(-1, times, -1).flatten(0, 1)
 
 
-def weigh(y_MD: Tensor, weight_TK: Tensor) -> Tensor:
+def weigh_answers(y_MD: Tensor, weight_TK: Tensor) -> Tensor:
     """A token's answers (side by side, in the order it ranked its experts), weighted and added."""
     y_TKD = y_MD.view(*weight_TK.shape, -1)
     return (y_TKD * weight_TK[:, :, None]).sum(dim=1).to(y_MD.dtype)
 
 
-def permute(x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+def permute_rows(x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
     """x[order], where `back` undoes `order`: the gradient is a gather too, so no atomics and always the same bits."""
     moved: Tensor = _Permute.apply(x_MD, order_M, back_M)  # type: ignore[no-untyped-call]
     return moved
@@ -243,30 +243,3 @@ class _WithLoss(torch.autograd.Function):
 
 def _alone(tensor: Tensor) -> Tensor:
     return tensor
-
-
-# Sequences that only fill a batch up: experts are not to be balanced by them.
-#
-# B sequences, N micro-batches, S tokens of a sequence.
-
-
-class BatchFilling:
-    """Tells the mixtures of experts of a stage which sequences of each micro-batch count, and which only fill it up.
-
-    A stage sees its micro-batches in order, whatever the schedule.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._moes = [module for module in model.modules() if isinstance(module, Moe)]
-        self._real_NB: list[torch.Tensor] = []
-        model.register_forward_pre_hook(self._next)
-
-    def begin(self, targets_BS: torch.Tensor, *, micro: int, ignored: int) -> None:
-        """Before a step, with the targets of all its micro-batches; those of filling are all `ignored`."""
-        self._real_NB = list(reversed((targets_BS != ignored).any(dim=1).long().split(micro)))
-
-    def _next(self, model: torch.nn.Module, inputs: object) -> None:
-        if torch.is_grad_enabled() and self._real_NB:
-            real_B = self._real_NB.pop()
-            for moe in self._moes:
-                moe.real_B = real_B

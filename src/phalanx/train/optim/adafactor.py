@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed import ProcessGroup
 
-from phalanx.train.optim.base import gradient, total_bytes
-from phalanx.train.optim.compact import apply
+from phalanx.train.optim.base import shard_gradient, total_bytes
+from phalanx.train.optim.compact import apply_update
 from phalanx.train.optim.moments import working_dtype
 from phalanx.train.optim.whole_tensors import sum_over
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -59,7 +59,7 @@ class Adafactor:
         for i, (shard, factors, scale) in enumerate(self._each(scales)):
             rms = (totals[i] / max(1, shard.numel)).sqrt()
             update = self._update(shard, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
-            apply(shard, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
+            apply_update(shard, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
 
     def _take_means(self, keep: float) -> None:
         """Move the means towards this step's squared gradients."""
@@ -85,7 +85,7 @@ class Adafactor:
 
     def _update(self, shard: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
         """The gradient over the root of the second moment, which is row × column / mean of the rows."""
-        grad = gradient(shard).to(factors.row.dtype)
+        grad = shard_gradient(shard).to(factors.row.dtype)
         if factors.column is None:
             return grad * factors.row.rsqrt()
         return grad * (factors.row / scale).rsqrt().unsqueeze(-1) * factors.column.rsqrt().unsqueeze(-2)
@@ -128,7 +128,7 @@ def _empty(shard: TensorShard) -> Factors:
 
 
 def _squares(shard: TensorShard) -> torch.Tensor:
-    return gradient(shard).to(working_dtype(shard.tensor.dtype)).square().add_(TINY)
+    return shard_gradient(shard).to(working_dtype(shard.tensor.dtype)).square().add_(TINY)
 
 
 def _groups(shard: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:

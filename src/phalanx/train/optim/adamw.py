@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.optim.adamw import adamw
 
-from phalanx.train.optim.base import gradient, state_shard, total_bytes
+from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 FUSED = ("cpu", "cuda")  # devices with a fused kernel on every torch we support; others take the foreach one
@@ -41,7 +41,7 @@ class AdamW:
             fused = device.type in FUSED
             adamw(
                 [self._shards[i].tensor for i in members],
-                [gradient(self._shards[i]) for i in members],
+                [shard_gradient(self._shards[i]) for i in members],
                 [self._first[i] for i in members],
                 [self._second[i] for i in members],
                 [],

@@ -29,7 +29,7 @@ class Optimizer(Protocol):
         """Bytes this rank keeps between steps, besides the weights."""
 
 
-def gradient(shard: TensorShard) -> torch.Tensor:
+def shard_gradient(shard: TensorShard) -> torch.Tensor:
     """The gradient of a shard, zeros where it took no part."""
     grad = shard.tensor.grad
     return torch.zeros_like(shard.tensor) if grad is None else grad

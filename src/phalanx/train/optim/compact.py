@@ -7,13 +7,13 @@ from functools import cache
 
 import torch
 
-from phalanx.train.optim.base import gradient, state_shard, total_bytes
+from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.optim.moments import (
     Kept,
     MomentFormat,
+    dice_key,
     element_positions,
     high_bits,
-    key,
     low_bits,
     mix_bits,
     moment_format,
@@ -57,7 +57,7 @@ class CompactAdamW:
         self.steps += 1
         numbers, keys = self._numbers(lr)
         for i, shard in enumerate(self._shards):
-            weight, grad, count = shard.tensor.reshape(-1), gradient(shard).reshape(-1), shard.tensor.numel()
+            weight, grad, count = shard.tensor.reshape(-1), shard_gradient(shard).reshape(-1), shard.tensor.numel()
             advance, at_once = _advance(self._kind, compiled=shard.tensor.is_cuda), AT_ONCE[shard.tensor.is_cuda]
             where = element_positions(shard) if count else weight
             for start in range(0, count, at_once):
@@ -74,7 +74,7 @@ class CompactAdamW:
         (beta1, beta2), t = self._betas, self.steps
         fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
         numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]
-        keys = [key(shard.name, t) for shard in self._shards]
+        keys = [dice_key(shard.name, t) for shard in self._shards]
         like = self._shards[0].tensor if self._shards else torch.zeros(0)
         kind = working_dtype(like.dtype)
         return (
@@ -125,8 +125,8 @@ def _advance(kind: str, *, compiled: bool) -> Advance:
         m = torch.lerp(forms[0].decode(first, numbers.dtype), wide, new1)
         v = beta2 * forms[1].decode(second, numbers.dtype) + (1.0 - beta2) * wide * wide
         bits = mix_bits(where if where.dim() else where + _follow(weight), by)
-        keep(first, forms[0].encode(m, low_bits(bits)))
-        keep(second, forms[1].encode(v, high_bits(bits)))
+        copy_kept(first, forms[0].encode(m, low_bits(bits)))
+        copy_kept(second, forms[1].encode(v, high_bits(bits)))
         wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)
         weight.copy_(to_bf16(wide, low_bits(mix_bits(bits, by))) if weight.dtype == torch.bfloat16 else wide)
 
@@ -137,7 +137,7 @@ def _follow(flat: torch.Tensor) -> torch.Tensor:
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
-def apply(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
+def apply_update(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:
     """weight = weight · (1 - lr · decay) - lr · update, in the working format; bf16 weights are rounded by dice."""
     wide = shard.tensor.to(update.dtype).mul(1.0 - lr * weight_decay).add_(update, alpha=-lr)
     if shard.tensor.dtype == torch.bfloat16:
@@ -145,7 +145,7 @@ def apply(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: 
     shard.tensor.copy_(wide)
 
 
-def keep(old: Kept, new: Kept) -> None:
+def copy_kept(old: Kept, new: Kept) -> None:
     """Write what a format made into the tensors that are kept."""
     for tensor, value in zip(old, new, strict=True):
         tensor.copy_(value)
@@ -154,4 +154,4 @@ def keep(old: Kept, new: Kept) -> None:
 def load_kept(kept: Kept, form: MomentFormat, value: torch.Tensor, shard: TensorShard, steps: int) -> None:
     """Encode a loaded state tensor, which may be the kept one itself."""
     if shard.tensor.numel():
-        keep(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low_bits(rounding_bits(shard, steps))))
+        copy_kept(kept, form.encode(value.to(device=kept[0].device).reshape(-1), low_bits(rounding_bits(shard, steps))))

@@ -181,10 +181,10 @@ def rounding_bits(shard: TensorShard, step: int) -> torch.Tensor:
     where = element_positions(shard)
     if not where.dim():
         where = where + torch.arange(shard.tensor.numel(), dtype=torch.int32, device=where.device)
-    return mix_bits(where, key(shard.name, step))
+    return mix_bits(where, dice_key(shard.name, step))
 
 
-def key(name: str, step: int) -> int:
+def dice_key(name: str, step: int) -> int:
     """What tells the dice of one tensor and step from those of another: an int32."""
     return _wrapped(zlib.crc32(f"{name}#{step}".encode()))
 

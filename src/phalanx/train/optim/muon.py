@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from phalanx.train.optim.base import Optimizer, gradient, state_shard, total_bytes
-from phalanx.train.optim.compact import apply, keep, load_kept
+from phalanx.train.optim.base import Optimizer, shard_gradient, state_shard, total_bytes
+from phalanx.train.optim.compact import apply_update, copy_kept, load_kept
 from phalanx.train.optim.moments import high_bits, moment_format, readable_moment, rounding_bits, working_dtype
 from phalanx.train.optim.whole_tensors import GroupSplit, group_splits, spread_work
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -63,20 +63,22 @@ class Muon:
         """One update of every shard; matrices of one shape and split travel together."""
         self.steps += 1
         for members in self._alike:
-            updates = spread_work([self._ahead(i) for i in members], _matrix_cuts(self._shards[members[0]]), orthogonal)
+            updates = spread_work(
+                [self._ahead(i) for i in members], _matrix_cuts(self._shards[members[0]]), orthogonal_matrix
+            )
             for i, update in zip(members, updates, strict=True):
                 scale = ADAM_RMS * max(self._shards[i].shape[-2:]) ** 0.5
                 wide = update.to(working_dtype(self._shards[i].tensor.dtype)) * scale
-                apply(self._shards[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
+                apply_update(self._shards[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
         self._rest.step(lr)
 
     def _ahead(self, i: int) -> torch.Tensor:
         """Take the gradient into the momentum and look one step ahead (Nesterov)."""
         shard = self._shards[i]
-        grad = gradient(shard).to(working_dtype(shard.tensor.dtype))
+        grad = shard_gradient(shard).to(working_dtype(shard.tensor.dtype))
         momentum = self._form.decode(self._momentum[i], grad.dtype).view(grad.shape) * self._keep + grad
         if grad.numel():
-            keep(
+            copy_kept(
                 self._momentum[i], self._form.encode(momentum.reshape(-1), high_bits(rounding_bits(shard, self.steps)))
             )
         # bf16 on a GPU is enough for the iterations (Jordan et al.); elsewhere it would be slower.
@@ -104,7 +106,7 @@ class Muon:
         return total_bytes([tensor for kept in self._momentum for tensor in kept]) + self._rest.state_bytes()
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonal_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """Roughly U Vᵀ of the singular value decomposition: singular values land between about 0.7 and 1.2."""
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     tall = stack.shape[-2] > stack.shape[-1]

@@ -88,7 +88,7 @@ class Quantised:
             dist.all_reduce(bucket, group=group)
             return
         sizes, block = self._sizes.get(key, (size,)), self._format.block
-        x_1n = spread(bucket.reshape(1, -1), sizes, block)
+        x_1n = pad_blocks(bucket.reshape(1, -1), sizes, block)
         x_Wm = F.pad(x_1n, (0, -x_1n.shape[1] % (ranks * block))).view(ranks, -1)
         whole_blocks = (x_Wm.shape[1],)
         sum_m = self._summed(x_Wm, whole_blocks, group, f"{key}/parts")
@@ -125,13 +125,13 @@ class Quantised:
         message_WA = self._rounded(x_Wm, sizes, key)
         self.bytes_sent += (group.size() - 1) * message_WA.shape[1]
         received_WA = wire.all_to_all(message_WA, group)
-        return self._format.decode(received_WA, sizes, wide(x_Wm)).sum(0)
+        return self._format.decode(received_WA, sizes, wide_dtype(x_Wm)).sum(0)
 
     def _rounded(self, x_Rm: Tensor, sizes: Sequence[int], key: str) -> Tensor:
         """The message for x plus the error carried so far; what it cannot carry becomes the new error."""
         error = self._errors.get(key)
         if error is None:
-            error = self._errors[key] = torch.zeros_like(x_Rm, dtype=wide(x_Rm))
+            error = self._errors[key] = torch.zeros_like(x_Rm, dtype=wide_dtype(x_Rm))
         error += x_Rm
         message_RA = self._format.encode(error, sizes)
         error -= self._format.decode(message_RA, sizes, error.dtype)
@@ -139,7 +139,7 @@ class Quantised:
         return message_RA
 
 
-def wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """What sums and errors of x are held in: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -195,7 +195,7 @@ class Blocks:
 
     def encode(self, x_Rn: Tensor, sizes: Sequence[int]) -> Tensor:
         """Scales first, then the values; what fills up the blocks is not sent."""
-        x_Rkb = _in_blocks(spread(x_Rn, sizes, self.block), self.block)
+        x_Rkb = _in_blocks(pad_blocks(x_Rn, sizes, self.block), self.block)
         # Smallest normal fp32: a block of zeros stays zero. A block with inf or nan gets such a scale, and all its
         # values come back as nan, which is what makes every rank skip the step.
         scale_Rk1 = (x_Rkb.abs().amax(-1, keepdim=True).float() / self.top).clamp_min(torch.finfo(torch.float32).tiny)
@@ -210,7 +210,7 @@ class Blocks:
         # Flat first: a single row keeps its odd length as stride, which does not pass as rows of fp32.
         scale_Rk = message_RA[:, : 4 * blocks].reshape(-1).view(torch.float32).view(rows, blocks)
         values_Rn = message_RA[:, 4 * blocks :].view(self.dtype).to(dtype)
-        values_Rkb = _in_blocks(spread(values_Rn, sizes, self.block), self.block)
+        values_Rkb = _in_blocks(pad_blocks(values_Rn, sizes, self.block), self.block)
         return gather_up((values_Rkb * scale_Rk[..., None].to(dtype)).flatten(1), sizes, self.block)
 
 
@@ -218,7 +218,7 @@ def _in_blocks(x_Rn: Tensor, block: int) -> Tensor:
     return x_Rn.view(len(x_Rn), -1, block)
 
 
-def spread(x_Rn: Tensor, sizes: Sequence[int], block: int) -> Tensor:
+def pad_blocks(x_Rn: Tensor, sizes: Sequence[int], block: int) -> Tensor:
     """Fill every tensor of a row up to whole blocks."""
     if not any(size % block for size in sizes[:-1]):
         return F.pad(x_Rn, (0, -x_Rn.shape[1] % block))
@@ -227,7 +227,7 @@ def spread(x_Rn: Tensor, sizes: Sequence[int], block: int) -> Tensor:
 
 
 def gather_up(x_Rn: Tensor, sizes: Sequence[int], block: int) -> Tensor:
-    """Undo `spread`, and drop whatever follows the last tensor."""
+    """Undo `pad_blocks`, and drop whatever follows the last tensor."""
     if not any(size % block for size in sizes[:-1]):
         return x_Rn[:, : sum(sizes)]
     starts = list(accumulate((size + -size % block for size in sizes), initial=0))

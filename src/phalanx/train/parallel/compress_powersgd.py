@@ -46,8 +46,8 @@ class PowerSgd:
             dist.all_reduce(bucket, group=group)
             return
         parts = self._parts(bucket, key)
-        thin = {f"{key}/{i}": part for i, part in enumerate(parts) if gains(part.shape, self._rank)}
-        whole = [part for part in parts if not gains(part.shape, self._rank)]
+        thin = {f"{key}/{i}": part for i, part in enumerate(parts) if saves_bytes(part.shape, self._rank)}
+        whole = [part for part in parts if not saves_bytes(part.shape, self._rank)]
         matrices = {name: self._with_error(name, part) for name, part in thin.items()}
         left = {name: m_nm @ self._factor(name, m_nm) for name, m_nm in matrices.items()}
         self._sum([*left.values(), *whole], group)
@@ -115,10 +115,10 @@ class PowerSgd:
         self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), group)
 
 
-def gains(shape: torch.Size, rank: int) -> bool:
+def saves_bytes(shape: torch.Size, rank: int) -> bool:
     """Whether two factors of rank r are smaller than the matrix: r (n + m) < n m.
 
-    >>> gains(torch.Size([64, 64]), 4), gains(torch.Size([8, 8]), 4), gains(torch.Size([64]), 4)
+    >>> saves_bytes(torch.Size([64, 64]), 4), saves_bytes(torch.Size([8, 8]), 4), saves_bytes(torch.Size([64]), 4)
     (True, False, False)
     """
     return len(shape) == 2 and rank * (shape[0] + shape[1]) < shape[0] * shape[1]

@@ -91,11 +91,11 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
 def _to_heads(x_BNSH: Tensor, group: ProcessGroup) -> Tensor:
     """All heads of a part of the sequence -> the whole sequence, in order, of a part of the heads."""
     parts_CBNSH = x_BNSH.reshape(x_BNSH.shape[0], group.size(), -1, *x_BNSH.shape[2:]).movedim(1, 0)
-    return join_all(wire.exchange(parts_CBNSH, group), dim=2)
+    return join_all(wire.exchange_rows(parts_CBNSH, group), dim=2)
 
 
 def _to_sequence(x_BNLH: Tensor, group: ProcessGroup) -> Tensor:
-    parts_CBNSH = wire.exchange(split_all(x_BNLH, group.size(), dim=2), group)
+    parts_CBNSH = wire.exchange_rows(split_all(x_BNLH, group.size(), dim=2), group)
     return parts_CBNSH.movedim(0, 1).flatten(1, 2)
 
 
@@ -172,7 +172,7 @@ def join_all(parts_C: Tensor, dim: int) -> Tensor:
 _FLASH_HEADS = (8, 256)  # the CUDA kernel wants a head size that is a multiple of 8 and at most 256
 
 
-def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_block(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """One block: its output and the log-sum-exp of its scores [B, N, S]. `causal` needs as many queries as keys."""
     if q_BNSH.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKSH, v_BKSH, 0.0, causal)
@@ -279,11 +279,11 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Tensor:
         travel = _Travel(torch.stack([k_BKSH, v_BKSH]), group)
-        merged = _Merged(*attend(q_BNSH, k_BKSH, v_BKSH, causal=True))
+        merged = _Merged(*attend_block(q_BNSH, k_BKSH, v_BKSH, causal=True))
         for distance in range(1, group.size()):
             queries, keys = _seen(group.rank(), distance, q_BNSH.shape[2])
             k, v = travel.next()[:, :, :, keys]
-            merged.add(*attend(q_BNSH[:, :, queries], k, v, causal=False), queries)
+            merged.add(*attend_block(q_BNSH[:, :, queries], k, v, causal=False), queries)
         out_BNSH = merged.out.to(q_BNSH.dtype)
         ctx.save_for_backward(q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse)
         ctx.group = group
@@ -335,10 +335,10 @@ class GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Tensor:
         kv_XBKLH = _gather(k_BKSH, v_BKSH, group)
-        merged = _Merged(*attend(q_BNSH, k_BKSH, v_BKSH, causal=True))
+        merged = _Merged(*attend_block(q_BNSH, k_BKSH, v_BKSH, causal=True))
         for queries, keys in _earlier(group, q_BNSH.shape[2]):
             k, v = kv_XBKLH[:, :, :, keys]
-            merged.add(*attend(q_BNSH[:, :, queries], k, v, causal=False), queries)
+            merged.add(*attend_block(q_BNSH[:, :, queries], k, v, causal=False), queries)
         out_BNSH = merged.out.to(q_BNSH.dtype)
         ctx.save_for_backward(q_BNSH, k_BKSH, v_BKSH, out_BNSH, merged.lse)
         ctx.group = group

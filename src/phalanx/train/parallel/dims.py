@@ -103,7 +103,7 @@ class Meshes:
 
 def build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
     """Create the groups. Every rank must call this, in the same order as its other collectives."""
-    with untraced():
+    with without_tracing():
         return _build(dims, device_type, experts=experts)
 
 
@@ -162,7 +162,7 @@ def _timed_groups(cut: str, times: dict[str, GroupTime]) -> Iterator[None]:
 # Set-up that needs real values also where a step is traced on tensors without any.
 
 
-def untraced() -> AbstractContextManager[Any]:
+def without_tracing() -> AbstractContextManager[Any]:
     """Leave the fake-tensor mode of `phalanx trace` for a while; nothing where there is none.
 
     A mesh is a tensor of rank numbers that torch reads, and FSDP2 over tensor parallelism looks for its own rank in it

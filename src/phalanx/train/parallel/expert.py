@@ -22,11 +22,11 @@ from phalanx.train.models.moe import (
     Experts,
     Moe,
     count_visits,
-    permute,
+    permute_rows,
     repeat_tokens,
     run_evenly,
     run_locally,
-    weigh,
+    weigh_answers,
 )
 from phalanx.train.parallel import wire
 from phalanx.train.parallel.dims import Meshes
@@ -70,11 +70,11 @@ class ExpertExchange:
         leaving_PE = count_visits(choice_TK, self.num_experts).view(self.group.size(), -1)
         arriving_PE = wire.all_to_all(leaving_PE, self.group)
         send, receive, held = self._sizes(leaving_PE, arriving_PE, choice_TK.numel())
-        x_MD = permute(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
-        x_RD = wire.exchange(x_MD, self.group, send=send, receive=receive)
+        x_MD = permute_rows(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
+        x_RD = wire.exchange_rows(x_MD, self.group, send=send, receive=receive)
         y_RD = _run_arrived(experts, x_RD, arriving_PE, held)
-        y_MD = wire.exchange(y_RD, self.group, send=receive, receive=send)
-        return weigh(permute(y_MD, back_M, order_M), weight_TK)
+        y_MD = wire.exchange_rows(y_RD, self.group, send=receive, receive=send)
+        return weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK)
 
     def _sizes(
         self, leaving_PE: Tensor, arriving_PE: Tensor, visits: int
@@ -97,8 +97,8 @@ def _run_arrived(experts: Experts, x_RD: Tensor, arriving_PE: Tensor, sizes_E: T
     expert_R = expert_PE.repeat_interleave(arriving_PE.flatten(), output_size=len(x_RD))
     order_R = expert_R.argsort(stable=True)
     back_R = order_R.argsort()
-    y_RD = experts(permute(x_RD, order_R, back_R), sizes_E)
-    return permute(y_RD, back_R, order_R)
+    y_RD = experts(permute_rows(x_RD, order_R, back_R), sizes_E)
+    return permute_rows(y_RD, back_R, order_R)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ class ExpertSlices:
         """What the chosen experts make of every token."""
         run = run_evenly if self.balanced else run_locally
         if not self.sequence_parallel:
-            x_TD, weight_TK = (wire.share(one, self.group) for one in (x_TD, weight_TK))
+            x_TD, weight_TK = (wire.share_input(one, self.group) for one in (x_TD, weight_TK))
             return wire.add_up(run(experts, x_TD, choice_TK, weight_TK), self.group)
         x_TD, weight_TK = (wire.gather_tokens(one, self.group) for one in (x_TD, weight_TK))
         choice_TK = wire.all_gather(choice_TK, self.group).flatten(0, 1)
@@ -136,7 +136,7 @@ def split_experts(model: nn.Module, meshes: Meshes, *, sequence_parallel: bool) 
     tensor = meshes.dense.get_group("tensor") if meshes.dims.tensor > 1 else None
     sharing = [meshes.group("context")] if meshes.dims.context > 1 else []
     sharing += [tensor] if tensor is not None and sequence_parallel else []
-    for _, moe in mixtures(model):
+    for _, moe in expert_layers(model):
         moe.sum_over_sequence = partial(_sum_over, groups=sharing)
         if meshes.experts is not None:
             group = meshes.experts.get_group("expert")
@@ -156,7 +156,7 @@ def split_experts(model: nn.Module, meshes: Meshes, *, sequence_parallel: bool) 
 
 def balance_routing(model: nn.Module) -> None:
     """For dry runs: from now on every expert is taken to be chosen equally often, whatever the router says."""
-    for _, moe in mixtures(model):
+    for _, moe in expert_layers(model):
         if isinstance(moe.dispatch, (ExpertExchange, ExpertSlices)):
             moe.dispatch = replace(moe.dispatch, balanced=True)
         else:
@@ -167,13 +167,13 @@ def expert_offset(model: nn.Module) -> Mapping[str, Offset]:
     """For every parameter that `split_experts` cut: (dimension, first row here, rows of the whole)."""
     return {
         f"{name}.experts.{parameter}".lstrip("."): moe.dispatch.offsets()[parameter]
-        for name, moe in mixtures(model)
+        for name, moe in expert_layers(model)
         if isinstance(moe.dispatch, (ExpertExchange, ExpertSlices))
         for parameter, _ in moe.experts.named_parameters()
     }
 
 
-def mixtures(model: nn.Module) -> Iterator[tuple[str, Moe]]:
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, Moe]]:
     """Every mixture of experts of a model, with its name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Moe))
 
@@ -188,10 +188,10 @@ class Imbalance:
     busiest_rank: int
 
 
-def imbalance(counts_E: Tensor, ranks: int) -> Imbalance:
+def expert_imbalance(counts_E: Tensor, ranks: int) -> Imbalance:
     """The load's unevenness from the tokens of each expert, summed over all ranks, when `ranks` share the experts.
 
-    >>> imbalance(torch.tensor([6, 2, 2, 2]), 2)
+    >>> expert_imbalance(torch.tensor([6, 2, 2, 2]), 2)
     Imbalance(expert=2.0, rank=1.3333333333333333, busiest_expert=0, busiest_rank=0)
     """
     counts = [int(count) for count in counts_E.tolist()]
@@ -240,7 +240,7 @@ def _sum_gradient(router: nn.Module, group: ProcessGroup) -> None:
     """
 
     def begin(module: nn.Module, _: object) -> None:
-        module.__dict__["weight"] = wire.share(module.get_parameter("weight"), group)
+        module.__dict__["weight"] = wire.share_input(module.get_parameter("weight"), group)
 
     def end(module: nn.Module, *_: object) -> None:
         del module.__dict__["weight"]

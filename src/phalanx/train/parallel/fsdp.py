@@ -125,7 +125,7 @@ def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def accumulate(model: FSDPModule, *, zero: int, last: bool) -> None:
+def set_gradient_sync(model: FSDPModule, *, zero: int, last: bool) -> None:
     """Say before each backward whether it is the last of the step."""
     stage = ZERO[zero]
     model.set_requires_gradient_sync(last or stage.reduce_every_micro_batch)

@@ -10,7 +10,7 @@ from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.expert import split_experts
 from phalanx.train.parallel.float8 import refuse_without_float8, use_float8
 from phalanx.train.parallel.fsdp import cast_inputs, shard_params
-from phalanx.train.parallel.recompute import offload_activations, recompute
+from phalanx.train.parallel.recompute import offload_activations, recompute_blocks
 from phalanx.train.parallel.tensor import split_tensors
 from phalanx.train.settings import Settings
 
@@ -32,7 +32,7 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     if settings.compute == "fp8":
         refuse_without_float8(device)
         use_float8(list(model.layers.values()))
-    recompute(list(model.layers.values())[: settings.recompute_layers], layout.recompute)
+    recompute_blocks(list(model.layers.values())[: settings.recompute_layers], layout.recompute)
     if layout.offload == "activations":
         offload_activations(model.layers.values())
     if settings.compile:

@@ -42,7 +42,7 @@ LEAST_MOVED_BYTES = 2**16  # smaller tensors cost more to move than they free
 COLLECTIVES = ("_c10d_functional", "c10d_functional")
 
 
-def recompute(blocks: Iterable[nn.Module], kind: str) -> None:
+def recompute_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
     """Make each block recompute in backward; the module tree and its names stay as they are."""
     for block in blocks:
         if kind != "none" and next(block.buffers(), None) is not None:

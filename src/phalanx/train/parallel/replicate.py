@@ -39,10 +39,10 @@ class Bucket:
 
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         self.params = list(params)
-        sizes = [local(param).numel() for param in params]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=local(params[0]).device)
+        sizes = [local_tensor(param).numel() for param in params]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=local_tensor(params[0]).device)
         parts = self.flat.split(sizes)
-        self.views = [part.view(local(param).shape) for part, param in zip(parts, params, strict=True)]
+        self.views = [part.view(local_tensor(param).shape) for part, param in zip(parts, params, strict=True)]
         self.waiting = 0
         self.filled = [False] * len(self.views)
 
@@ -169,7 +169,7 @@ class Replicas:
         return dist.all_reduce(flat, group=group, async_op=True)
 
 
-def local(param: torch.Tensor) -> torch.Tensor:
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """The plain tensor behind a parameter."""
     return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
@@ -179,8 +179,8 @@ def _fill(params: Sequence[torch.Tensor], dtype: torch.dtype, bucket_bytes: int)
     groups: list[list[torch.Tensor]] = []
     room = 0
     for param in reversed(params):
-        size = local(param).numel() * dtype.itemsize
-        if not groups or size > room or local(param).device != local(groups[-1][0]).device:
+        size = local_tensor(param).numel() * dtype.itemsize
+        if not groups or size > room or local_tensor(param).device != local_tensor(groups[-1][0]).device:
             groups.append([])
             room = bucket_bytes
         groups[-1].append(param)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.replicate import Ear, local, local_gradient
+from phalanx.train.parallel.replicate import Ear, local_gradient, local_tensor
 
 
 class TreeReplicas:
@@ -22,10 +22,10 @@ class TreeReplicas:
 
     def __init__(self, params: Sequence[torch.Tensor], group: ProcessGroup, *, reduce: torch.dtype) -> None:
         self._params, self._group = list(params), group
-        sizes = [local(param).numel() for param in params]
-        self._flat = torch.zeros(sum(sizes), dtype=reduce, device=local(params[0]).device)
+        sizes = [local_tensor(param).numel() for param in params]
+        self._flat = torch.zeros(sum(sizes), dtype=reduce, device=local_tensor(params[0]).device)
         parts = self._flat.split(sizes)
-        self._views = {id(p): part.view(local(p).shape) for p, part in zip(params, parts, strict=True)}
+        self._views = {id(p): part.view(local_tensor(p).shape) for p, part in zip(params, parts, strict=True)}
         self._levels: list[tuple[int, torch.Tensor]] = []
         self._ear: Ear | None = None
 

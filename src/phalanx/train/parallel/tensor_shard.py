@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from phalanx.train.parallel.expert import ExpertExchange, ExpertSlices, mixtures
+from phalanx.train.parallel.expert import ExpertExchange, ExpertSlices, expert_layers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -146,7 +146,7 @@ def _known_cuts(param: torch.Tensor) -> list[RegionSplit]:
 def expert_splits(model: nn.Module) -> Mapping[int, RegionSplit]:
     """For each expert parameter (by id) the split torch does not know of: by expert, or of every expert's width."""
     found = {}
-    for _, moe in mixtures(model):
+    for _, moe in expert_layers(model):
         if isinstance(moe.dispatch, ExpertExchange | ExpertSlices):
             group = moe.dispatch.group
             for name, param in moe.experts.named_parameters():

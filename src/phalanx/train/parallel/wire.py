@@ -80,7 +80,7 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(grad, ctx.group, send=ctx.receive, receive=ctx.send), None, None, None
 
 
-def exchange(
+def exchange_rows(
     x: Tensor, group: ProcessGroup, *, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
 ) -> Tensor:
     """`all_to_all` that gradients pass through."""
@@ -222,7 +222,7 @@ def scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
-def share(x: Tensor, group: ProcessGroup) -> Tensor:
+def share_input(x: Tensor, group: ProcessGroup) -> Tensor:
     """The same on every rank, each of which then does a different part of the work: gradients are summed."""
     out: Tensor = _Shared.apply(x, group)  # type: ignore[no-untyped-call]
     return out

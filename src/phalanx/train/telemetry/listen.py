@@ -16,8 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from phalanx.train.models.decoder import TIED
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.parallel.gradients import GradientExchange
-from phalanx.train.telemetry.noise import EVERY, LocalNorms
+from phalanx.train.parallel.gradients import GradientExchange, squared_norm
+from phalanx.train.parallel.tensor_shard import TensorShard
+from phalanx.train.telemetry.noise import EVERY, NUMBERS, LocalNorms
 
 if TYPE_CHECKING:
     from phalanx.train.model_stages import StageTensor
@@ -30,6 +31,32 @@ class NoiseListener:
         self.norms = norms
         self.heard = heard  # of each trained parameter: whether its gradient is of this rank's own samples
         self.hears_all = all(heard)
+
+    def own_numbers(
+        self,
+        shards: Sequence[TensorShard],
+        grads: Sequence[torch.Tensor],
+        squared: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        micro: int,
+        ignored: int,
+        speaks: bool,
+    ) -> list[torch.Tensor]:
+        """What this rank adds to `noise_of_step`, `squared` being its share of the gradient's squared norm.
+
+        Nothing where no estimate is made, zeros in a step that is not measured. The rank that `speaks` for its
+        sequences counts them.
+        """
+        if not self.norms.enabled:
+            return []
+        if not self.norms.on:
+            return [torch.zeros_like(squared)] * NUMBERS
+        local, chunks, sequences = self.norms.numbers(targets_BS, micro=micro, ignored=ignored, speaks=speaks)
+        if not self.hears_all:
+            kept = [(shard, grad) for shard, grad, own in zip(shards, grads, self.heard, strict=True) if own]
+            squared = squared_norm([shard for shard, _ in kept], [grad for _, grad in kept]).to(squared.device)
+        return [local, squared, chunks, sequences]
 
 
 def listen_for_noise(

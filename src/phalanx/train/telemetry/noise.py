@@ -119,15 +119,24 @@ class Noise:
     squared: float  # |G|²; below zero when noise drowns it
 
 
-def estimate(*, local: float, total: float, chunks: float, samples: float) -> Noise | None:
+def estimate_noise(*, local: float, total: float, chunks: float, samples: float) -> Noise | None:
     """From a (`local`) and A (`total`) of the head of this file; None where there is nothing to compare.
 
-    >>> estimate(local=5.0, total=2.0, chunks=4, samples=8)
+    >>> estimate_noise(local=5.0, total=2.0, chunks=4, samples=8)
     Noise(trace=8.0, squared=1.0)
     """
     if chunks < 2 or not math.isfinite(local) or not math.isfinite(total):
         return None
     return Noise(trace=samples * (local - total) / (chunks - 1), squared=(chunks * total - local) / (chunks - 1))
+
+
+def noise_of_step(numbers: Sequence[float], *, valid: float, factor: float) -> Noise | None:
+    """The noise of a step's gradient in the unit of its norm, from `NoiseListener.own_numbers` of all ranks."""
+    if not numbers:
+        return None
+    local, total, chunks, sequences = numbers
+    unit = factor * factor
+    return estimate_noise(local=local * unit * valid, total=total * unit, chunks=chunks, samples=sequences)
 
 
 class NoiseScale:

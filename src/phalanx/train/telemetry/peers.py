@@ -57,10 +57,10 @@ class Directory(Protocol):
         """Read what is there."""
 
 
-def neighbours(rank: int, dims: ParallelDims) -> dict[str, int]:
+def ring_neighbours(rank: int, dims: ParallelDims) -> dict[str, int]:
     """The next rank on every axis of more than one, around the ring.
 
-    >>> neighbours(3, ParallelDims(pipeline=2, data=2))
+    >>> ring_neighbours(3, ParallelDims(pipeline=2, data=2))
     {'data': 2, 'pipeline': 1}
     """
     found, stride = {}, 1
@@ -166,7 +166,7 @@ class Peers:
         self._events, self._directory, self._rank, self._epoch = events, directory, rank, epoch
         self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
         self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
-        self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in neighbours(rank, dims).items()}
+        self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in ring_neighbours(rank, dims).items()}
         self._sock = _open(address)
         self._ours, self._wake = socket.socketpair()
         self._until_s = time.monotonic() + FIND_S

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from phalanx.train.callbacks import Callback
-from phalanx.train.parallel.expert import imbalance
+from phalanx.train.parallel.expert import expert_imbalance
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class StepTelemetry(Callback):
 
 def _expert_imbalance(training: TrainingLoop) -> float | None:
     """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
-    loads = training.engine.expert_loads
+    loads = training.engine.experts.loads
     if loads is None:
         return None
-    return max(imbalance(load_E, training.engine.dims.expert).expert for load_E in loads)
+    return max(expert_imbalance(load_E, training.engine.dims.expert).expert for load_E in loads)

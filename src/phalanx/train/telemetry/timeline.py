@@ -60,7 +60,7 @@ class Sample:
             spans.append(
                 ("collective", call.op, start_s, call.end_s - call.start_s, call.nbytes or None, self._axes(call))
             )
-        kept, dropped = fitting(merged(sorted(spans, key=lambda span: span[2])))
+        kept, dropped = longest_spans(merge_spans(sorted(spans, key=lambda span: span[2])))
         rounded = [[*span[:2], round(span[2], 6), round(span[3], 6), *span[4:]] for span in kept]
         return {"spans": rounded, "dropped": dropped, "collectives": self._collectives()}
 
@@ -94,7 +94,7 @@ def _numbered(phases: Sequence[Phase]) -> Iterator[str]:
         yield f"{name} {seen[kind]}" if kinds.count(kind) > 1 else name
 
 
-def merged(spans: Sequence[Span]) -> list[Span]:
+def merge_spans(spans: Sequence[Span]) -> list[Span]:
     """Neighbours of the same kind, name and group that all but touch, as one."""
     found: list[Span] = []
     for span in spans:
@@ -109,7 +109,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def fitting(spans: Sequence[Span], most: int = MOST_SPANS) -> tuple[list[Span], int]:
+def longest_spans(spans: Sequence[Span], most: int = MOST_SPANS) -> tuple[list[Span], int]:
     """The longest of them in their order, and how many were left out."""
     if len(spans) <= most:
         return list(spans), 0

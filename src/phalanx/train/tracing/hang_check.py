@@ -27,9 +27,8 @@ class TraceHang:
 
     def render(self) -> str:
         """Two lines, the first failing rank first."""
-        first = (
-            f"rank {self.rank} waits for rank {self.waits_for} in {describe(self.operation)}, operation {self.index:,}"
-        )
+        what = f"{describe_operation(self.operation)}, operation {self.index:,}"
+        first = f"rank {self.rank} waits for rank {self.waits_for} in {what}"
         more = f"; behind them {plural(self.others, 'other rank')}" if self.others else ""
         return f"{first}\n  rank {self.waits_for} {self.instead}{more}"
 
@@ -61,7 +60,9 @@ def _differs(one: RankTrace, other: RankTrace, index: int) -> TraceHang:
         index=index,
         operation=operation,
         waits_for=missing.rank,
-        instead=f"(of the same stage) calls {describe(does)} there" if does else "(of the same stage) is done by then",
+        instead=f"(of the same stage) calls {describe_operation(does)} there"
+        if does
+        else "(of the same stage) is done by then",
     )
 
 
@@ -69,7 +70,7 @@ def _at(operations: Sequence[TracedOperation], index: int) -> TracedOperation | 
     return operations[index] if index < len(operations) else None
 
 
-def describe(operation: TracedOperation) -> str:
+def describe_operation(operation: TracedOperation) -> str:
     """An operation in words."""
     size = format_bytes(operation.nbytes)
     if operation.is_message:
@@ -145,7 +146,7 @@ class _Play:
                 return False
             _, sent = mail.popleft()
             if (sent.nbytes, sent.dtype) != (operation.nbytes, operation.dtype):
-                return self._hang(rank, operation, operation.peer, f"sends {describe(sent)}")
+                return self._hang(rank, operation, operation.peer, f"sends {describe_operation(sent)}")
         self._at[rank] += 1
         return True
 
@@ -156,7 +157,7 @@ class _Play:
             does = self._next(other)
             here = does is not None and not does.is_message and does.group == operation.group
             if here and does is not None and does.signature != operation.signature:
-                return self._hang(rank, operation, other, f"calls {describe(does)} there")
+                return self._hang(rank, operation, other, f"calls {describe_operation(does)} there")
             if not here:
                 return set()
         for other in members:
@@ -195,7 +196,7 @@ class _Play:
         other = self._missing(rank, operation)
         does = self._next(other)
         assert does is not None
-        return self._hang(rank, operation, other, f"waits in {describe(does)}, operation {self._at[other]:,}")
+        return self._hang(rank, operation, other, f"waits in {describe_operation(does)}, operation {self._at[other]:,}")
 
     def _awaits_message(self, rank: int) -> bool:
         operation = self._next(rank)

@@ -60,9 +60,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.meter.claim(HOST if offload == "parameters" else "parameters", parameters)
         self.meter.claim("parameters", (buffer for part in engine.parts for buffer in part.model.buffers()))
         state = [shard.tensor for shard in engine.optimizer.state()]
-        copies = [master for _, master in engine._copies]
+        copies = [master for _, master in engine.masters.copies]
         self.meter.claim(HOST if offload in ("optimizer", "parameters") else "optimizer", [*state, *copies])
-        self.meter.look = lambda: gradients(engine)
+        self.meter.look = lambda: held_gradients(engine)
         for part in engine.parts:
             part.model.register_forward_pre_hook(self._forward_begins)
             for block in part.model.layers.values():
@@ -254,7 +254,7 @@ def axis_of(names: Sequence[str], kind: str) -> str:
     return names[0] if names else ""
 
 
-def gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+def held_gradients(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything that holds gradients at this moment."""
     for held in engine.held:
         if held.tensor.grad is not None:

@@ -13,9 +13,9 @@ from typing import ClassVar
 from phalanx.io.tables import text_table
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import map_axes
-from phalanx.plan.memory import MEMORY_ERROR
 from phalanx.plan.prediction import MemoryReport, executed_flops, predict_layout
 from phalanx.plan.request import PlanRequest
+from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.train.tracing.log import RankTrace, message_rows
 from phalanx.train.tracing.meter import MEMORY_PARTS
 from phalanx.units import format_bytes, format_count, format_seconds

@@ -112,11 +112,11 @@ def record_step(
         for part in engine.parts:
             balance_routing(part.model)
         if compiled:
-            engine._loss = fused_loss
+            engine.micro_batches.loss = fused_loss
         recorder.attach(engine)
         if dry:
             _run(engine, _few(layout), dry=True)
-            engine._schedules.clear()  # and the receive buffers of so many micro-batches
+            engine.micro_batches.clear_schedules()  # and the receive buffers of so many micro-batches
         else:
             engine.initialise()
             _run(engine, layout.accumulation, dry=False)
@@ -134,7 +134,7 @@ def _few(layout: Layout) -> int:
 def _run(engine: Engine, micro_batches: int, *, dry: bool) -> None:
     layout = engine.settings.layout
     if dry and layout.pipeline > 1:
-        assume_static(engine._schedule(micro_batches)[0])
+        assume_static(engine.micro_batches.schedule(micro_batches)[0])
     tokens_BS = torch.zeros(micro_batches * layout.micro_batch, engine.settings.sequence, dtype=torch.int64)
     engine.step(tokens_BS, tokens_BS, lr=1e-4)
 

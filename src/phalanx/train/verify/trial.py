@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
-from phalanx.train.engine import IGNORED, Engine
+from phalanx.train.data.batches import IGNORED
+from phalanx.train.engine import Engine
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly_interval
 from phalanx.plan.reliability import predict_reliability as plan
@@ -69,7 +69,7 @@ def test_an_interval_of_the_job_stays(reliability):
 
 @pytest.fixture
 def reliability():
-    cluster = resolve("8xH100:2")
+    cluster = resolve_cluster("8xH100:2")
     return plan(
         cluster, checkpoint=Checkpoint(interval_s=60.0), fault=Fault(), state_bytes=1e12, devices=16, step_s=5.0
     )

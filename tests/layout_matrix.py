@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import Problem
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import SECTIONS, Batch, Data, Job, Parallel, Precision, Train
 from phalanx.plan.layout import Layout
@@ -201,7 +201,7 @@ def job_of(case: MatrixCase) -> Job:
 def refusals(case: MatrixCase, *, device: str) -> list[Problem]:
     """What `phalanx train` refuses of it before anything starts; none when it runs."""
     layout = layout_of(case)
-    cluster = resolve(f"{layout.devices}xH200" if device == "cuda" else f"cpu:{layout.devices}")
+    cluster = resolve_cluster(f"{layout.devices}xH200" if device == "cuda" else f"cpu:{layout.devices}")
     found = trainer_problems(job_of(case), layout, cluster)
     if device == "cpu" and case.precision == "fp8" and not found:
         found = [Problem(where="precision.compute", what='"fp8" has no matrix product on a CPU', fix='use "bf16"')]

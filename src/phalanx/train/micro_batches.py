@@ -1,0 +1,187 @@
+"""Micro-batches through this rank's stages: forward and backward with or without a pipeline, or forward alone.
+
+B sequences of this data rank, S tokens of a sequence on this context rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phalanx.job.model import ModelShape
+from phalanx.plan.schedules import is_v_shaped
+from phalanx.train.data.batches import IGNORED
+from phalanx.train.model_stages import ModelStage, num_stages
+from phalanx.train.parallel.dims import Meshes
+from phalanx.train.parallel.fsdp import set_gradient_sync
+from phalanx.train.parallel.gradients import GradientExchange
+from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
+from phalanx.train.parallel.stage import LeanStage
+from phalanx.train.settings import Settings
+from phalanx.train.telemetry.clock import StepClock, time_stage
+
+# A number summed over the valid tokens of (logits_BSV, targets_BS): a loss, or a metric.
+TokenSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class MicroBatches:
+    """Runs the micro-batches of a step on the stages that this rank holds."""
+
+    def __init__(
+        self,
+        parts: Sequence[ModelStage],
+        shape: ModelShape,
+        settings: Settings,
+        meshes: Meshes,
+        *,
+        loss: TokenSum,
+        exchange: GradientExchange | None,
+        clock: StepClock,
+        device: torch.device,
+    ) -> None:
+        self.loss = loss
+        self.unit = 0.0  # what a summed loss is multiplied by before backward; 0 before the first step
+        self._parts, self._shape, self._settings = parts, shape, settings
+        self._meshes, self._dims, self._device = meshes, meshes.dims, device
+        self._exchange, self._clock = exchange, clock
+        self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}
+
+    def accumulate_gradients(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        """Add up the gradients of `unit` × the summed loss; returns the summed loss of this rank."""
+        count = tokens_BS.shape[0] // self._settings.layout.micro_batch
+        if self._exchange is not None:
+            self._exchange.begin(count)
+        with self._loss_context(), fastest_attention(self._device):
+            if self._dims.pipeline > 1:
+                total = self._pipelined(tokens_BS, targets_BS, count)
+            else:
+                total = self._one_by_one(tokens_BS, targets_BS, count)
+        if self._exchange is not None:
+            # Of compressed gradients: a thread compresses and exchanges, and is waited for.
+            with self._clock.stall() if self._exchange.bytes_sent is not None else nullcontext():
+                self._exchange.finish()
+        return total
+
+    def _one_by_one(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int) -> torch.Tensor:
+        model = self._parts[0].model
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, (x, y) in enumerate(zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True)):
+            if isinstance(model, FSDPModule):
+                set_gradient_sync(model, zero=self._dims.zero, last=index == count - 1)
+            with self._clock.phase("forward"):
+                loss = self.loss(model(x), y)
+            with self._clock.phase("backward"):
+                (loss * self.unit).backward()
+                if self._exchange is not None:
+                    self._exchange.micro_batch_done()
+            total += whole_value(loss.detach()).double()
+        return total
+
+    def _pipelined(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        schedule, stages = self.schedule(count)
+        given = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
+        if any(stage.is_last for stage in stages):
+            schedule.step(*given, target=targets_BS, losses=losses, return_outputs=False)
+        else:
+            schedule.step(*given)
+        for stage in stages:
+            stage.finish_sends()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in losses:
+            total += whole_value(loss.detach()).double() / self.unit
+        return total
+
+    def forward_sums(
+        self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, wanted: Sequence[TokenSum]
+    ) -> list[torch.Tensor]:
+        """Each of the `wanted` numbers, summed over this rank's sequences; zeros where another holds the last stage."""
+        count = tokens_BS.shape[0] // self._settings.layout.micro_batch
+        totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
+        with self._loss_context():
+            for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
+                logits = self._through(x)
+                if logits is not None:
+                    for total, function in zip(totals, wanted, strict=True):
+                        total += whole_value(function(logits, y)).double()
+        return totals
+
+    def _through(self, x: torch.Tensor) -> torch.Tensor | None:
+        """A micro-batch through all stages; None where this rank does not hold the last."""
+        if self._dims.pipeline == 1:
+            out: torch.Tensor = self._parts[0].model(x)
+            return out
+        return forward_only(
+            [(part.stage, part.model) for part in self._parts],
+            x,
+            stages=num_stages(self._settings),
+            group=self._meshes.group("pipeline"),
+            v_shaped=is_v_shaped(self._settings.layout.schedule, self._settings.layout.virtual_pipeline),
+            like=lambda stage: self._boundary(stage)[0],
+        )
+
+    def _loss_context(self) -> AbstractContextManager[None]:
+        """torch's loss over split logits; backward must run inside it too."""
+        split = self._dims.tensor > 1 and self._settings.loss_parallel
+        return loss_parallel() if split else nullcontext()
+
+    def schedule(self, count: int) -> tuple[Schedule, list[LeanStage]]:
+        """The schedule for `count` micro-batches: a batch ramp asks for several."""
+        if count not in self._schedules:
+            self._schedules[count] = build_schedule(
+                [(part.stage, part.model) for part in self._parts],
+                stages=num_stages(self._settings),
+                group=self._meshes.group("pipeline"),
+                name=self._settings.layout.schedule,
+                micro_batches=count,
+                loss=lambda logits, targets: self.loss(logits, targets) * self.unit,
+                shapes=self._boundary,
+                device=self._device,
+            )
+            for stage in self._schedules[count][1]:
+                time_stage(stage, self._clock)
+        return self._schedules[count]
+
+    def clear_schedules(self) -> None:
+        """Forget all schedules, with the receive buffers that they hold."""
+        self._schedules.clear()
+
+    def _boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes into a stage and what comes out of it, per micro-batch, on this rank."""
+        layout = self._settings.layout
+        micro, length = layout.micro_batch, self._settings.sequence // self._dims.context
+        held = length // self._dims.tensor if layout.sequence_parallel and self._dims.tensor > 1 else length
+        kind = self._settings.compute_dtype
+        tokens = torch.empty(micro, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(micro, held, self._shape.hidden, dtype=kind, device="meta", requires_grad=True)
+        # Split logits are a DTensor, whose shape is that of the whole vocabulary: torch 2.11 compares it in every step.
+        logits = torch.empty(micro, length, self._shape.vocab, dtype=kind, device="meta", requires_grad=True)
+        return tokens if stage == 0 else hidden, logits if stage == num_stages(self._settings) - 1 else hidden
+
+
+def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy summed over the valid tokens, in float32 or wider."""
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(
+        logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+
+
+def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+    """cuDNN's attention first on GPUs: on an H200 it is about half as fast again as FlashAttention 2 (benchmarks/)."""
+    if device.type != "cuda":
+        return nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def whole_value(value: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor that may be split over ranks."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
