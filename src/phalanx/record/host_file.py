@@ -358,7 +358,7 @@ class HostFiles:
         with self._lock:
             began_s = time.monotonic()
             if now or not self._looked_s or began_s - self._looked_s > SHARE * self._took_s:
-                self._look()
+                self._look(now=now)
                 self._looked_s = time.monotonic()
                 self._took_s = self._looked_s - began_s
             return self._ranks
@@ -371,11 +371,12 @@ class HostFiles:
             _refresh_chain(chain)
             return chain.sessions.get(f"{session.name} {session.rank}")
 
-    def _look(self) -> None:
+    def _look(self, *, now: bool) -> None:
         try:
             found = os.stat(self._folder)
             stamp = found.st_ino, found.st_mtime_ns
-            if stamp != self._listed or time.time_ns() - found.st_mtime_ns < 2 * 10**9:  # see events.SETTLED_NS
+            # A file system may count changes by the second (events.SETTLED_NS): whoever asks for `now` must know.
+            if stamp != self._listed or (now and time.time_ns() - found.st_mtime_ns < 2 * 10**9):
                 names = [name for name in os.listdir(self._folder) if _HOST_FILE.fullmatch(name)]
                 paths = [f"{self._folder}/{name}" for name in names]
                 self._chains = {path: self._chains.get(path) or ExtentChain(path) for path in sorted(paths)}

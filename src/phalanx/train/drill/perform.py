@@ -186,10 +186,10 @@ def _run(scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step:
             )
         except DrillStuck as error:
             return "stuck", str(error)
-        if len(ended.signals) > sum(fault.kind == "sigterm" for fault in faults):
-            # Somebody wants the drill to end, not only this run: the signal does now what it would have done before.
-            signal.raise_signal(ended.signals[-1])
-            raise KeyboardInterrupt
+    if len(ended.signals) > sum(fault.kind == "sigterm" for fault in faults):
+        # Somebody wants the drill to end, not only this run: the signal does now what it would have done before.
+        signal.raise_signal(ended.signals[-1])
+        raise KeyboardInterrupt
     return ended.state, ended.message
 
 
