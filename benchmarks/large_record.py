@@ -1,10 +1,11 @@
 """How long page, report, check and watch take to open the record of a very large run, and how much memory.
 
-python benchmarks/large_record.py FOLDER [--hosts 16384] [--steps 10000] [--stray 0] [--keep]
+python benchmarks/large_record.py FOLDER [--hosts 16384] [--steps 10000] [--stray 0] [--keep] [--per-host 0]
 
 One rank's events are written by the trainer's own EventWriter, with its index; the other hosts' files are hard links to
 the same bytes, since 16,384 hosts x 10,000 steps are 75 GB. Each command runs in a process of its own, as a person
-types it; the page cache is as it is. `--stray N` adds N event files of ranks that the run never had.
+types it; the page cache is as it is. `--stray N` adds N event files of ranks that the run never had. `--per-host 8`
+writes one file for 8 ranks each instead; their bytes cannot be shared, so use fewer steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
+from phalanx.record.host_file import HostStream
 from phalanx.record.run import Run
 
 WATCH = (
@@ -43,11 +45,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=16_384)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--stray", type=int, default=0)
+    parser.add_argument("--per-host", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
-    run = Run(path=args.folder / f"large-record-{args.hosts}")
+    run = Run(path=args.folder / f"large-record-{args.hosts}-{args.per_host}")
     if not run.path.is_dir():
-        make_record(run, hosts=args.hosts, steps=args.steps)
+        make_record(run, hosts=args.hosts, steps=args.steps, per_host=args.per_host)
     for rank in range(args.hosts, args.hosts + args.stray):
         if not run.events(rank).exists():
             os.link(run.events(0), run.events(rank))
@@ -66,8 +69,8 @@ def main() -> None:
             shutil.rmtree(run.path)
 
 
-def make_record(run: Run, *, hosts: int, steps: int) -> None:
-    """A run that is done, with a rank for every host."""
+def make_record(run: Run, *, hosts: int, steps: int, per_host: int = 0) -> None:
+    """A run that is done, with a rank for every host, or with `per_host` ranks in each file."""
     (run.path / "logs").mkdir(parents=True)
     plan = make_plan(ranks=hosts, steps=steps, hosts=hosts)
     job = job_to_dict(Plan.from_dict(plan).job)
@@ -80,10 +83,28 @@ def make_record(run: Run, *, hosts: int, steps: int) -> None:
     supervisor.write("restore", epoch=1, step=0, source="start")
     supervisor.close()
     _write_rank(run, steps)
-    for rank in range(1, hosts):
+    if per_host:
+        share_files(run, hosts, per_host)
+    for rank in range(1, 0 if per_host else hosts):
         os.link(run.events(0), run.events(rank))
         os.link(run.events(0).with_suffix(".index"), run.events(rank).with_suffix(".index"))
     run.set_status("done", exit_code=0, message="")
+
+
+def share_files(run: Run, ranks: int, per_host: int) -> None:
+    """The events and the index of rank 0 as those of every rank, in files of hosts."""
+    own = run.events(0)
+    events, index = own.read_bytes(), own.with_suffix(".index").read_bytes()
+    own.unlink()
+    own.with_suffix(".index").unlink()
+    for rank in range(ranks):
+        stream = HostStream(run.host_events(f"host-{rank // per_host:05d}"), rank=rank, generation=1)
+        beside = stream.open_index()
+        for into, data in ((stream, events), (beside, index)):
+            done = 0
+            while done < len(data):
+                done += into.write(data[done:])
+            into.close()
 
 
 def measure(words: list[str]) -> str:

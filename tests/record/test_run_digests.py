@@ -13,6 +13,7 @@ import pytest
 from phalanx.errors import UserError
 from phalanx.io.checksums import CHECKSUMS
 from phalanx.record import run as module
+from phalanx.record.archive.damage import folder_damage
 from phalanx.record.events import EventWriter
 from phalanx.record.run import SETTINGS, Run, create_run, open_run
 
@@ -115,3 +116,19 @@ def test_the_newest_step_that_was_saved(run: Run) -> None:
     events.write("ready", step=15, source="memory")  # it went back behind it
     assert run.committed_step() == 10
     events.close()
+
+
+def test_a_launch_that_changed_is_refused(run: Run) -> None:
+    run.set_launch(v=1, world=4, hosts=["a"], data_s=0.5, baselines={"x": 4.1})
+    assert run.launch() == {"v": 1, "world": 4, "hosts": ["a"], "data_s": 0.5, "baselines": {"x": 4.1}}
+    path = run.path / "launch.json"
+    whole = path.read_text()
+    path.write_text(whole.replace('"world": 4', '"world": 5'))
+    with pytest.raises(UserError, match=r"launch.json: has changed since it was written"):
+        run.launch()
+    assert any("has changed" in one.what for one in folder_damage(run, ()))
+    path.write_text('{"v": 1, "world": 6}')  # of 0.6, or a person's own
+    assert run.launch()["world"] == 6
+    path.write_text(whole)
+    run.set_launch(**{**run.launch(), "join": 2})  # what was read is written again with more
+    assert run.launch()["join"] == 2

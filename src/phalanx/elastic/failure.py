@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import open_regular, replace_text
+from phalanx.io.files import replace_text
 from phalanx.io.values import integer
 from phalanx.record.events import parse_event, read_events
+from phalanx.record.host_file import open_events, opened_size
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_seconds, plural
@@ -113,8 +114,8 @@ def first(failures: Sequence[Failure]) -> Failure:
 def steps_done(run: Run) -> int | None:
     """Steps that rank 0 has recorded as done since it last began; None where its newest events do not say."""
     try:
-        with open_regular(run.events(0)) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        with open_events(run.events(0)) as file:
+            file.seek(max(0, opened_size(file) - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).splitlines()
     except OSError:
         return None

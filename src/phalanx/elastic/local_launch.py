@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -43,6 +43,7 @@ class Outcome:
     state: str  # done, stopped or failed
     exit_code: int
     message: str
+    signals: tuple[int, ...] = ()  # that came meanwhile, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +164,8 @@ def tend_agents(
             asked(late + 1)
     finally:
         fleet.kill()  # we may be leaving by an exception: nothing stays behind
-    return _outcome(run, fleet.code, wishes=len(wishes), is_first=is_first)
+    outcome = _outcome(run, fleet.code, wishes=len(wishes), is_first=is_first)
+    return replace(outcome, signals=tuple(wishes))
 
 
 def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:

@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -27,6 +29,7 @@ from phalanx.record.run import Run
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
 FAILED = 3
+MOST_LINE = 2**16  # characters that wait for the end of their line
 
 
 Work = Callable[[RankLink], None]  # what a rank does; returns when the run is over, raises when it failed
@@ -75,15 +78,57 @@ def _become_rank(parent: int) -> None:
     gc.enable()
 
 
-def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int) -> None:
-    """This process is `rank` now: its log, its stacks, and what torch reads from the environment."""
-    _redirect(run.log(rank))
+def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int, host_log: Path | None = None) -> None:
+    """This process is `rank` now: its log, its stacks, and what torch reads from the environment.
+
+    In a `host_log`, which it shares with the other ranks of its host, every line of its own begins with the rank; what
+    libraries print by themselves comes as it is.
+    """
+    _redirect(host_log or run.rank_log(rank))
+    if host_log is not None:
+        sys.stdout, sys.stderr = RankLines(1, rank), RankLines(2, rank)
     faulthandler.register(STACK_SIGNAL, file=open(run.stack(rank), "w"), all_threads=True)  # noqa: SIM115 (kept open)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(slot), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world))
     run.error(rank).unlink(missing_ok=True)
 
 
+class RankLines(io.TextIOBase):
+    """Text for a log that several ranks append to: a write for each line, which begins with the rank."""
+
+    def __init__(self, file: int, rank: int) -> None:
+        self._file, self._before = file, f"[rank {rank}] "
+        self._lock, self._partial = threading.RLock(), ""
+
+    def write(self, text: str, /) -> int:
+        """Lines that are complete are in the log now."""
+        with self._lock:
+            *lines, self._partial = (self._partial + text).split("\n")
+            if len(self._partial) > MOST_LINE:
+                lines, self._partial = [*lines, self._partial], ""
+            for line in lines:
+                with contextlib.suppress(OSError):  # a full disk does not end a rank
+                    os.write(self._file, f"{self._before}{line}\n".encode(errors="replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """A line that is not complete stays until it is, or until the rank ends."""
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        if self._partial:
+            self.write("\n")
+
+    def fileno(self) -> int:
+        """Of the log."""
+        return self._file
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+
 def _redirect(log: os.PathLike[str]) -> None:
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -103,8 +148,10 @@ def _run(work: Work, run: Run, link: RankLink) -> int:
         print(redact(traceback.format_exc(), os.environ), file=sys.stderr, end="")
         return error.exit_code if isinstance(error, PhalanxError) else FAILED
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            if isinstance(stream, RankLines):
+                stream.finish()
     return 0
 
 

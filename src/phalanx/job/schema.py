@@ -353,6 +353,10 @@ class Telemetry:
     timeline_every: int = field(
         default=200, metadata=count("steps between two whose timeline is recorded; 0 is never", least=0)
     )
+    host_files_from: int = field(
+        default=1024,
+        metadata=count("ranks from which on those of a host share one file of events and one log; 0 is never", least=0),
+    )
     prometheus: bool = field(default=False, metadata=flag("serve /metrics"))
     listen: str = field(
         default="127.0.0.1:0",

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import gc
 import operator
-import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import orjson
 
-from phalanx.io.files import Spot, open_regular
+from phalanx.io.files import Spot
 from phalanx.record.event_schema import EventColumns, FieldShape, fields_of, known_kinds
 from phalanx.record.events import MOST_LINE_BYTES, Event, parse_event, part_numbers, part_path
+from phalanx.record.host_file import EventBytes, has_events, open_events, opened_size, stat_events
 
 # Read, and parsed, at once: what it becomes fits in the cache of a core. Reads of 4 MiB and of 64 KiB are 3 and 13 %
 # slower.
@@ -98,7 +97,7 @@ class EventFeed:
         while True:
             after = part_path(self._path, self._part + 1)
             file = self._opened(self._path)  # before the look at the next part, as EventReader does
-            closed = after.exists()
+            closed = has_events(after)
             if closed:
                 if file is not None:
                     file.close()
@@ -113,8 +112,8 @@ class EventFeed:
             self._part, self._offset, self._line = self._part + 1, 0, 0
             self._held, self._is_overlong = b"", False
 
-    def _rest(self, file: BinaryIO, path: Path, until: int | None) -> Iterator[LineBlock]:
-        size = os.fstat(file.fileno()).st_size
+    def _rest(self, file: EventBytes, path: Path, until: int | None) -> Iterator[LineBlock]:
+        size = opened_size(file)
         if size < self._offset:  # it became shorter: what was read of it is gone
             self._note(self._spot(path, 0))
             self._offset, self._held, self._is_overlong = size, b"", False
@@ -166,9 +165,9 @@ class EventFeed:
         self._line += made.count
         return made
 
-    def _opened(self, path: Path) -> BinaryIO | None:
+    def _opened(self, path: Path) -> EventBytes | None:
         try:
-            return open_regular(path)
+            return open_events(path)
         except FileNotFoundError:
             return None
         except OSError:
@@ -191,11 +190,8 @@ def count_of(byte: bytes, data: bytes) -> int:
 
 
 def _size(path: Path) -> int:
-    try:
-        found = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    found = stat_events(path, follow_links=False)
+    return found.size if found is not None and found.is_file else 0
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------

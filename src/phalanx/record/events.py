@@ -6,6 +6,7 @@ docs/events.md lists the events and their units. A file that has grown large is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from phalanx.io.codec import json_values
-from phalanx.io.files import open_regular
+from phalanx.record.host_file import EventBytes, HostStream, closed_sessions, has_events, open_events
 
 if TYPE_CHECKING:
     from phalanx.record.archive.index import IndexWriter
@@ -40,13 +41,24 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=Fa
 class EventWriter:
     """Appends the events of one rank; whole lines only, and a full disk never stops the training.
 
-    Threads may share one. A rank's events are indexed as they are written (archive/index.py).
+    Threads may share one. A rank's events are indexed as they are written (archive/index.py). With a `host_file` they
+    go there, beside those of the host's other ranks, unless the rank has a file of its own from before or the file
+    system has no locks; `generation` tells which of two processes was this rank later.
     """
 
     def __init__(
-        self, path: Path, *, rank: int, clock: Callable[[], float] = time.time, rotate_bytes: int = ROTATE_BYTES
+        self,
+        path: Path,
+        *,
+        rank: int,
+        clock: Callable[[], float] = time.time,
+        rotate_bytes: int = ROTATE_BYTES,
+        host_file: Path | None = None,
+        generation: int = 0,
     ) -> None:
         self._path = path
+        self._host_file, self._generation = host_file, generation
+        self._stream: HostStream | None = None
         self._rank = rank
         self._clock = clock
         self._rotate_bytes = self._rotate_at = rotate_bytes
@@ -81,39 +93,65 @@ class EventWriter:
             done = 0
             try:
                 while done < len(data):
-                    done += os.write(self._file, data[done:])
+                    rest = data[done:]
+                    done += self._stream.write(rest) if self._stream is not None else os.write(self._file, rest)
             except OSError:  # disk full or gone: keep the rest, the next flush tries again
                 pass
             self._pending = [data[done:]] if done < len(data) else []
             self._bound()
             self._note(done)
 
-    def close(self) -> None:
-        """Flush and close; calling it twice is fine."""
+    def close(self) -> bool:
+        """Flush and close; calling it twice is fine.
+
+        Not while the disk refuses what is left: then it stays open, answers False, and may be asked again later.
+        """
         with self._lock:
-            if self._file >= 0:
+            if self._file >= 0 or self._stream is not None:
                 self.flush()
+                if self._pending:
+                    return False
                 if self._index is not None:
                     self._index.close()
-                os.close(self._file)
-                self._file = -1
+                self._close_files(self._file, self._stream)
+                self._file, self._stream = -1, None
+            return True
 
     def _open(self) -> None:
+        from phalanx.record.archive.index import IndexWriter
+
+        self._stream = self._open_stream()
+        if self._stream is not None:
+            self._index = IndexWriter(self._path, -1, stream=self._stream)
+            return
         # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if _is_torn(self._file):
             self._pending.append(b"\n")  # ends the line that a killed process left half written
         if self._rank >= 0:  # the supervisor's few events need no index
-            from phalanx.record.archive.index import IndexWriter
-
             self._index = IndexWriter(self._path, os.fstat(self._file).st_ino)
+
+    def _open_stream(self) -> HostStream | None:
+        has_own = any(map(os.path.lexists, (self._path, part_path(self._path, 1))))
+        with contextlib.suppress(OSError):
+            if self._host_file is not None and not has_own:
+                return HostStream(self._host_file, rank=self._rank, generation=self._generation)
+        self._host_file = None  # from now on it has a file of its own
+        return None
+
+    @staticmethod
+    def _close_files(file: int, stream: HostStream | None) -> None:
+        if stream is not None:
+            stream.close()
+        if file >= 0:
+            os.close(file)
 
     def _note(self, written: int) -> None:
         """Tell the index where the lines are, and begin another file when this one is large."""
         if not written:
             return
         # The kernel left the position of an O_APPEND file at the end of what was just written.
-        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        end = self._stream.end if self._stream is not None else os.lseek(self._file, 0, os.SEEK_CUR)
         if self._index is not None:
             if self._pending:
                 self._index.spoil()
@@ -125,22 +163,28 @@ class EventWriter:
     def _rotate(self, end: int) -> None:
         if self._index is not None:
             self._index.close()
+        before, stream = self._file, self._stream
+        if stream is not None:
+            self._file = -1
         try:
-            if os.path.samestat(os.fstat(self._file), os.stat(self._path)):  # else another process has done it
+            if stream is None and os.path.samestat(
+                os.fstat(self._file), os.stat(self._path)
+            ):  # else another process has done it
                 aside = part_path(self._path, 1 + max(part_numbers(self._path), default=0))
                 os.rename(self._path, aside)  # the events first: an index without its events is ignored
                 if self._index is not None:
                     os.rename(self._path.with_suffix(".index"), aside.with_suffix(".index"))
         except OSError:
             pass
-        before = self._file
         try:
             self._open()
         except OSError:  # no new file: go on in the old one, without an index
             self._index, self._rotate_at = None, end + self._rotate_bytes
+            self._file, self._stream = before, stream
             return
-        os.close(before)
-        size = os.fstat(self._file).st_size  # of the old one still, where it could not be renamed
+        self._close_files(before, stream)
+        # Of the old one still, where it could not be renamed.
+        size = self._stream.end if self._stream is not None else os.fstat(self._file).st_size
         self._rotate_at = self._rotate_bytes + (size if size >= self._rotate_bytes else 0)
 
     def _bound(self) -> None:
@@ -189,9 +233,12 @@ def part_numbers(path: Path) -> list[int]:
         folder = os.stat(path.parent)
         is_settled = time.time_ns() - folder.st_mtime_ns > SETTLED_NS
         listed = _listed_parts if is_settled else _listed_parts.__wrapped__
-        return list(listed(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ()))
+        found = listed(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ())
     except OSError:
         return []
+    rank = path.stem.removeprefix("events-")
+    sessions = closed_sessions(path.parent, int(rank), now=True) if rank.isdecimal() and len(rank) <= 7 else 0
+    return sorted({*found, *range(1, sessions + 1)}) if sessions else list(found)
 
 
 @lru_cache(maxsize=4)
@@ -294,7 +341,7 @@ class EventReader:
             after = part_path(self._path, self._part + 1)
             # Opened before the look at the next part: was the file not yet closed then, this is the right one.
             file = _opened(self._path)
-            closed = after.exists()
+            closed = has_events(after)
             if closed:
                 if file is not None:
                     file.close()
@@ -307,16 +354,16 @@ class EventReader:
             self._lines.finish()
             self._part, self._offset = self._part + 1, 0
 
-    def _rest(self, file: BinaryIO) -> Iterator[bytes]:
+    def _rest(self, file: EventBytes) -> Iterator[bytes]:
         file.seek(self._offset)
         while data := file.read(READ_BYTES):
             self._offset += len(data)
             yield from self._lines.feed(data)
 
 
-def _opened(path: Path) -> BinaryIO | None:
+def _opened(path: Path) -> EventBytes | None:
     try:
-        return open_regular(path)
+        return open_events(path)
     except OSError:
         return None
 

@@ -10,6 +10,8 @@ runs/first-run-20261115-054500/
 ├── events-00000.jsonl …     what each rank did (docs/events.md); closed parts are events-00000-0001.jsonl …
 ├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
+│                            from 1,024 ranks on one file for the ranks of a host: events-host-NAME.jsonl and .index,
+│                            logs/host-NAME.log (host_file.py)
 ├── errors/rank-00000.json … why a rank failed
 ├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its membership ended badly
 ├── checkpoints/
@@ -46,6 +48,7 @@ from phalanx.io.checksums import (
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
 from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import SETTLED_NS, EventReader
+from phalanx.record.host_file import find_session, host_file_name, session_counts, stat_events, total_bytes
 
 if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
@@ -57,6 +60,7 @@ BEYOND = 10**9  # more ranks than any run has
 COMMIT = re.compile(r"step-(\d{8,18})")
 SETTINGS = ("job.toml", "job.json", "plan.json")  # what a run is trained with
 RUN_ID = "run_id"
+DIGEST = "sha256"  # in launch.json, of everything else in it
 ID = re.compile(r"[0-9a-f]{32}")
 WHY_CHANGED = "the run would go on with settings that nobody asked for"
 MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
@@ -213,9 +217,25 @@ class Run:
         """The events of one rank."""
         return self.path / f"events-{rank:05d}.jsonl"
 
-    def log(self, rank: int) -> Path:
-        """What one rank printed."""
+    def host_events(self, host: str) -> Path:
+        """The events of all ranks of a host, in a run of very many."""
+        return self.path / f"events-host-{host_file_name(host)}.jsonl"
+
+    def host_log(self, host: str) -> Path:
+        """What all ranks of a host printed, in a run of very many."""
+        return self.path / "logs" / f"host-{host_file_name(host)}.log"
+
+    def rank_log(self, rank: int) -> Path:
+        """What one rank printed, where it has a log of its own."""
         return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def log(self, rank: int) -> Path:
+        """What one rank printed; in a run of very many, with what others of its host printed."""
+        own = self.rank_log(rank)
+        session = None if own.exists() else find_session(self.events(rank))
+        if session is None:
+            return own
+        return self.path / "logs" / f"{Path(session.path).stem.removeprefix('events-')}.log"
 
     def stack(self, rank: int) -> Path:
         """Where a rank that hangs was."""
@@ -254,11 +274,14 @@ class Run:
             names = _listed_names(self.path)
         except OSError:
             return {}, 0
-        most, strays = self._most_ranks(names.settings), 0
-        if not names.parts or next(reversed(names.parts)) < most:
-            return names.parts, 0
-        found = {rank: closed for rank, closed in names.parts.items() if rank < most}
-        strays = sum(names.counts[rank] for rank in names.parts if rank >= most)
+        parts, counts = names.parts, names.counts
+        if sessions := session_counts(self.path):
+            parts, counts = _with_sessions(names, sessions)
+        most = self._most_ranks(names.settings)
+        if not parts or next(reversed(parts)) < most:
+            return parts, 0
+        found = {rank: closed for rank, closed in parts.items() if rank < most}
+        strays = sum(counts[rank] for rank in parts if rank >= most)
         return found, strays
 
     def _most_ranks(self, names: Sequence[str]) -> int:
@@ -272,11 +295,17 @@ class Run:
         """Ranks whose events are more than a name, in order."""
         folder = os.fspath(self.path)
         for rank, closed in self.event_parts().items():
+            if closed:
+                yield rank
+                continue
+            name = f"{folder}/events-{rank:05d}.jsonl"  # texts: of 16,384 ranks paths take half a second
             try:
-                found = os.stat(f"{folder}/events-{rank:05d}.jsonl")  # texts: of 16,384 ranks paths take half a second
+                own = os.stat(name)
+                is_recorded = bool(own.st_size) and stat.S_ISREG(own.st_mode)
             except OSError:
-                found = None
-            if closed or (found is not None and found.st_size and stat.S_ISREG(found.st_mode)):
+                found = stat_events(name)
+                is_recorded = found is not None and found.size > 0 and found.is_file
+            if is_recorded:
                 yield rank
 
     def event_bytes(self) -> int:
@@ -286,7 +315,7 @@ class Run:
                 found = [entry.stat(follow_symlinks=False) for entry in entries if EVENTS.fullmatch(entry.name)]
         except OSError:
             return 0
-        return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode))
+        return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode)) + total_bytes(self.path)
 
     def plan(self) -> dict[str, Any]:
         """plan.json as JSON values."""
@@ -348,12 +377,21 @@ class Run:
         return max(saved, default=None)
 
     def launch(self) -> dict[str, Any]:
-        """launch.json: what the launcher knew and the plan does not."""
-        return read_json(self.path / "launch.json")
+        """launch.json: what the launcher knew and the plan does not; raises UserError unless it is what was written.
+
+        One of 0.6, or that a person wrote, has no digest, and is taken as it is.
+        """
+        values = read_json(self.path / "launch.json")
+        said = values.pop(DIGEST, None)
+        if said is not None and said != _values_digest(values):
+            what = f"has changed since it was written: {DIGEST} in it is of other values"
+            fix = f"put it back from a copy; to keep it as it is, delete {DIGEST} from it"
+            raise mistake(str(self.path / "launch.json"), what, why=WHY_CHANGED, fix=fix)
+        return values
 
     def set_launch(self, **values: Any) -> None:
-        """Replace launch.json."""
-        self._write("launch.json", values)
+        """Replace launch.json; it carries a digest of its own, since it is written at every launch."""
+        self._write("launch.json", {**values, DIGEST: _values_digest(values)})
 
     def launches(self) -> list[float]:
         """When each launch began, in order, as far as launch.json tells: an old one tells of the last alone."""
@@ -464,6 +502,17 @@ class ListedNames:
     parts: dict[int, list[int]]  # of every rank with events, in order, the numbers of closed parts
     counts: dict[int, int]  # event files of each
     settings: tuple[str, ...]  # plans and launch.json
+    live: frozenset[int] = frozenset()  # ranks with a file of their own that grows
+
+
+def _with_sessions(names: ListedNames, sessions: Mapping[int, int]) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Parts and counts with those in the files of hosts: every session but the newest is a closed part."""
+    parts, counts = dict(names.parts), dict(names.counts)
+    for rank, count in sessions.items():
+        closed = count - (rank not in names.live)
+        parts[rank] = sorted({*parts.get(rank, ()), *range(1, closed + 1)})
+        counts[rank] = counts.get(rank, 0) + count
+    return dict(sorted(parts.items())), counts
 
 
 def _listed_names(folder: Path) -> ListedNames:
@@ -479,6 +528,7 @@ def _list_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
     names = os.listdir(folder)
     found: dict[int, list[int]] = {}
     counts: dict[int, int] = {}
+    live: set[int] = set()
     for name in names:
         if not name.startswith("events-") or (match := EVENTS.fullmatch(name)) is None:
             continue
@@ -487,8 +537,11 @@ def _list_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
         counts[rank] = counts.get(rank, 0) + 1
         if match.group(2):
             closed.append(int(match.group(2)))
+        else:
+            live.add(rank)
     settings = tuple(name for name in names if name == "launch.json" or PLAN.fullmatch(name))
-    return ListedNames(parts={rank: sorted(found[rank]) for rank in sorted(found)}, counts=counts, settings=settings)
+    parts = {rank: sorted(found[rank]) for rank in sorted(found)}
+    return ListedNames(parts=parts, counts=counts, settings=settings, live=frozenset(live))
 
 
 def _world_in(path: Path) -> int:
@@ -648,6 +701,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def _values_digest(values: Mapping[str, Any]) -> str:
+    """Of JSON values, however they were written; those that were read again give the same."""
+    return text_digest(json.dumps(json.loads(json.dumps(values)), sort_keys=True))
+
+
 def _write_file(path: Path, text: str) -> None:
     try:
         replace_text(path, text)
@@ -684,10 +742,7 @@ def last_written(run: Run) -> float:
     """Unix time at which one of the files that every run keeps writing last grew; 0 when there is none."""
     times = [0.0]
     for path in (run.events(0), run.supervisor, run.path / "status.json", run.path / "launch.json", run.plan_json):
-        try:
-            found = path.stat()
-        except OSError:
-            continue
-        if found.st_size:
-            times.append(found.st_mtime)
+        found = stat_events(path)
+        if found is not None and found.size:
+            times.append(found.mtime_ns / 1e9)
     return max(times)

@@ -78,6 +78,7 @@ from phalanx.train.telemetry.sharing import Sharers, is_loopback
 from phalanx.units import plural
 
 ROUND_S = 10.0  # beyond the time after which a replica counts as lost, to hear who is present
+MOST_UNWRITTEN = 8  # memberships whose last events wait for a disk that takes them; 4 MiB each at most
 
 
 class Rank:
@@ -110,6 +111,10 @@ class Rank:
         self._local_world = task.local_world if task is not None else replica_store.slots
         self._task, self._allow_code = task, allow_code
         self.plan = Plan.from_json(self.run.plan_text(), where=str(self.run.plan_json))
+        # By the plan, not by the ranks that are left: a rank goes on where it wrote before.
+        ranks_from = self.plan.job.telemetry.host_files_from
+        self._shares_files = 0 < ranks_from <= self.plan.layout.devices
+        self._unwritten: list[EventWriter] = []
         self._server: ReplicaServer | None = None
         self._host_copies = HostCopies()
         self._compared: set[str] = set()
@@ -122,11 +127,13 @@ class Rank:
             rank = membership.ranks.get(self.link.slot)
             if rank is not None:
                 self._take_part(membership, rank)
+        self._close_events()
 
     def _take_part(self, membership: HostMembership, rank: int) -> None:
         epoch = membership.generation
         local_world = len(membership.ranks) if self._task is None else self._local_world
-        take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world)
+        log = self.run.host_log(self.host) if self._shares_files else None
+        take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world, host_log=log)
         self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
         abort = self.link.abort = CommunicatorAbort()
         left: dict[str, Any] = {"step": NO_STEP, "why": ""}
@@ -205,8 +212,12 @@ class Rank:
             joined_s = _join(self.plan, device, rank=inner[0], world=inner[1], store=store, shared=shared)
             if device.type == "cpu":  # NCCL connects ranks when they first meet, through sockets that listen till then
                 refuse_strangers(known)
-            events = EventWriter(self.run.events(rank), rank=rank)
-            stack.callback(events.close)
+            self._close_events()  # before another writer opens the same file
+            host_file = self.run.host_events(self.host) if self._shares_files else None
+            events = EventWriter(
+                self.run.events(rank), rank=rank, host_file=host_file, generation=membership.generation
+            )
+            stack.callback(self._close_events, events)
             stack.enter_context(self._watched(membership, rank, events, device, None if across is not None else store))
             keeper = self._keeper(membership, inner, go, events)
             if keeper is not None:
@@ -245,6 +256,10 @@ class Rank:
                 built=partial(self.link.send, "built", epoch=membership.generation) if is_late else None,
                 enter_round=self.link.enter_round,
             )
+
+    def _close_events(self, *events: EventWriter) -> None:
+        """What a full disk refused waits for the next membership, or the end: this process has it, and nobody else."""
+        self._unwritten = [one for one in (*self._unwritten, *events) if not one.close()][-MOST_UNWRITTEN:]
 
     def _across(self, membership: HostMembership, rank: int) -> AcrossReplicas | None:
         """This rank's place among model replicas, where a lost one is left out; None where all ranks are one world."""

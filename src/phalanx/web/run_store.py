@@ -18,6 +18,7 @@ from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory, list_runs, run_in
+from phalanx.record.host_file import stat_events
 from phalanx.record.run import Run, is_run_over, open_run
 from phalanx.rules.live import LiveCheck, Verdicts
 
@@ -274,11 +275,8 @@ def run_stamp(run: Run) -> Mark:
 
 
 def _file_stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0)
-    return (found.st_size, found.st_mtime_ns)
+    found = stat_events(path)
+    return (found.size, found.mtime_ns) if found is not None else (0, 0)
 
 
 def open_run_store(path: str | Path) -> RunStore:

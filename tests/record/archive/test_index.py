@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -193,6 +194,9 @@ def test_columns_of_another_version_find_their_places(tmp_path: Path) -> None:
     data = index.read_bytes()
     head = data[:HEAD_BYTES].replace(b'"loss", "tokens"', b'"tokens", "loss"').replace(b'"grad_norm"', b'"Grad_norm"')
     index.write_bytes(head + data[HEAD_BYTES:])
+    assert read_index(path).trouble == "it belongs to other events"  # a changed letter is noticed
+    older = {name: value for name, value in json.loads(head).items() if name != "check"}
+    index.write_bytes(json.dumps(older).encode().ljust(HEAD_BYTES) + data[HEAD_BYTES:])
     file = RankFile(path, [], RowCache())
     file.refresh()
     series = file.kept().blocks["series"][0]

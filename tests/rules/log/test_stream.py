@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from synthetic import TOKENS, write_run
 
+from phalanx.record.archive import history as history_module
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import job_digest, provenance
 from phalanx.record.run import Run
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.log import agreement as agree
+from phalanx.rules.log import stream as stream_module
 from phalanx.rules.log.agreement import Digests
 from phalanx.rules.log.stream import LogStream, read_log
 
@@ -643,3 +645,30 @@ def test_what_was_not_read_yet_is_not_missing(tmp_path):
     found = stream.facts()
     assert found.bytes_left > 0
     assert found.grammar.missing == ()
+
+
+def test_of_very_many_ranks_some_are_read_evenly_spread(tmp_path, monkeypatch):
+    run = write_run(tmp_path, ranks=8, steps=60)
+    everybody = LogStream(run)
+    everybody.refresh()
+    one_bytes = run.events(0).stat().st_size
+    monkeypatch.setattr(stream_module, "MANY_RANKS", 4)
+    monkeypatch.setattr(stream_module, "MANY_BYTES", int(4.5 * one_bytes))
+    stream = LogStream(run)
+    stream.refresh()
+    assert sorted(stream._ranks) == [0, 2, 4, 6]
+    assert stream.bytes_left == 0  # those that are not read are not waited for
+    assert stream.facts().ranks == everybody.facts().ranks  # they are known all the same
+    monkeypatch.setattr(stream_module, "MANY_BYTES", 1)
+    least = LogStream(run)
+    least.refresh()
+    assert sorted(least._ranks) == [0, 4]
+
+
+def test_meshes_of_very_many_ranks_show_some(tmp_path, monkeypatch):
+    run = write_run(tmp_path, ranks=8, steps=60)
+    monkeypatch.setattr(history_module, "MANY_RANKS", 4)
+    monkeypatch.setattr(history_module, "SAMPLE_RANKS", 4)
+    history = history_module.RunHistory.open(run)
+    assert (history.is_sampled, history.mesh("loss").ranks) == (True, (0, 2, 4, 6))
+    assert history.ranks == tuple(range(8))

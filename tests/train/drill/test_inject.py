@@ -278,3 +278,22 @@ def test_a_real_limit_on_files(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "big").write_bytes(bytes(100_000))
     end()
     (tmp_path / "big").write_bytes(bytes(100_000))
+
+
+def test_two_limits_on_files_end_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second does not take the limit of the first for what was there before."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ends: list[Callable[[], None]] = []
+    timer = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(
+        inject, "threading", SimpleNamespace(Timer=lambda after_s, function: ends.append(function) or timer)
+    )
+    try:
+        inject.limit_files(for_s=2.0)
+        inject.limit_files(for_s=2.0)
+        for end in ends:
+            end()
+        (tmp_path / "big").write_bytes(bytes(100_000))
+        assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

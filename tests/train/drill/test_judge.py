@@ -251,3 +251,27 @@ def test_an_epoch_that_never_came_to_be_undoes_nothing(survived: Story) -> None:
     found = verdicts(story)
     assert [verdict for verdict in found.values() if not verdict.ok] == []
     assert len(history(story).chain) == 8
+
+
+def test_a_killed_rank_takes_along_what_a_full_disk_refused(story: Story) -> None:
+    """Not only its last two steps; but only where its disk was full, and it wrote nothing afterwards."""
+    story.epoch(4, step=0, source="start")
+    for step in range(8):
+        story.step(step, ranks=[0, 1, 2, 3] if step < 3 else [0, 1, 3])
+    story.incident(2)
+    story.epoch(4, step=8, source="memory")
+    story.step(8)
+    story.end()
+    past = history(story)
+    pid = next(one.pid for one in past.epochs[0].members if one.rank == 2)
+
+    def samples(full: Sequence[int]) -> Verdict:
+        return next(one for one in judge_history(past, full=full) if one.name == "every sample in one step")
+
+    assert samples([pid]).ok
+    assert samples([pid]).evidence.endswith("of 5 steps a killed rank left no list (covered by the replay)")
+    assert "step 3: rank 2 did not record its samples" in samples([]).evidence
+    assert not samples([pid + 1]).ok
+    find(story, "incident", epoch=1)["rank"] = 1  # it lives: what its disk refused comes later
+    past = history(story)
+    assert not samples([pid]).ok

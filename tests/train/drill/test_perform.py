@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from phalanx.elastic.local_launch import Outcome
+from phalanx.record.run import Run
 from phalanx.train.drill import perform
 from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.history import build_history
@@ -69,3 +73,24 @@ def test_a_run_without_a_membership_took_no_time() -> None:
     """One that fails its preflight has an end and no beginning."""
     end = {"event": "end", "t": 1_795_000_000.0, "state": "failed"}
     assert perform._wall_s(build_history([end], [])) == 0.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_drill_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """SIGTERM during a replay is not Ctrl-C."""
+    heard: list[int] = []
+    before = signal.signal(number, lambda got, frame: heard.append(got))
+    ended = Outcome(state="stopped", exit_code=130, message="", signals=(number,))
+    monkeypatch.setattr(perform, "launch", lambda run, **rest: ended)
+    monkeypatch.setattr(perform, "_hosts", lambda scene, net: ())
+    job = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0), fault=SimpleNamespace(dead_after_s=1.0))
+    scene = SimpleNamespace(
+        plan=SimpleNamespace(job=job), hosts=1, minutes=0.0, tell=print, environ={}, allow_code=False
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            perform._run(scene, Run(path=tmp_path), ())
+        assert heard == [number]
+        assert perform._run(scene, Run(path=tmp_path), parse_faults(["sigterm:step=1"])) == ("stopped", "")
+    finally:
+        signal.signal(number, before)

@@ -44,7 +44,7 @@ TOLERANCE = 0.01  # of the wall clock
 # before `guard_s` was recorded had 10 %, 45 ms per step, and does not close.
 UNEXPLAINED = 0.05
 UNEXPLAINED_STEP_S = 0.03
-SMALL_BYTES = 8 * 2**20  # of the witness: below, nobody waits for the other way
+SMALL_BYTES = 2**20  # a run of fewer bytes takes a tenth of a second either way
 MOST_SUPERVISOR_BYTES = 16 * 2**20
 MOST_STARTS = 16_384  # that are remembered; a run has one for each membership
 LEAST = 8  # steps that are worth it

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import open_regular
 from phalanx.io.values import at, integer, number, printable, seconds
 from phalanx.record.events import MOST_LINE_BYTES, Event, event_files_of, parse_event
+from phalanx.record.host_file import open_events
 from phalanx.record.run import Run, read_json
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Clock:
 def raw_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, if there is one; an overlong one comes in pieces."""
     try:
-        file = open_regular(path, buffering=-1)
+        file = open_events(path, buffering=-1)
     except OSError:
         return
     with file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,11 @@ class Damage:
 def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
     """Files of the run itself that are missing or broken, and ranks without events."""
     found = []
-    files = {name: partial(read_json, run.path / name) for name in ("plan.json", "launch.json", "status.json")}
+    files: dict[str, Callable[[], object]] = {
+        "plan.json": run.plan,
+        "launch.json": run.launch,
+        "status.json": partial(read_json, run.path / "status.json"),
+    }
     for name, read in files.items():
         try:
             read()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from phalanx.record.archive.index import SUFFIX
 from phalanx.record.archive.rank_file import KeptBlocks
 from phalanx.record.archive.series import SERIES, Spans
+from phalanx.record.host_file import stat_events
 
 Stamp = tuple[int, ...]
 
@@ -78,8 +79,5 @@ def stamp_of(events: Path, closed: int) -> Stamp:
 
 
 def _size_and_time(name: str) -> tuple[int, int]:
-    try:
-        found = os.stat(name)
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
+    found = stat_events(name)
+    return (found.size, found.mtime_ns) if found is not None else (-1, -1)

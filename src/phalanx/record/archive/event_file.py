@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.io.files import open_regular
 from phalanx.record.archive.index import (
     BLOCK,
     BLOCK_TYPE,
@@ -31,6 +28,7 @@ from phalanx.record.archive.index import (
 )
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
 from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
+from phalanx.record.host_file import open_events, opened_size, stat_events
 
 # How our own writer begins a line: enough to leave events of unknown kinds unread.
 _OURS = re.compile(rb'\{"v":\d{1,9},"event":"([\w.-]{1,60})","t":(\d{1,12}(?:\.\d{1,9})?),"rank":')
@@ -226,8 +224,8 @@ class EventFile:
     def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
         """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
         try:
-            with open_regular(self.path) as file:
-                if os.fstat(file.fileno()).st_size < self.size:
+            with open_events(self.path) as file:
+                if opened_size(file) < self.size:
                     return
                 file.seek(start)
                 while start < stop and (data := file.read(min(READ_BYTES, stop - start))):
@@ -239,19 +237,13 @@ class EventFile:
 
 def _file_size(path: Path) -> int:
     """Bytes; none when it is no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    found = stat_events(path)
+    return found.size if found is not None and found.is_file else 0
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
+    found = stat_events(path)
+    return (found.size, found.mtime_ns) if found is not None else None
 
 
 def _take(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> None:

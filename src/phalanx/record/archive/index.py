@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.io.files import open_regular
 from phalanx.record.archive.series import FREQUENT, KINDS, LATER, SERIES
+from phalanx.record.host_file import HostStream, open_events, opened_size, stat_events
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
@@ -259,11 +259,16 @@ SIGNATURE = 256  # bytes of the first event that tell one file from another
 
 
 class IndexWriter:
-    """Writes the index of one file of events while that is written. Never raises: a run needs no index."""
+    """Writes the index of one file of events while that is written. Never raises: a run needs no index.
 
-    def __init__(self, events: Path, inode: int) -> None:
+    Of events that go into their host's file (`stream`), it goes into the index beside that.
+    """
+
+    def __init__(self, events: Path, inode: int, *, stream: HostStream | None = None) -> None:
         self._events = events
         self._inode = inode  # of the file that is written: another may get its name
+        self._stream = stream
+        self._into: HostStream | None = None
         self._file = -1
         self._lines: list[tuple[Mapping[str, Any], int]] = []  # not yet known to be on the disk
         self._maker: BlockMaker | None = None
@@ -298,6 +303,9 @@ class IndexWriter:
             self._maker.cut()
             self._write(self._maker)
             self._maker = None
+        if self._into is not None:
+            self._into.close()
+            self._into = None
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -306,6 +314,9 @@ class IndexWriter:
         data = b"".join(maker.done)
         maker.done.clear()
         try:
+            if self._stream is not None:
+                self._append(self._stream, data)
+                return
             if self._file < 0:
                 if os.stat(self._events).st_ino != self._inode:
                     return
@@ -315,6 +326,14 @@ class IndexWriter:
                 os.ftruncate(self._file, size)  # a full disk: whole records or none
         except OSError:
             pass
+
+    def _append(self, events: HostStream, data: bytes) -> None:
+        if self._into is None:
+            self._into = events.open_index()
+            data = _make_head(events.first_bytes(SIGNATURE)) + data
+        done = 0
+        while done < len(data):  # a full disk leaves a torn record: those behind it are refused, and the events read
+            done += self._into.write(data[done:])
 
 
 def _prepared(events: Path) -> int:
@@ -337,9 +356,17 @@ def _names() -> list[str]:
 
 
 def _head(events: Path) -> bytes:
-    first = _first_bytes(events, SIGNATURE)
+    return _make_head(_first_bytes(events, SIGNATURE))
+
+
+def _make_head(first: bytes) -> bytes:
     head = {"phalanx.index": VERSION, "length": len(first), "crc": zlib.crc32(first), "names": _names()}
-    return json.dumps(head).encode().ljust(HEAD_BYTES)
+    return json.dumps({**head, "check": _head_check(head)}).encode().ljust(HEAD_BYTES)
+
+
+def _head_check(head: Mapping[str, Any]) -> int:
+    """Of the head itself: a name with a changed letter would be a series that is not there."""
+    return zlib.crc32(json.dumps({name: head[name] for name in ("phalanx.index", "length", "crc", "names")}).encode())
 
 
 def _read_head(data: bytes, events: Path) -> list[str] | None:
@@ -348,6 +375,7 @@ def _read_head(data: bytes, events: Path) -> list[str] | None:
         head = json.loads(data)
         length, names = int(head["length"]), head["names"]
         fits = head["phalanx.index"] == VERSION and 0 < length <= SIGNATURE and isinstance(names, list)
+        fits = fits and head.get("check", _head_check(head)) == _head_check(head)  # none before 0.7
         if fits and len(names) <= COLUMNS and head["crc"] == zlib.crc32(_first_bytes(events, length)):
             return [str(name) for name in names]
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
@@ -357,17 +385,15 @@ def _read_head(data: bytes, events: Path) -> list[str] | None:
 
 def _first_bytes(path: Path, length: int) -> bytes:
     try:
-        with open_regular(path) as file:
+        with open_events(path) as file:
             return file.read(length)
     except OSError:
         return b""
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    found = stat_events(path)
+    return found.size if found is not None else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,10 +413,10 @@ EMPTY = Index(blocks=np.zeros(0, BLOCK), places=np.zeros(0, PLACES["places"].bas
 def read_index(events: Path) -> Index:
     """The index of a file of events."""
     try:
-        with open_regular(events.with_suffix(SUFFIX)) as file:
+        with open_events(events.with_suffix(SUFFIX)) as file:
             head = file.read(HEAD_BYTES)
             # Not simply "at most so many": Python would first ask for the memory of them all.
-            data = file.read(min(os.fstat(file.fileno()).st_size, MOST_RECORDS * SIZE))
+            data = file.read(min(opened_size(file), MOST_RECORDS * SIZE))
     except FileNotFoundError:
         return EMPTY
     except OSError as error:
@@ -434,7 +460,7 @@ def _read_tail(path: str) -> bytes:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)  # as `open_regular`, quicker
     except OSError:
-        return bytes(TAIL * SIZE)
+        return _read_host_tail(path)
     try:
         found = os.fstat(file)
         count = (found.st_size - HEAD_BYTES) // SIZE if stat.S_ISREG(found.st_mode) else 0
@@ -444,6 +470,20 @@ def _read_tail(path: str) -> bytes:
         pass
     finally:
         os.close(file)
+    return data[: len(data) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0")
+
+
+def _read_host_tail(path: str) -> bytes:
+    """The same of an index in a host's file."""
+    data = b""
+    try:
+        with open_events(Path(path)) as file:
+            count = (opened_size(file) - HEAD_BYTES) // SIZE
+            if count > 0:
+                file.seek(HEAD_BYTES + max(0, count - TAIL) * SIZE)
+                data = file.read(min(count, TAIL) * SIZE)
+    except OSError:
+        pass
     return data[: len(data) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0")
 
 

@@ -14,6 +14,7 @@ from phalanx.io.values import integer
 from phalanx.record.archive.event_file import EventFile
 from phalanx.record.archive.index import Rows, bits_of, take
 from phalanx.record.events import Event, part_path
+from phalanx.record.host_file import has_events
 
 MOST_EVENTS = 20_000  # told at once; a run has a few hundred rare ones per rank
 MOST_CACHED = 256  # blocks whose rows are kept: 16 MB
@@ -80,7 +81,7 @@ class RankFile:
         """Look what is new; whether there was anything."""
         self._follow_rotation()
         changed = [segment.refresh() for segment in self.segments]
-        while self._next_part().is_file():  # closed while we looked: what was just seen may be of the next file
+        while has_events(self._next_part()):  # closed while we looked: what was just seen may be of the next file
             self._live = EventFile(self._path)
             self._follow_rotation()
             changed += [segment.refresh() for segment in self.segments]
@@ -98,7 +99,7 @@ class RankFile:
         Between two refreshes too: the file that begins anew has no blocks before it is refreshed, and the numbers of
         the others stay.
         """
-        while (closed := self._next_part()).is_file():
+        while has_events(closed := self._next_part()):
             self._live.path = closed
             self._parts.append(self._live)
             self._numbers.append(self._numbers[-1] + 1 if self._numbers else 1)
@@ -211,8 +212,8 @@ class RankFile:
 
     @property
     def torn(self) -> int:
-        """Lines at the end of its files, as far as read, that are not complete."""
-        return sum(segment.is_torn for segment in self.segments)
+        """Lines at its end, as far as read, that are not complete."""
+        return int(self._live.is_torn)
 
     @property
     def end(self) -> tuple[int, float]:
@@ -234,6 +235,8 @@ class RankFile:
             found["index records that do not fit the events"] += segment.index.refused
             if segment.index.trouble:
                 found[f"index not used: {segment.index.trouble}"] += 1
+            # Nobody is going to complete a line in a closed part: what a killed process left in its host's file.
+            found["lines that are no events"] += segment.is_torn and segment is not self._live
             found["the file became shorter"] += segment.replaced
             found["something that is no file in its place"] += segment.is_odd
         return +found

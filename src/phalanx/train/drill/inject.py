@@ -248,8 +248,10 @@ def exhaust_memory(*, really: bool) -> None:
 def limit_files(*, for_s: float) -> None:
     """No file of this process may grow beyond a page, for a while: what a full disk does to a writer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A second fault would take the first one's limit for what was there before, and leave it so for good.
+    soft = before[0] if before[0] != FILE_BYTES else before[1]
+    restore: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))  # noqa: E731
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, before[1]))
-    restore: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)  # noqa: E731
     timer = threading.Timer(for_s, restore)
     timer.daemon = True
     timer.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from phalanx.record.run import Run
@@ -37,14 +37,18 @@ class Verdict:
 
 
 def judge_history(
-    history: DrillHistory, *, expected: ExpectedSamples | None = None, replay: DrillHistory | None = None
+    history: DrillHistory,
+    *,
+    expected: ExpectedSamples | None = None,
+    replay: DrillHistory | None = None,
+    full: Collection[int] = (),
 ) -> list[Verdict]:
     """Everything that can be said from one history, and from its replay where there is one.
 
-    `expected` gives the samples of a step, as the sampler orders them.
+    `expected` gives the samples of a step, as the sampler orders them; `full` are processes whose disk was full once.
     """
     verdicts = [check(history) for check in (judge_digests, judge_step_order, judge_restores, judge_fencing)]
-    verdicts.insert(3, judge_samples(history, expected))
+    verdicts.insert(3, judge_samples(history, expected, full))
     if replay is not None:
         verdicts.insert(1, judge_replay(history, replay))
     return verdicts
@@ -142,7 +146,9 @@ def _unsaid(history: DrillHistory, before: EpochHistory | None, epoch: EpochHist
     return any(0 in (int(event.get("rank", -1)), *(event.get("others") or ())) for event in last)
 
 
-def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None) -> Verdict:
+def judge_samples(
+    history: DrillHistory, expected: ExpectedSamples | None = None, full: Collection[int] = ()
+) -> Verdict:
     """(e) The ranks of every committed step learnt from its samples, each once, and from nothing else."""
     wrong = []
     total = unknown = 0
@@ -156,7 +162,7 @@ def judge_samples(history: DrillHistory, expected: ExpectedSamples | None = None
         # Ranks that learn from the same sequences, as those of a tensor or pipeline group do.
         data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
         holders = max(1, epoch.world // max(1, data)) if epoch is not None else 1
-        if silent and not _fell(history, one, silent):
+        if silent and not all(_fell(history, one, rank, full) for rank in silent):
             wrong.append(f"step {one.step}: rank {_few(silent)} did not record its samples")
         elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
             wrong.append(f"step {one.step}: {difference}")
@@ -238,12 +244,19 @@ def _rolled_back(history: DrillHistory, number: int) -> bool:
     return any((event.get("cause") or {}).get("kind") == ASTRAY for event in causes)
 
 
-def _fell(history: DrillHistory, one: StepExecution, silent: Sequence[int]) -> bool:
-    """Whether the silent ranks died in this epoch, at this step: their last lines went with them."""
+def _fell(history: DrillHistory, one: StepExecution, rank: int, full: Collection[int]) -> bool:
+    """Whether a silent rank died in this epoch, at this step: its last lines went with it.
+
+    Lines that a full disk refuses wait in memory: a kill then takes all of them along, not only those of two steps.
+    """
     epoch = history.epoch(one.epoch)
-    last = max(epoch.steps) if epoch is not None else one.step
     fallen = {int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == one.epoch}
-    return one.step >= last - 1 and all(rank in fallen for rank in silent)
+    if epoch is None or rank not in fallen:
+        return False
+    last = max(epoch.steps)
+    if any(member.rank == rank and member.pid in full for member in epoch.members):
+        return all(rank not in epoch.steps[step].ranks for step in range(one.step, last + 1) if step in epoch.steps)
+    return one.step >= last - 1
 
 
 def _again(history: DrillHistory) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +100,9 @@ def perform_drill(
     if scene.replay and history.chain:
         is_alike = reference is not None and layout_sequence(history) == layout_sequence(reference)
         replayed = reference if is_alike else _replay(scene, run, history)
-    verdicts = judge.judge_history(history, expected=expected_samples(scene.plan), replay=replayed)
     shots = firings.read_firings(run)
+    full = {one.pid for one in shots if one.kind == "disk-full"}
+    verdicts = judge.judge_history(history, expected=expected_samples(scene.plan), replay=replayed, full=full)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
     found = fault_outcomes(history, faults, shots, patience_s=patience_s)
     verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
@@ -173,20 +175,21 @@ def _run(scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step:
         )
         stack.callback(driver.close)
         stack.enter_context(run.held())
-        asked: list[int] = []
         try:
             ended = launch(
                 run,
                 hosts=hosts,
                 environ=scene.environ,
                 tick=driver.tick,
-                asked=asked.append,
+                asked=lambda count: None,
                 agent=agent_command(allow_code=scene.allow_code),
             )
         except DrillStuck as error:
             return "stuck", str(error)
-        if len(asked) > sum(fault.kind == "sigterm" for fault in faults):
-            raise KeyboardInterrupt  # a person wants the drill to end, not only this run
+    if len(ended.signals) > sum(fault.kind == "sigterm" for fault in faults):
+        # Somebody wants the drill to end, not only this run: the signal does now what it would have done before.
+        signal.raise_signal(ended.signals[-1])
+        raise KeyboardInterrupt
     return ended.state, ended.message
 
 

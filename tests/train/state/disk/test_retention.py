@@ -2,18 +2,22 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from phalanx.elastic.fence import begin_generation
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.schema import Checkpoint, Fault
 from phalanx.plan.reliability import daly_interval
 from phalanx.plan.reliability import predict_reliability as plan
+from phalanx.record.run import Run
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.retention import CheckpointInterval, delete_commits_after
 from phalanx.train.state.save import save_checkpoint
+from phalanx.train.worker import Rank
 
 MTBF_S = 10_000.0
 
@@ -83,3 +87,17 @@ def test_commits_after_the_sound_step_are_gone(tmp_path: Path) -> None:
     found = newest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 8
+
+
+def test_a_rank_deletes_what_a_verdict_says_is_not_sound(tmp_path: Path) -> None:
+    """When the state was found astray, before anything else; not when a newer membership has begun."""
+    run = Run(path=tmp_path)
+    shard = TensorShard(name="w", tensor=torch.ones(3), shape=(3,), start=(0,), replicas=1, owner=True, groups={})
+    for step in (4, 8, 12):
+        save_checkpoint(run.checkpoints, step=step, attempt="a", shards=[shard], meta={}, rank=0, world=1, keep=9)
+    rank = SimpleNamespace(run=run)
+    begin_generation(run, 3)
+    Rank._delete_untrusted(rank, 2, 4)
+    assert run.saved_steps() == [4, 8, 12]  # it is too late for a rank of generation 2
+    Rank._delete_untrusted(rank, 3, 8)
+    assert run.saved_steps() == [4, 8]
