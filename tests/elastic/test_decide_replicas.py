@@ -127,6 +127,13 @@ class Play:
         assert self.last("go")["slots"] == slots
         for slot in slots:
             self.hear("built", epoch=1, slot=slot)
+        self.connect()
+
+    def connect(self) -> None:
+        """The first rank of every replica of this round says that the replica is connected."""
+        for host in self.here:
+            for slot in range(0, self.slots, 2):
+                self.hear("connected", host=host, epoch=1, slot=slot, round=self.state.saved.round)
         self.tick()
 
 
@@ -155,6 +162,24 @@ def test_a_replica_that_is_built_again_is_taken_in_at_the_end_of_a_step() -> Non
     states = [(one["replica"], one["state"]) for one in play.events if one["event"] == "replica"]
     assert states == [(1, "left out"), (1, "rejoined")]
     assert play.state.saved.pids == tuple(play.pids.values())
+
+
+def test_a_replica_is_taken_in_only_when_all_others_are_connected() -> None:
+    play = Play()
+    play.lose(3)
+    for slot in play.last("clear")["slots"]:
+        play.lose(slot)
+    play.tick()
+    play.ready(door=7100)
+    for slot in (2, 3):
+        play.hear("built", epoch=1, slot=slot)
+    play.hear("connected", epoch=1, slot=0, round=1)
+    play.hear("connected", epoch=1, slot=4, round=0)  # of the round before
+    play.tick()
+    assert play.state.saved.round == 1, "one of them would wait in this round for another that is in the next"
+    play.hear("connected", epoch=1, slot=4, round=1)
+    play.tick()
+    assert (play.state.saved.round, play.state.saved.absent) == (2, ())
 
 
 def test_replicas_meet_at_one_that_was_there_before() -> None:
@@ -240,7 +265,7 @@ def test_a_lost_host_is_left_out_and_its_replica_built_on_a_spare_one() -> None:
     assert play.last("go")["stores"] == [None, ["127.0.0.1", 7200], None]
     for slot in (0, 1):
         play.hear("built", host="s", epoch=1, slot=slot)
-    play.tick()
+    play.connect()
     assert (play.last("regroup")["present"], play.state.saved.absent) == ([0, 1, 2], ())
     moved = [one for one in play.events if one["event"] == "members"]
     assert [(one["rank"], one["host"]) for one in moved[0]["members"]] == [(2, "s"), (3, "s")]

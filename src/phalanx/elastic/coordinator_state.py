@@ -309,6 +309,7 @@ class CoordinatorState:
     replacing: FrozenMap[int, tuple[Failure, float]] = field(default_factory=FrozenMap)  # members lost while forming
     rejoining: FrozenMap[int, RejoiningReplica] = field(default_factory=FrozenMap)  # by replica
     cleared: FrozenMap[int, float] = field(default_factory=FrozenMap)  # by replica, when its processes were to end
+    unconnected: frozenset[int] = frozenset()  # replicas of the present round that are not known to be connected yet
     newcomer: int | None = None  # the replica that was taken in by the present round
     short_s: float | None = None  # since when there are no slots for a replica that is left out
     incident_recorded: bool = False

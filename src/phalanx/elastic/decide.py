@@ -39,6 +39,7 @@ from phalanx.elastic.decide_replicas import (
     is_absent,
     num_present,
     on_built,
+    on_connected,
     only_newcomer_missing,
     rejoin_replicas,
 )
@@ -385,6 +386,12 @@ def _on_built(decision: Decision, host: HostView, message: Message) -> None:
         on_built(decision, rank)
 
 
+def _on_connected(decision: Decision, host: HostView, message: Message) -> None:
+    rank = decision.state.membership.ranks_on(host.name).get(int(message["slot"]))
+    if rank is not None and int(message["epoch"]) == decision.state.saved.generation:
+        on_connected(decision, rank, int(message["round"]))
+
+
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
     """An agent looked at its host before it formed again, and found it bad."""
     if int(message["epoch"]) == decision.state.saved.generation:
@@ -434,6 +441,7 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "left": _on_left,
     "ready": _on_ready,
     "built": _on_built,
+    "connected": _on_connected,
     "unfit": _on_unfit,
     "where": _on_where,
     "stop": _on_stop,

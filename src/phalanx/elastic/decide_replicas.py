@@ -108,8 +108,8 @@ def rejoin_replicas(decision: Decision) -> None:
             _end_processes(decision, found, replica)
         elif not coming.went and _are_ready(state, found, replica):
             _tell_go(decision, found, replica)
-        elif coming.went and coming.built.issuperset(found.ranks(replica)):
-            _take_in(decision, replica)
+        elif coming.went and coming.built.issuperset(found.ranks(replica)) and not state.unconnected:
+            _take_in(decision, replica)  # else some would wait in this round, and others in the next
 
 
 def on_built(decision: Decision, rank: int) -> None:
@@ -119,6 +119,13 @@ def on_built(decision: Decision, rank: int) -> None:
     if found is not None and coming is not None and coming.went:
         made = RejoiningReplica(asked_s=coming.asked_s, went=True, built=coming.built | {rank})
         state.rejoining = state.rejoining.set(found.place(rank)[0], made)
+
+
+def on_connected(decision: Decision, rank: int, number: int) -> None:
+    """A replica is connected to the others of a round."""
+    state, found = decision.state, model_replicas(decision.state)
+    if found is not None and number == state.saved.round:
+        state.unconnected = state.unconnected - {found.place(rank)[0]}
 
 
 def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None:
@@ -286,6 +293,7 @@ def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int = -1) -> N
     assert found is not None
     present = [replica for replica in range(found.count) if replica not in saved.absent]
     first = next(replica for replica in present if replica != newcomer)
+    state.unconnected = frozenset(present)
     stores = (saved.go or {})["stores"]
     decision.send_all(
         [name for name in state.membership.hosts if name in state.hosts],

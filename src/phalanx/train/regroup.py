@@ -40,10 +40,11 @@ class ReplicaRounds:
         is_due: Callable[[], bool],
         timeout_s: float,
         tell: Callable[..., object] = lambda **fields: None,
+        confirm: Callable[..., object] = lambda **fields: None,
     ) -> None:
         self.across = across
         self._generation, self._first, self._wait, self._timeout_s = generation, first, wait, timeout_s
-        self.is_due, self._tell = is_due, tell
+        self.is_due, self._tell, self._confirm = is_due, tell, confirm
         self._number = -1
         self._is_dirty = first is None  # a replica that joins late has nothing yet
 
@@ -61,6 +62,8 @@ class ReplicaRounds:
             if reached is not None and not is_lost:
                 self._is_dirty = False
                 self._tell(step=reached, round=self._number, present=self.across.present, behind=reached != step)
+                if self.across.position == 0:  # one speaks for the replica: all of its ranks are connected
+                    self._confirm(round=self._number)
                 return reached
             self._is_dirty = self._is_dirty or (reached is not None and reached != step)
 
