@@ -82,7 +82,8 @@ class Trial:
     lost_tokens: float
     stall_s: float  # from the loss to the end of the next step on the ranks that are left
     step_s: float  # before the loss
-    regroup_s: float | None = None  # from leaving the replica out to all others connected
+    regroup_s: float | None = None  # the others waited to hear who is present, and to connect; the longest of them
+    rejoin_s: float | None = None  # the same when the replica is back and takes the state
     absent_s: float | None = None  # from leaving it out to taking it in
 
 
@@ -166,9 +167,13 @@ def _lose_rank(run: Path, process: subprocess.Popen[bytes]) -> Trial:
     wait_for(lambda: _are_steady(run, killed_s), process, "a steady run after the loss")
     record = steps(run, 0)
     before = [one for one in record if began_s < one["t"] <= killed_s]
-    step_s = statistics.median(late["t"] - early["t"] for early, late in itertools.pairwise(before))
+    back_s = [one["t"] for one in steps(run, VICTIM) if one["t"] > killed_s]
+    after = [one for one in record if one["t"] > back_s[0]]
+    # Other work on the machine comes and goes: the pace is that around the loss.
+    gaps = [late["t"] - early["t"] for some in (before, after) for early, late in itertools.pairwise(some)]
+    step_s = statistics.median(gaps)
     pace = before[-1]["tokens"] / step_s
-    ended_s = [one["t"] for one in record if one["t"] > killed_s and one["tokens"] == before[-1]["tokens"]][STEADY - 2]
+    ended_s = back_s[2]  # the third step of the process that took the lost one's place
     last_s = before[-1]["t"]  # measured from the end of a step to the end of a step
     gained = learnt_tokens(record, ended_s) - learnt_tokens(record, last_s)
     lost_tokens = (ended_s - last_s) * pace - gained
@@ -197,21 +202,26 @@ def _are_steady(run: Path, since_s: float) -> bool:
 
 
 def _rounds(run: Path, since_s: float) -> dict[str, float | None]:
-    """When the coordinator left a replica out, and when the last of the others was connected without it."""
+    """How long ranks waited to be connected without the replica and with it; nothing where all rebuild."""
     told = {one["state"]: one for one in supervisor(run) if one["event"] == "replica" and one["t"] > since_s}
     if "left out" not in told:
-        return {"regroup_s": None, "absent_s": None}
-    left_out = told["left out"]
-    connected = [
-        one["t"]
-        for rank in range(RANKS)
-        for one in lines(run / f"events-{rank:05d}.jsonl")
-        if one["event"] == "regroup" and (one["epoch"], one["round"]) == (left_out["epoch"], left_out["round"])
-    ]
+        return {}
     return {
-        "regroup_s": max(connected) - left_out["t"],
-        "absent_s": told["rejoined"]["t"] - left_out["t"] if "rejoined" in told else None,
+        "regroup_s": max(_waits(run, told["left out"])),
+        "rejoin_s": max(_waits(run, told["rejoined"], but=VICTIM // SHARD)),
+        "absent_s": told["rejoined"]["t"] - told["left out"]["t"],
     }
+
+
+def _waits(run: Path, told: Event, but: int = -1) -> list[float]:
+    """Seconds that ranks waited to be connected in a round; those of one replica not counted."""
+    return [
+        one["seconds"]
+        for rank in range(RANKS)
+        if rank // SHARD != but
+        for one in lines(run / f"events-{rank:05d}.jsonl")
+        if one["event"] == "regroup" and (one["epoch"], one["round"]) == (told["epoch"], told["round"])
+    ]
 
 
 def predict(run: Path, trials: dict[str, list[Trial]]) -> Any:
@@ -317,9 +327,12 @@ def report(run: Path, trials: dict[str, list[Trial]]) -> None:
             f"| {statistics.median(seconds):.2f} s ({seconds[0]:.2f} to {seconds[-1]:.2f}), {tokens:,.0f} tokens "
             f"| {cost.lost_s:.2f} s, {cost.lost_tokens:,.0f} tokens |"
         )
-    regroup = sorted(one.regroup_s for one in trials["leave-out"] if one.regroup_s is not None)
-    absent = sorted(one.absent_s for one in trials["leave-out"] if one.absent_s is not None)
-    for name, values in (("left out to connected anew", regroup), ("left out to taken in", absent)):
+    for field, name in (
+        ("regroup_s", "connected without the replica"),
+        ("rejoin_s", "connected with it again, its state copied"),
+        ("absent_s", "from left out to taken in"),
+    ):
+        values = sorted(value for one in trials["leave-out"] if (value := getattr(one, field)) is not None)
         if values:
             listed = ", ".join(f"{one:.2f}" for one in values)
             print(f"{name}: median {statistics.median(values):.2f} s of {listed}")
