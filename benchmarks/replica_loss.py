@@ -1,10 +1,10 @@
 """What a lost rank costs when all ranks rebuild, and when its model replica is left out: measured beside predicted.
 
-    python benchmarks/replica_loss.py [--trials 3] [--keep FOLDER]
+    python benchmarks/replica_loss.py [--trials 3] [--passes 2] [--keep FOLDER]
     python benchmarks/replica_loss.py --replay RUN
 
-Three replicas of two ranks (HSDP, ZeRO-2) on the cores of this machine. In one run for each value of `fault.on_loss` a
-rank is killed again and again, each time when the run is whole and steady. Counted are the tokens that the run has
+Three replicas of two ranks (HSDP, ZeRO-2) on the cores of this machine. In a run for each value of `fault.on_loss` a
+rank is killed again and again, each time when the run is whole and steady; the runs take turns (`--passes`). Counted are the tokens that the run has
 learnt from one moment to another, in the end: what is done again counts once. What was lost is what the steady pace
 before the loss would have learnt in the same time, less that.
 
@@ -135,17 +135,17 @@ def _epoch_at(record: Sequence[Event], at_s: float) -> int:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, way: str, trials: int) -> tuple[Path, list[Trial]]:
+def measure(folder: Path, way: str, trials: int, *, name: str) -> tuple[Path, list[Trial]]:
     """A run in which a rank is lost so many times."""
-    command = [sys.executable, "-m", "phalanx", "train", "job.toml", "--runs", way, "--no-check"]
-    with open(folder / f"{way}.log", "ab") as log:
+    command = [sys.executable, "-m", "phalanx", "train", "job.toml", "--runs", name, "--no-check"]
+    with open(folder / f"{name}.log", "ab") as log:
         process = subprocess.Popen(
             [*command, "--set", f"fault.on_loss={way}"],
             cwd=folder, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     try:
-        run = wait_for(lambda: next((folder / way).glob("*/supervisor.jsonl"), None), process, "a run").parent
+        run = wait_for(lambda: next((folder / name).glob("*/supervisor.jsonl"), None), process, "a run").parent
         found = [_lose_rank(run, process) for _ in range(trials)]
     finally:
         if process.poll() is None:
@@ -225,13 +225,13 @@ def _waits(run: Path, told: Event, but: int = -1) -> list[float]:
 
 
 def predict(run: Path, trials: dict[str, list[Trial]]) -> Any:
-    """Both ways as the planner prices them, from the pace and the restart that were measured with "rebuild"."""
+    """Both ways as the planner prices them, from the pace of all runs and the restart measured with "rebuild"."""
     from phalanx.plan.model_replicas import price_loss
     from phalanx.plan.plan import Plan
 
     plan = Plan.from_json((run / "plan.json").read_text())
-    step_s = statistics.median(one.step_s for one in trials["rebuild"])
-    restart_s = max(0.0, statistics.median(one.stall_s for one in trials["rebuild"]) - NOTICE_S - step_s)
+    step_s = statistics.median(one.step_s for found in trials.values() for one in found)
+    restart_s = max(0.0, statistics.median(one.stall_s - one.step_s for one in trials["rebuild"]) - NOTICE_S)
     return price_loss(
         plan.layout,
         plan.cluster,
@@ -361,7 +361,8 @@ def prepare(folder: Path) -> None:
 def main() -> None:
     """Measure both ways, or replay one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--trials", type=int, default=3, help="losses in each run")
+    parser.add_argument("--passes", type=int, default=2, help="runs of each way, in turns")
     parser.add_argument("--keep", type=Path, help="write records here, and leave them")
     parser.add_argument("--replay", type=Path, metavar="RUN", help="learn a recorded run again in one process")
     args = parser.parse_args()
@@ -372,9 +373,11 @@ def main() -> None:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
-        trials: dict[str, list[Trial]] = {}
-        for way in ("rebuild", "leave-out"):
-            run, trials[way] = measure(folder, way, args.trials)
+        trials: dict[str, list[Trial]] = {"rebuild": [], "leave-out": []}
+        for number in range(args.passes):
+            for way, found in trials.items():
+                run, more = measure(folder, way, args.trials, name=f"{way}-{number}")
+                found += more
         report(run, trials)
 
 
