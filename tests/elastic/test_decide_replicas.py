@@ -34,20 +34,43 @@ PLAN = Path(__file__).parents[1] / "synthetic_plan.json"
 
 
 class Play:
-    """One host of six slots, three replicas of two ranks, and a clock that is moved by hand."""
+    """Three replicas of two ranks on hosts of some slots, and a clock that is moved by hand.
 
-    def __init__(self, **fault: Any) -> None:
+    With one host the ranks are in the slots of "a"; with more, each host has a replica, and those after them are spare.
+    """
+
+    def __init__(self, hosts: str = "a", **fault: Any) -> None:
         job = Plan.from_json(PLAN.read_text()).job
-        job = replace(job, fault=replace(job.fault, on_loss="leave-out", recovery="auto", **fault))
-        settings = CoordinatorSettings(run_path="run", job=job, planned=LAYOUT, num_slots=6)
+        job = replace(
+            job,
+            fault=replace(job.fault, **{"on_loss": "leave-out", "recovery": "auto", **fault}),
+            batch=replace(job.batch, global_sequences=12),
+        )
+        self.slots = 6 if len(hosts) == 1 else 2
+        settings = CoordinatorSettings(run_path="run", job=job, planned=LAYOUT, num_slots=self.slots * len(hosts))
         self.now_s, self.sent, self.events = 100.0, list[dict[str, Any]](), list[dict[str, Any]]()
-        self.pids = {slot: 1000 + slot for slot in range(6)}
-        self.state, _ = initial_state(settings, SavedState(), hosts=("a",), now_s=self.now_s, unix_s=self.now_s)
-        self.hear("joined", hello={"host": "a", "address": "127.0.0.1", "time": self.now_s})
-        self.hear("status", slots=self.pids, epoch=0, digest="", went=0, wishes=0)
+        self.told: list[tuple[str, str]] = []  # host and kind of every message
+        self.here = list(hosts)
+        self.pids = {slot: 1000 + slot for slot in range(self.slots)}  # of the first host
+        self.state, _ = initial_state(settings, SavedState(), hosts=tuple(hosts), now_s=self.now_s, unix_s=self.now_s)
+        for host in hosts:
+            self.join(host)
         self.tick()
         self.ready()
         self.step(3)
+
+    def join(self, host: str, first_pid: int = 1000) -> None:
+        """An agent comes, with a process in every slot."""
+        self.hear("joined", host=host, hello={"host": host, "address": "127.0.0.1", "time": self.now_s})
+        pids = {slot: first_pid + slot for slot in range(self.slots)}
+        self.hear("status", host=host, slots=pids, epoch=0, digest="", went=0, wishes=0)
+
+    def lose_host(self, host: str) -> None:
+        """An agent hangs up and does not come back."""
+        self.here.remove(host)
+        self.hear("gone", host=host)
+        for _ in range(12):
+            self.tick(0.15)
 
     def give(self, message: Any) -> None:
         self.state, actions = decide(self.state, message)
@@ -57,26 +80,29 @@ class Play:
     def _perform(self, action: Action) -> None:
         if isinstance(action, Send):
             self.sent.append(json.loads(json.dumps(action.message)))
+            self.told += [(host, action.message["kind"]) for host in action.hosts]
         elif isinstance(action, RecordEvent):
             self.events.append({"event": action.event, **action.fields})
         elif isinstance(action, ListCheckpoints):
             self.give(CheckpointList(now_s=self.now_s, unix_s=self.now_s, steps=()))
 
-    def hear(self, kind: str, **fields: Any) -> None:
+    def hear(self, kind: str, host: str = "a", **fields: Any) -> None:
         body = json.loads(json.dumps({"kind": kind, **fields}))
-        self.give(AgentMessage(now_s=self.now_s, unix_s=self.now_s, host="a", body=body))
+        self.give(AgentMessage(now_s=self.now_s, unix_s=self.now_s, host=host, body=body))
 
     def tick(self, seconds: float = 0.1) -> None:
         self.now_s += seconds
         self.give(ClockTick(now_s=self.now_s, unix_s=self.now_s))
 
     def ready(self, door: int = 7000) -> None:
-        ports = {slot: [door + slot, 8000 + slot] for slot in range(6)}
-        self.hear("ready", epoch=self.state.saved.generation, ports=ports, held=[])
+        for host in self.here:
+            ports = {slot: [door + slot, 8000 + slot] for slot in range(self.slots)}
+            self.hear("ready", host=host, epoch=self.state.saved.generation, ports=ports, held=[])
         self.tick()
 
     def step(self, step: int) -> None:
-        self.hear("beat", epoch=self.state.saved.generation, progress=[step, 2, 0.0])
+        for host in self.here:
+            self.hear("beat", host=host, epoch=self.state.saved.generation, progress=[step, 2, 0.0])
 
     def lose(self, slot: int) -> None:
         """A process ends, and its agent starts another."""
@@ -101,6 +127,13 @@ class Play:
         assert self.last("go")["slots"] == slots
         for slot in slots:
             self.hear("built", epoch=1, slot=slot)
+        self.connect()
+
+    def connect(self) -> None:
+        """The first rank of every replica of this round says that the replica is connected."""
+        for host in self.here:
+            for slot in range(0, self.slots, 2):
+                self.hear("connected", host=host, epoch=1, slot=slot, round=self.state.saved.round)
         self.tick()
 
 
@@ -129,6 +162,24 @@ def test_a_replica_that_is_built_again_is_taken_in_at_the_end_of_a_step() -> Non
     states = [(one["replica"], one["state"]) for one in play.events if one["event"] == "replica"]
     assert states == [(1, "left out"), (1, "rejoined")]
     assert play.state.saved.pids == tuple(play.pids.values())
+
+
+def test_a_replica_is_taken_in_only_when_all_others_are_connected() -> None:
+    play = Play()
+    play.lose(3)
+    for slot in play.last("clear")["slots"]:
+        play.lose(slot)
+    play.tick()
+    play.ready(door=7100)
+    for slot in (2, 3):
+        play.hear("built", epoch=1, slot=slot)
+    play.hear("connected", epoch=1, slot=0, round=1)
+    play.hear("connected", epoch=1, slot=4, round=0)  # of the round before
+    play.tick()
+    assert play.state.saved.round == 1, "one of them would wait in this round for another that is in the next"
+    play.hear("connected", epoch=1, slot=4, round=1)
+    play.tick()
+    assert (play.state.saved.round, play.state.saved.absent) == (2, ())
 
 
 def test_replicas_meet_at_one_that_was_there_before() -> None:
@@ -194,3 +245,106 @@ def test_failures_that_name_no_lost_process_rebuild_everything(kind: str) -> Non
     play.hear("up", slots={3: play.pids[3]})
     play.tick()
     assert play.state.saved.generation == 2
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_host_is_left_out_and_its_replica_built_on_a_spare_one() -> None:
+    play = Play("abcs")
+    play.lose_host("b")
+    assert play.state.saved.generation == 1
+    assert play.last("regroup")["present"] == [0, 2]
+    rejoin = play.last("rejoin")
+    assert (rejoin["slots"], rejoin["ranks"]) == ([0, 1], {"0": 2, "1": 3})
+    assert [host for host, kind in play.told if kind == "rejoin"] == ["s"]
+    assert play.state.membership.ranks_on("s") == {0: 2, 1: 3}
+    assert play.state.membership.ranks_on("b") == {}
+    play.hear("ready", host="s", epoch=1, ports={0: [7200, 1], 1: [7201, 1]}, held=[])
+    play.tick()
+    assert play.last("go")["stores"] == [None, ["127.0.0.1", 7200], None]
+    for slot in (0, 1):
+        play.hear("built", host="s", epoch=1, slot=slot)
+    play.connect()
+    assert (play.last("regroup")["present"], play.state.saved.absent) == ([0, 1, 2], ())
+    moved = [one for one in play.events if one["event"] == "members"]
+    assert [(one["rank"], one["host"]) for one in moved[0]["members"]] == [(2, "s"), (3, "s")]
+    saved = SavedState.from_json(json.loads(json.dumps(play.state.saved.to_json())))
+    assert saved.membership is not None
+    assert saved.membership.ranks_on("s") == {0: 2, 1: 3}, "another coordinator knows where it went"
+
+
+def test_after_ranks_have_moved_the_next_membership_is_told_in_full() -> None:
+    play = Play("abcs")
+    play.lose_host("b")
+    before = len(play.sent)
+    play.lose_host("c")  # a second replica: everything is rebuilt
+    play.tick(1.0)
+    forms = [one for one in play.sent[before:] if one["kind"] == "form"]
+    assert play.state.saved.generation == 2
+    assert not any("same_as" in one for one in forms)
+
+
+def test_a_lost_host_that_comes_back_gets_its_replica_again() -> None:
+    play = Play("abc", recovery="replace")
+    play.lose_host("b")
+    assert play.state.saved.absent == (1,)
+    assert "rejoin" not in [one["kind"] for one in play.sent]
+    play.tick(60.0)
+    assert "reform" not in [one["kind"] for one in play.sent], "lost ranks are replaced, never done without"
+    play.here.append("b")
+    play.join("b", first_pid=2000)
+    play.tick()
+    assert [kind for host, kind in play.told if host == "b"][-2:] == ["form", "rejoin"]
+    assert play.last("form")["ranks"] == {"0": 2, "1": 3}, "its agent is another, and knows nothing of the membership"
+    assert play.state.saved.generation == 1
+    assert play.state.saved.pids == (1000, 1001, 2000, 2001, 1000, 1001)
+
+
+def test_without_a_spare_host_the_job_shrinks_at_the_end_of_a_step() -> None:
+    play = Play("abc")
+    play.lose_host("b")
+    assert "reform" not in [one["kind"] for one in play.sent]
+    for step in range(4, 20):
+        play.tick(0.9)
+        play.step(step)
+    assert "reform" in [one["kind"] for one in play.sent]
+    for host in "ac":
+        for slot in (0, 1):
+            play.hear("left", host=host, slot=slot, epoch=1, step=20, state="reform", why="")
+    play.tick()
+    assert (play.state.saved.generation, play.state.membership.world) == (2, 4)
+
+
+# ---- the end of a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_is_taken_in_too_late_does_not_hold_up_the_end() -> None:
+    play = Play()
+    play.lose(3)
+    play.come_back()
+    for slot in (0, 1, 4, 5):
+        play.hear("left", slot=slot, epoch=1, step=9, state="done", why="")
+    play.tick(0.2)
+    assert not play.state.is_over, "it may be one of them, and a moment later"
+    play.tick(0.5)
+    assert play.state.is_over
+
+
+def test_a_replica_lost_when_others_are_done_is_not_left_out() -> None:
+    play = Play()
+    for slot in (0, 1):
+        play.hear("left", slot=slot, epoch=1, step=9, state="done", why="")
+    play.lose(3)
+    play.tick()
+    assert play.state.saved.generation == 2, "what it was saving is saved by the next generation"
+
+
+def test_nobody_is_taken_in_by_those_who_are_asked_to_stop() -> None:
+    play = Play()
+    play.lose(3)
+    play.hear("stop", count=1)
+    before = len(play.sent)
+    play.tick()
+    play.tick(3.0)
+    assert not {"rejoin", "clear"} & {one["kind"] for one in play.sent[before:]}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.heartbeat_board import HeartbeatBoard, Phase
-from phalanx.elastic.rank_link import Interrupted, RankLink
+from phalanx.elastic.rank_link import Interrupted, RankLink, open_sockets, shut_sockets
 
 SLOT = 1
 
@@ -224,3 +224,19 @@ def test_the_heart_beats_whatever_the_training_does(line: Line) -> None:
 def test_answers_are_lines_with_the_slot(line: Line) -> None:
     line.link.send("left", epoch=3, why="so")
     assert json.loads(line.agent.makefile().readline()) == {"kind": "left", "slot": SLOT, "epoch": 3, "why": "so"}
+
+
+def test_who_came_to_our_store_for_the_next_round_is_not_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_server(("127.0.0.1", 0)) as other:
+        kept = frozenset(open_sockets())
+        pairs = [(socket.create_connection(one.getsockname()), one.accept()[0]) for one in (door, other)]
+        ours = frozenset(open_sockets()) - kept
+        count = shut_sockets(frozenset(open_sockets()) - ours, spared_port=door.getsockname()[1])
+        assert count == 3, "the client's side of the store too: whoever waits there is to wake up"
+        assert pairs[1][1].recv(1) == b""
+        pairs[0][1].settimeout(60.0)
+        assert pairs[0][1].recv(1) == b"", "its client was cut"
+        pairs[0][1].sendall(b"x")  # not shut on this side
+        for pair in pairs:
+            for one in pair:
+                one.close()

@@ -37,6 +37,7 @@ from phalanx.sim.months.causes import (
 )
 from phalanx.sim.months.forecast import (
     Forecast,
+    compare_losses,
     forecast_months,
     forecast_spread,
     formula_shares,
@@ -46,6 +47,7 @@ from phalanx.sim.months.forecast import (
 from phalanx.sim.months.months_text import forecast_text
 from phalanx.sim.months.policy import (
     UNNOTICED_S,
+    LeavingOut,
     MonthsPolicy,
     Saving,
     failures_per_day,
@@ -54,7 +56,7 @@ from phalanx.sim.months.policy import (
 )
 from phalanx.sim.months.recovery_table import compared_recoveries, recovery_cases, recovery_row, with_recovery
 from phalanx.sim.months.recovery_table import recovery_table_text as compare_page
-from phalanx.sim.months.simulate_run import simulate_run, simulate_runs
+from phalanx.sim.months.simulate_run import ABSENT, EXCHANGE, simulate_run, simulate_runs
 from phalanx.units import DAY_S
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.1-405b-16384xH100.toml"
@@ -203,6 +205,42 @@ def test_stop_means_stop(monkeypatch):
     one = scripted(monkeypatch, changed(ALONE, recovery="stop"), (1_500.0, "nic"), (9_000.0, "nic"))
     assert one.lost_s["nic", "stopped"] == pytest.approx(DAY_S - 1_500.0)
     assert one.unexpected == 1
+
+
+LEAVING = LeavingOut(replicas=4, stall_s=2.0, rejoin_s=3.0, pace=1.0)
+NEVER_SAVED = Saving(interval_s=math.inf, blocking_s=0.0, lag_s=0.0)
+
+
+def test_a_lost_replica_is_left_out_and_comes_back(monkeypatch):
+    one = scripted(monkeypatch, changed(ALONE, saving=NEVER_SAVED, leaving=LEAVING), (3_500.0, "software"))
+    assert one.lost_s["software", "detect"] == 30.0
+    assert one.lost_s["software", "restart"] == pytest.approx(2.0 + 3.0)
+    assert one.lost_s[ABSENT, "degraded"] == pytest.approx((300.0 - 2.0) / 4)
+    assert ("software", "redone") not in one.lost_s
+    assert one.done_s == pytest.approx(DAY_S - 35.0 - 74.5)
+    assert (one.unexpected, one.longest_gap_s) == (1, 32.0)
+
+
+def test_with_a_second_replica_lost_all_restart(monkeypatch):
+    # The third failure finds the job whole again: what was to rejoin after the first came with the restart.
+    script = [(3_500.0, "software"), (3_600.0, "unknown"), (3_950.0, "unknown")]
+    one = scripted(monkeypatch, changed(ALONE, leaving=LEAVING), *script)
+    assert one.lost_s["unknown", "restart"] == pytest.approx(300.0 + 5.0)
+    assert one.lost_s["unknown", "redone"] > 0
+    assert one.lost_s[ABSENT, "degraded"] == pytest.approx((3_600.0 - 3_532.0) / 4 + (300.0 - 2.0) / 4, abs=2.5)
+    assert unaccounted_s(one) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_lost_host_without_a_spare_means_a_restart(monkeypatch):
+    made = changed(ALONE, saving=NEVER_SAVED, leaving=LEAVING, spares=0, paces={0: 1.0, 1: 0.5})
+    one = scripted(monkeypatch, made, (3_500.0, "device"))
+    assert one.lost_s["device", "restart"] == pytest.approx(300.0)
+    assert (ABSENT, "degraded") not in one.lost_s
+
+
+def test_sums_between_replicas_slow_every_step(monkeypatch):
+    one = scripted(monkeypatch, changed(ALONE, saving=NEVER_SAVED, leaving=changed(LEAVING, pace=0.98)))
+    assert one.lost_s[EXCHANGE, "degraded"] == pytest.approx(0.02 * DAY_S)
 
 
 def test_edge_recovery_bears_links_and_switches(monkeypatch):
@@ -612,3 +650,19 @@ def test_levers_meet_the_same_failures(llama):
     assert 0.001 < found["edge recovery, 8 planes"].mean < 0.006
     disk = changed(made, saving=dataclasses.replace(made.saving, copy_every_s=math.inf))
     assert any("in-memory checkpoint" in one.name for one in try_levers(llama, disk, outcomes[:1], days=20.0, seed=0))
+
+
+def test_both_ways_of_losing_a_rank_meet_the_same_failures():
+    plan = make_plan(load(LLAMA.with_name("llama-3-8b-64xH100.toml"), overrides=["parallel.shard=8"]))
+    made = changed(months_policy(plan), mtbf_s=20_000.0)
+    outcomes = list(simulate_runs(made, days=20.0, count=4, seed=0))
+    ways = compare_losses(plan, made, outcomes, days=20.0, seed=0)
+    assert [(one.on_loss, one.is_chosen) for one in ways] == [("rebuild", True), ("leave-out", False)]
+    rebuild, leave_out = ways
+    assert rebuild.effective.mean == pytest.approx(np.mean([one.effective for one in outcomes]))
+    assert rebuild.lost_tokens == pytest.approx(rebuild.lost_s * plan.prediction.tokens_per_s)
+    page = forecast_text(plan, made, forecast_months(plan, made, outcomes, seed=0, losses=ways))
+    assert "leave-out" in page
+    assert '`phalanx train` refuses "leave-out" on' in " ".join(page.split())
+    # Nearly all are left out: a second before the first is back is rare, and so is a host lost without a spare.
+    assert 0 < leave_out.lost_s != rebuild.lost_s > 0

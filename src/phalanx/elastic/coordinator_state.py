@@ -309,6 +309,9 @@ class CoordinatorState:
     replacing: FrozenMap[int, tuple[Failure, float]] = field(default_factory=FrozenMap)  # members lost while forming
     rejoining: FrozenMap[int, RejoiningReplica] = field(default_factory=FrozenMap)  # by replica
     cleared: FrozenMap[int, float] = field(default_factory=FrozenMap)  # by replica, when its processes were to end
+    unconnected: frozenset[int] = frozenset()  # replicas of the present round that are not known to be connected yet
+    newcomer: int | None = None  # the replica that was taken in by the present round
+    short_s: float | None = None  # since when there are no slots for a replica that is left out
     incident_recorded: bool = False
     out_of_memory: bool = False
 
@@ -351,7 +354,7 @@ class CoordinatorState:
         saved = self.saved
         is_calm = self.left_s is None and self.stop_asked_s is None and self.stacks_asked_s is None
         is_whole = self.num_here == len(self.hosts) and not self.failures and not self.takes_over
-        return saved.membership is not None and not saved.forming and is_calm and is_whole
+        return saved.membership is not None and not saved.forming and not saved.absent and is_calm and is_whole
 
     @property
     def is_new_incident(self) -> bool:

@@ -35,7 +35,14 @@ from phalanx.elastic.decide_membership import (
     tell_membership,
 )
 from phalanx.elastic.decide_recovery import CAUSE_S, after_all_left, after_some_left, find_hung_rank, recover
-from phalanx.elastic.decide_replicas import is_absent, num_present, on_built, rejoin_replicas
+from phalanx.elastic.decide_replicas import (
+    is_absent,
+    num_present,
+    on_built,
+    on_connected,
+    only_newcomer_missing,
+    rejoin_replicas,
+)
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
@@ -107,7 +114,10 @@ def _tick(decision: Decision, tick: ClockTick) -> None:
     elif state.left_s is not None and len(state.left) == num_present(state):
         after_all_left(decision)
     elif state.left_s is not None and decision.now_s - state.left_s > CAUSE_S:
-        after_some_left(decision)
+        if only_newcomer_missing(state):
+            after_all_left(decision)
+        else:
+            after_some_left(decision)
     elif state.saved.forming:
         await_members(decision)
     else:
@@ -287,7 +297,7 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
         if host.alive.get(slot) != saved.pids[rank] and rank not in state.replacing and not is_absent(state, rank)
     ]
     if generation < saved.generation and not saved.forming:
-        ended = list(ranks.values())
+        ended = [rank for rank in ranks.values() if not is_absent(state, rank)]
     for rank in ended:
         decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
     if ended or not ranks:
@@ -376,6 +386,12 @@ def _on_built(decision: Decision, host: HostView, message: Message) -> None:
         on_built(decision, rank)
 
 
+def _on_connected(decision: Decision, host: HostView, message: Message) -> None:
+    rank = decision.state.membership.ranks_on(host.name).get(int(message["slot"]))
+    if rank is not None and int(message["epoch"]) == decision.state.saved.generation:
+        on_connected(decision, rank, int(message["round"]))
+
+
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
     """An agent looked at its host before it formed again, and found it bad."""
     if int(message["epoch"]) == decision.state.saved.generation:
@@ -425,6 +441,7 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "left": _on_left,
     "ready": _on_ready,
     "built": _on_built,
+    "connected": _on_connected,
     "unfit": _on_unfit,
     "where": _on_where,
     "stop": _on_stop,

@@ -97,7 +97,7 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
         absent=(),
         round=0,
     )
-    state.rejoining = FrozenMap()
+    state.rejoining, state.unconnected, state.newcomer, state.short_s = FrozenMap(), frozenset(), None, None
     state.asked_at, state.unfit_s = (decision.unix_s, decision.now_s), None
     decision.begin_generation(membership.generation)
     _record_membership(decision, reason)

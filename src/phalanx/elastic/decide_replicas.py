@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.elastic.coordinator_state import CoordinatorState, FrozenMap, Message, RejoiningReplica
 from phalanx.elastic.decision import Decision
+from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.model_replicas import ModelReplicas
 
 CLEAR_S = 2.0  # between orders to end what is left of a replica
+SHORT_S = 10.0  # without slots for a lost replica, after which the job shrinks and the others take its sequences
 MARGIN_S = 10.0  # beyond comm.init_timeout_s, for a replica to be built
 # Failures that do not say that a process or its host is gone: who is to be left out is not known.
 UNCLEAR = frozenset({"Left", "Deadlock", "Astray"})
@@ -41,11 +43,25 @@ def num_present(state: CoordinatorState) -> int:
     return world - found.size * len(state.saved.absent) if found is not None else world
 
 
+def only_newcomer_missing(state: CoordinatorState) -> bool:
+    """Whether all came out of their loop but a replica that was taken in when they were at their last step.
+
+    It waits to be connected, and nobody is left to connect to.
+    """
+    found, newcomer = model_replicas(state), state.newcomer
+    if found is None or newcomer is None or len(state.left) < num_present(state) - found.size:
+        return False
+    missing = (rank for rank in range(state.membership.world) if rank not in state.left and not is_absent(state, rank))
+    return all(found.place(rank)[0] == newcomer for rank in missing)
+
+
 def replicas_to_leave_out(state: CoordinatorState) -> set[int] | None:
     """The replicas of all ranks that failed; None where leaving them out is no way on."""
     found, saved = model_replicas(state), state.saved
     if found is None or saved.forming or saved.go is None or state.stop_requests:
         return None
+    if any(one.get("state") for one in state.left.values()):
+        return None  # some are at their end already, and cannot be connected anew
     if any(one.is_user or one.kind in UNCLEAR for one in state.failures.values()):
         return None
     lost = {found.place(rank)[0] for rank in state.failures}
@@ -71,6 +87,7 @@ def leave_out(decision: Decision, lost: Iterable[int]) -> None:
     new = sorted(lost - set(saved.absent))
     if not new:
         return  # one that was being built: nobody waits for it
+    state.newcomer = None
     decision.save(absent=tuple(sorted({*saved.absent, *new})), round=saved.round + 1)
     for replica in new:
         decision.record("replica", replica=replica, state="left out", round=state.saved.round, step=saved.step)
@@ -79,10 +96,10 @@ def leave_out(decision: Decision, lost: Iterable[int]) -> None:
 
 def rejoin_replicas(decision: Decision) -> None:
     """Take every replica that is left out a step further on its way back: ended, started, connected, built, present."""
-    found = model_replicas(decision.state)
-    for replica in decision.state.saved.absent if found is not None else ():
-        assert found is not None
-        state = decision.state
+    state, found = decision.state, model_replicas(decision.state)
+    if found is None or state.stop_requests or state.regrow_asked:
+        return  # the others are about to leave
+    for replica in state.saved.absent:
         coming = state.rejoining.get(replica)
         if coming is None:
             _start_again(decision, found, replica)
@@ -91,8 +108,8 @@ def rejoin_replicas(decision: Decision) -> None:
             _end_processes(decision, found, replica)
         elif not coming.went and _are_ready(state, found, replica):
             _tell_go(decision, found, replica)
-        elif coming.went and coming.built.issuperset(found.ranks(replica)):
-            _take_in(decision, replica)
+        elif coming.went and coming.built.issuperset(found.ranks(replica)) and not state.unconnected:
+            _take_in(decision, replica)  # else some would wait in this round, and others in the next
 
 
 def on_built(decision: Decision, rank: int) -> None:
@@ -104,23 +121,98 @@ def on_built(decision: Decision, rank: int) -> None:
         state.rejoining = state.rejoining.set(found.place(rank)[0], made)
 
 
+def on_connected(decision: Decision, rank: int, number: int) -> None:
+    """A replica is connected to the others of a round."""
+    state, found = decision.state, model_replicas(decision.state)
+    if found is not None and number == state.saved.round:
+        state.unconnected = state.unconnected - {found.place(rank)[0]}
+
+
 def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None:
-    """New processes take the replica's ranks, as soon as there is one in each of its slots."""
+    """New processes take the replica's ranks, as soon as there is one in each of its slots, or in spare ones."""
     state = decision.state
     places = {rank: state.membership.slots[rank] for rank in found.ranks(replica)}
     if any(state.pid_at(place) == state.saved.pids[rank] for rank, place in places.items()):
         _end_processes(decision, found, replica)  # they wait for the lost one, and hold nothing that is needed
         return
+    lost = [rank for rank, place in places.items() if not state.is_usable(place)]
+    if lost:
+        moved = _spare_slots(state, places, lost)
+        if moved is None:
+            _shrink_instead(decision)
+            return
+        places |= moved
+    state.short_s = None
     if not all(state.is_living(place) for place in places.values()):
         return
+    if lost:
+        _move_ranks(decision, places)
     pids = list(state.saved.pids)
     for rank, place in places.items():
         pids[rank] = state.pid_at(place) or 0
     state.rejoining = state.rejoining.set(replica, RejoiningReplica(asked_s=decision.now_s))
     decision.save(pids=tuple(pids))
+    members = [
+        {"rank": rank, "host": one.host, "slot": one.slot, "pid": pids[rank]} for rank, one in sorted(places.items())
+    ]
+    decision.record("members", members=members)
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
-        decision.set_host(state.hosts[name].changed(ready=None, is_ready=False))
-        decision.send(name, {"kind": "rejoin", "epoch": state.saved.generation, "slots": slots})
+        generation, membership, host = state.saved.generation, state.membership, state.hosts[name]
+        share = membership.share_of(name)
+        if host.told < generation:  # it joined after this generation began; one that knows it takes no notice
+            decision.send(name, {"kind": "form", **membership.summary(), **share})
+        decision.set_host(host.changed(ready=None, is_ready=False))
+        changed = {"digest": membership.digest, **share} if lost else {}
+        decision.send(name, {"kind": "rejoin", "epoch": generation, "slots": slots, **changed})
+
+
+def _spare_slots(
+    state: CoordinatorState, places: dict[int, HostSlot], lost: Sequence[int]
+) -> dict[int, HostSlot] | None:
+    """Where lost ranks can go: slots with a process and no rank, on as few hosts as can be; None without enough."""
+    membership = state.membership
+    if state.num_usable < membership.world:  # without looking at every slot at every tick
+        return None
+    spare: dict[str, list[HostSlot]] = {}
+    for place in state.living_slots():
+        if membership.rank_at(place) is None:
+            spare.setdefault(place.host, []).append(place)
+    if sum(len(slots) for slots in spare.values()) < len(lost):
+        return None
+    near = {place.host for rank, place in places.items() if rank not in lost}
+    order = sorted(spare, key=lambda name: (name not in near, -len(spare[name])))
+    return dict(zip(lost, (place for name in order for place in spare[name]), strict=False))
+
+
+def _move_ranks(decision: Decision, places: dict[int, HostSlot]) -> None:
+    """Ranks of a replica that is left out get other slots; nobody else is concerned before the next generation."""
+    state, before = decision.state, decision.state.membership
+    slots = tuple(places.get(rank, place) for rank, place in enumerate(before.slots))
+    membership = Membership(generation=before.generation, layout=before.layout, slots=slots)
+    decision.save(membership=membership)
+    # Hosts know the membership as it was: the next one is told to each in full.
+    state.hosts = state.hosts.update({name: host.changed(told=0) for name, host in state.hosts.items()})
+
+
+def _shrink_instead(decision: Decision) -> None:
+    """There are no slots for the replica: after a while the job shrinks, where it may, to learn from whole batches."""
+    state, membership = decision.state, decision.state.membership
+    state.short_s = decision.now_s if state.short_s is None else state.short_s
+    if decision.now_s - state.short_s < SHORT_S or state.job.fault.recovery != "auto":
+        return
+    state.short_s = decision.now_s  # asked again only after as long: the answer takes a look at every slot
+    smaller = next_membership(
+        generation=state.saved.generation + 1,
+        planned=state.settings.layout_at(state.saved.step),
+        sequences=state.job.batch.global_sequences,
+        reproducible=state.job.numerics.reproducible,
+        policy="auto",
+        before=membership,
+        alive=state.living_slots(),
+    )
+    if smaller is not None:
+        state.regrow_asked = True
+        decision.broadcast({"kind": "reform"})
 
 
 def _end_processes(decision: Decision, found: ModelReplicas, replica: int) -> None:
@@ -188,7 +280,7 @@ def _tell_go(decision: Decision, found: ModelReplicas, replica: int) -> None:
 def _take_in(decision: Decision, replica: int) -> None:
     """The replica is built: from the end of the step that the others are in it is one of them."""
     state, saved = decision.state, decision.state.saved
-    state.rejoining = state.rejoining.drop(replica)
+    state.rejoining, state.newcomer = state.rejoining.drop(replica), replica
     absent = tuple(one for one in saved.absent if one != replica)
     decision.save(absent=absent, round=saved.round + 1)
     decision.record("replica", replica=replica, state="rejoined", round=state.saved.round, step=saved.step)
@@ -201,6 +293,7 @@ def _tell_round(decision: Decision, *, is_urgent: bool, newcomer: int = -1) -> N
     assert found is not None
     present = [replica for replica in range(found.count) if replica not in saved.absent]
     first = next(replica for replica in present if replica != newcomer)
+    state.unconnected = frozenset(present)
     stores = (saved.go or {})["stores"]
     decision.send_all(
         [name for name in state.membership.hosts if name in state.hosts],

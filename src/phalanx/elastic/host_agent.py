@@ -486,6 +486,8 @@ class HostAgent:
 
     def _tend_replica(self, kind: str, message: Message) -> None:
         """Ranks of a model replica that the others go on without: to be ended, to join again, or to go."""
+        if kind == "rejoin" and "ranks" in message:
+            self._take_moved(message)
         for number in message["slots"]:
             slot = self._slots[int(number)]
             if kind == "clear":
@@ -494,6 +496,21 @@ class HostAgent:
                 self._seat(slot)
             else:
                 self._ranks.hand(slot, message)
+
+    def _take_moved(self, message: Message) -> None:
+        """Ranks of a lost host come here, within the generation: what we know of it is no longer so."""
+        assert self._form is not None
+        assert self._membership is not None
+        ranks = {int(slot): int(rank) for slot, rank in message["ranks"].items()}
+        if ranks == self._membership.ranks:  # we have heard it as a membership of ours
+            return
+        self._membership = replace(self._membership, ranks=ranks, digest=str(message["digest"]))
+        self._form = {**self._form, "ranks": message["ranks"], "digest": message["digest"]}
+        moved = [self._slots[int(number)] for number in message["slots"]]
+        for slot in moved:
+            if slot.rank >= 0:  # this host was cut off, and its process was a rank of the same generation
+                self._ranks.end_lost(slot)
+        self._begin_look(moved)
 
     def _begin_look(self, members: Sequence[Slot]) -> None:
         """Look at this host while its ranks leave what they did before; we are not ready before that is done."""

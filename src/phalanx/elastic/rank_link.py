@@ -52,6 +52,7 @@ class RankLink:
         self._rounds: queue.Queue[Message | None] = queue.Queue()
         self._round, self._newest_round, self._last_urgent = 0, 0, 0
         self._round_kept: frozenset[str] | None = None  # sockets that belong to no round; None outside of rounds
+        self.store_port = 0  # of the store in this process: other replicas may be in the next round before we are
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     # ---- the training's side ---------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class RankLink:
         """Out of what waits for a replica that was lost: the groups of our own replica were made before, and stay."""
         with self._lock:
             if self._is_cutting() and self._round_kept is not None:
-                shut_sockets(self._round_kept)
+                shut_sockets(self._round_kept, spared_port=self.store_port)
 
     def _end(self) -> None:
         self._ended = True
@@ -231,8 +232,8 @@ def open_sockets() -> dict[str, int]:
     return found
 
 
-def shut_sockets(kept: Collection[str]) -> int:
-    """Shut every connected network socket but those kept; returns how many."""
+def shut_sockets(kept: Collection[str], *, spared_port: int = 0) -> int:
+    """Shut every connected network socket but those kept, and those accepted at one port; returns how many."""
     count = 0
     for name, descriptor in open_sockets().items():
         if name in kept:
@@ -240,6 +241,8 @@ def shut_sockets(kept: Collection[str]) -> int:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6):
                 one.getpeername()
+                if spared_port and one.getsockname()[1] == spared_port:
+                    continue
                 one.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count

@@ -153,6 +153,8 @@ class RankSlots:
             slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.generation
         elif message["kind"] == "built" and present:
             self._say("built", epoch=slot.generation, slot=slot.number)
+        elif message["kind"] == "connected" and present:
+            self._say("connected", epoch=slot.generation, slot=slot.number, round=int(message["round"]))
         elif message["kind"] == "left":
             slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left

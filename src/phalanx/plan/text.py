@@ -15,7 +15,9 @@ from phalanx.plan.model_replicas import ReplicaLoss
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
+from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.search import FULL_MEMORY
+from phalanx.plan.trainable import why_not_left_out
 from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds, plural
 
 WIDTH = 100
@@ -250,8 +252,7 @@ def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
             f"leaving out {'pays' if pays else 'does not pay'} here: it loses less from {loss.break_even_per_day:.2g} "
             "failures per day on"
         )
-    if plan.cluster.accelerator.family != "cpu":
-        verdict += "; so far `phalanx train` leaves replicas out on CPUs only"
+    refused = why_not_left_out(plan.job, plan.layout, plan.cluster) if trains_with_phalanx(plan.job) else ""
     return [
         f"a lost rank, of {loss.replicas:,} model replicas of {plural(loss.ranks, 'rank')} "
         f'(fault.on_loss = "{chosen}"):',
@@ -261,6 +262,7 @@ def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
         f"{format_seconds(leave_out.slow_s)} with a replica less, {format_count(leave_out.lost_tokens)} tokens lost; "
         f"adds at most {format_seconds(loss.exchange_s)} to each step, as replicas sum gradients after backward",
         verdict,
+        *([refused] if refused else []),
     ]
 
 

@@ -57,7 +57,7 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
     return [
         *_device_problems(cluster),
         *_compile_problems(job, layout),
-        *replica_problems(job, layout, cluster),
+        *(leave_out_problems(job, layout, cluster) if job.fault.on_loss == "leave-out" else ()),
         *precision_problems(job),
         *layout_problems(job.model, demand),
     ]
@@ -78,10 +78,8 @@ def _compile_problems(job: Job, layout: Layout) -> Iterator[Problem]:
         )
 
 
-def replica_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[Problem]:
-    """Why a lost model replica cannot be left out, where the job asks for that."""
-    if job.fault.on_loss != "leave-out":
-        return
+def leave_out_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[Problem]:
+    """Every reason why the trainer could not leave a lost model replica out, whether the job asks for that or not."""
     where, fix = "fault.on_loss", 'use on_loss = "rebuild"'
     if ModelReplicas.of(layout).count < 2:
         yield Problem(
@@ -115,6 +113,12 @@ def replica_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[Pro
     ):
         if has:
             yield Problem(where=where, what=f'"leave-out" with {what}', why=why, fix=fix)
+
+
+def why_not_left_out(job: Job, layout: Layout, cluster: Cluster) -> str:
+    """A sentence beside the price of leaving out, where the trainer would refuse it; empty where it would not."""
+    found = list(leave_out_problems(job, layout, cluster))
+    return f"`phalanx train` refuses {found[0].what}: {found[0].why}" if found else ""
 
 
 def precision_problems(job: Job) -> list[Problem]:

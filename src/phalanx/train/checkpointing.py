@@ -51,6 +51,7 @@ class Checkpointing(Callback):
             now_s=time.monotonic() - _since_last_commit(training.folder, control.went_s),
         )
         self._saved_step = self._writing_step = -1
+        self._has_written = False  # the last save: not where another model replica did
         self._reason = ""  # why the save that is being written was made
         self._is_last = False
         self._copied_step = -1  # newest step of which this rank made a copy in memory
@@ -134,6 +135,7 @@ class Checkpointing(Callback):
         if step == self._saved_step:
             return
         began_s, self._saved_step = time.monotonic(), step
+        self._has_written = self._is_lead
         if not self._is_lead:
             self._interval.saved(now_s=began_s, blocked_s=0.0)
             return
@@ -163,6 +165,11 @@ class Checkpointing(Callback):
         training.callbacks.call("on_checkpoint_taken", training, step)
         if not asynchronous:
             self.tell_saved(wait=True)
+
+    def forget_unwritten(self) -> None:
+        """A model replica was lost, perhaps the one that was to write the last save: it is not known to be saved."""
+        if not self._has_written:
+            self._saved_step = -1
 
     def tell_saved(self, *, wait: bool = False) -> None:
         """Record a checkpoint once it is on the disk, or that it will never be."""

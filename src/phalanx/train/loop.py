@@ -140,6 +140,9 @@ class TrainingLoop:
             self.control.progress(self.step, Phase.TRAINING)
             if report.result.is_round_due and not leaving:
                 self._regroup()
+            elif leaving == "reform" and not self._are_replicas_here():
+                self._regroup()
+                leaving = ""  # the wish stands, and is heard with the next step
         if leaving == "reform" and self.step < total:
             self.checkpoints.leave_membership()
             return leaving
@@ -151,8 +154,23 @@ class TrainingLoop:
         self.pause()
         self.step = self.control.rounds.regroup(self.engine, self.step)
         self.comparison.guard.forget()  # the state may be another's
+        self.checkpoints.forget_unwritten()
         self.control.check()
         self.control.progress(self.step, Phase.BUILDING)
+
+    def _are_replicas_here(self) -> bool:
+        """Whether all replicas of the round came as far as this, so that none is left behind that needs another.
+
+        All ranks of a replica get the same answer.
+        """
+        across = self.engine.across
+        if across is None:
+            return True
+        lost = torch.tensor([across.gather(torch.tensor([self.step])) is None], dtype=torch.int32)
+        lost = lost.to(self.engine.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(lost, op=dist.ReduceOp.MAX)
+        return not lost.item()
 
     def _take_step(self) -> StepReport:
         step, began_s, compiled = self.step, time.perf_counter(), compiled_s()
@@ -201,6 +219,9 @@ class TrainingLoop:
             self.evaluation.evaluate(self)
         self.pause()
         self.checkpoints.save_last("stop" if state == "stopped" else "end")
+        while not self._are_replicas_here():  # one was lost: perhaps the one that was saving, or before its last step
+            self._regroup()
+            self.checkpoints.save_last("stop" if state == "stopped" else "end")
         self.pause()
         dist.barrier()
         self.control.check()

@@ -9,6 +9,7 @@ a replica as a whole, so a replica is never ahead in parts.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -40,10 +41,11 @@ class ReplicaRounds:
         is_due: Callable[[], bool],
         timeout_s: float,
         tell: Callable[..., object] = lambda **fields: None,
+        confirm: Callable[..., object] = lambda **fields: None,
     ) -> None:
         self.across = across
         self._generation, self._first, self._wait, self._timeout_s = generation, first, wait, timeout_s
-        self.is_due, self._tell = is_due, tell
+        self.is_due, self._tell, self._confirm = is_due, tell, confirm
         self._number = -1
         self._is_dirty = first is None  # a replica that joins late has nothing yet
 
@@ -52,6 +54,7 @@ class ReplicaRounds:
 
         Every rank of the replica calls this together. Raises Interrupted where this replica is the one left out.
         """
+        began_s = time.monotonic()
         while True:
             reached = self._enter_next(engine, step)
             newest, is_lost = self._vote(engine, is_lost=reached is None)
@@ -60,7 +63,15 @@ class ReplicaRounds:
                 newest, is_lost = self._vote(engine, is_lost=reached is None)
             if reached is not None and not is_lost:
                 self._is_dirty = False
-                self._tell(step=reached, round=self._number, present=self.across.present, behind=reached != step)
+                self._tell(
+                    step=reached,
+                    round=self._number,
+                    present=self.across.present,
+                    behind=reached != step,
+                    seconds=time.monotonic() - began_s,
+                )
+                if self.across.position == 0:  # one speaks for the replica: all of its ranks are connected
+                    self._confirm(round=self._number)
                 return reached
             self._is_dirty = self._is_dirty or (reached is not None and reached != step)
 

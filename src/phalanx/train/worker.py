@@ -190,7 +190,7 @@ class Rank:
         device = _device(self.plan, self._local_world)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if inner[0] == 0 else None
-            port = door.getsockname()[1] if door is not None else 0
+            self.link.store_port = port = door.getsockname()[1] if door is not None else 0
             self.link.send(
                 "ready", epoch=membership.generation, port=port, vault=self._replica_port(membership.generation)
             )
@@ -286,6 +286,7 @@ class Rank:
             is_due=self.link.is_round_due,
             timeout_s=self.plan.job.comm.init_timeout_s,
             tell=partial(events.write, "regroup", epoch=generation),
+            confirm=partial(self.link.send, "connected", epoch=generation),
         )
 
     def _shares(self, device: torch.device) -> bool:

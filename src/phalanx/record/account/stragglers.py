@@ -316,9 +316,9 @@ MOST_SLOTS = 4096  # ranks of one entry of a membership: no host has more
 def places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> Places:
     """From the newest `epoch` event; before there is one, from the plan."""
     hosts: dict[int, str] = {}
-    for event in reversed(supervisor):  # members of many hosts follow the event in others
+    for event in reversed(supervisor):  # members of many hosts follow the event in others, and later who has moved
         if event.get("event") in ("epoch", "members"):
-            hosts |= _rank_hosts(event.get("members"))
+            hosts = _rank_hosts(event.get("members")) | hosts
         if event.get("event") == "epoch":
             return Places(layout=at(event, "layout") or at(plan, "layout"), hosts=hosts)
     return Places(layout=at(plan, "layout"), hosts={})

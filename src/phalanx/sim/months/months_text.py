@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from phalanx.io.tables import text_table
 from phalanx.plan.plan import Plan
+from phalanx.plan.request import trains_with_phalanx
+from phalanx.plan.trainable import why_not_left_out
 from phalanx.sim.months.causes import ALL_NETWORK
 from phalanx.sim.months.forecast import Forecast, ForecastSpread, PhaseShare
 from phalanx.sim.months.policy import MonthsPolicy
@@ -210,10 +212,12 @@ def _loss_lines(plan: Plan, made: Forecast) -> list[str]:
         )
     loss = plan.reliability.replica_loss
     assert loss is not None
+    refused = why_not_left_out(plan.job, plan.layout, plan.cluster) if trains_with_phalanx(plan.job) else ""
     return [
         *text_table(rows, right=(1, 2, 3)),
         f"{loss.replicas:,} model replicas of {plural(loss.ranks, 'rank')}; the same failures, without checkpoints; "
         f"leaving out slows every step by at most {format_seconds(loss.exchange_s)}, which is counted",
+        *([refused] if refused else []),
     ]
 
 

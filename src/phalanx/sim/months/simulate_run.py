@@ -154,7 +154,7 @@ class _Run:
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
         self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
-        self._absent = 0  # model replicas that are left out, and will be back
+        self._absent, self._absences = 0, 0  # model replicas that are left out, and will be back; how often one was
         self._outage_until_s = 0.0
         self._narrow: list[Cause] = []  # borne, and not back yet
         self._sound_s: float | None = None  # newest checkpoint from before a corruption that nobody found yet
@@ -261,28 +261,28 @@ class _Run:
     def _leave_out(self, cause: Cause) -> bool:
         """Whether the other model replicas go on without the one that was struck, until it is built again."""
         leaving = self._policy.leaving
-        if leaving is None or not self._up or cause.outage_s or self._absent + 1 >= leaving.replicas:
-            return False
+        if leaving is None or not self._up or cause.outage_s or self._absent:
+            return False  # one at a time, as the trainer does it: with a second one lost, all restart
         if cause.takes_host and not self._idle:
             return False  # nobody can take its place: the job shrinks, or waits
         self._ledger.interruptions[cause.name] += 1
         if cause.takes_host:
             self._take_host()
-        self._absent += 1
+        self._absent, self._absences = 1, self._absences + 1
         self._down(cause.name, "detect", self._policy.detect_s, then=partial(self._go_without, cause.name))
         return True
 
     def _go_without(self, cause: str) -> None:
         leaving = self._policy.leaving
         assert leaving is not None
-        self.clock.after(self._policy.restart_s, partial(self._rejoin, cause))
+        self.clock.after(self._policy.restart_s, partial(self._rejoin, cause, self._absences))
         self._down(cause, "restart", leaving.stall_s, then=self._rise)
 
-    def _rejoin(self, cause: str) -> None:
+    def _rejoin(self, cause: str, absence: int) -> None:
         """A replica is built again; in a restart of all it comes with the others."""
         self._settle()
-        if self._absent:
-            self._absent -= 1
+        if self._absent and absence == self._absences:
+            self._absent = 0
             if self._up and self._policy.leaving is not None:
                 self._down(cause, "restart", self._policy.leaving.rejoin_s, then=self._rise)
 
