@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.elastic.clock_skew import check_skew, clock_skew_s
 from phalanx.elastic.coordinator_state import (
     BUCKETS,
     Action,
@@ -40,7 +41,6 @@ from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
 from phalanx.elastic.membership import HostSlot
-from phalanx.elastic.preflight import check_skew, clock_skew_s
 
 LEAST_SIGN_S, MOST_SIGN_S = 0.5, 2.0  # between signs of life to one agent
 SIGNS_PER_S = 1024  # signs of life to all of them, before they come as rarely as they may
