@@ -119,7 +119,9 @@ class FakeHost:
         answer = bytes(self.buffer[ANSWER.size : ANSWER.size + size])
         del self.buffer[:whole]
         shaken, text = self._opening
-        self.seal, self.term = Seal(shaken.keys(text, answer)[0]), int(handshake.decode(answer)["term"])
+        told = handshake.decode(answer)
+        self.seal, self.term = Seal(shaken.keys(text, answer)[0]), int(told["term"])
+        self.every_s, self.sign_s = told["every_s"], told["sign_s"]
         self.heard_s = time.monotonic()
         return True
 
@@ -139,8 +141,8 @@ class FakeHost:
     def say(self, text: bytes) -> None:
         assert self.sock is not None
         assert self.seal is not None
-        prefix = PREFIX.pack(len(text), 0, 0)
-        self.sock.send(prefix + text + self.seal.next(prefix, text))
+        frame = PREFIX.pack(len(text), 0, 0) + text
+        self.sock.send(frame + self.seal.next(frame))
 
 
 class FakeHosts:

@@ -24,7 +24,7 @@ from typing import NoReturn
 from phalanx.elastic import handshake
 from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
 
-__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect", "encode_message"]
+__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect", "encode_frame"]
 
 Address = tuple[str, int]
 Hello = Message | Callable[[Message], Message]
@@ -40,8 +40,13 @@ LOOPBACK = "127.0.0.1"
 MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
 
 
-def encode_message(message: Message) -> bytes:
-    """A message as a channel sends it; raises ValueError for one that no channel takes."""
+def encode_frame(message: Message) -> bytes:
+    """A message without data as a frame, but for its HMAC; raises ValueError for one that no channel takes."""
+    text = _encode(message)
+    return PREFIX.pack(len(text), 0, 0) + text
+
+
+def _encode(message: Message) -> bytes:
     text = handshake.encode(message)
     if len(text) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")
@@ -75,21 +80,19 @@ class Channel:
         """
         if "data_bytes" in message:
             raise ValueError("data_bytes is the channel's own key")
-        self.send_text(encode_message(message), data, crc32=crc32)
-
-    def send_text(self, text: bytes, data: memoryview | bytes = b"", *, crc32: int | None = None) -> None:
-        """`send` for a message that `encode_message` has encoded: what many are told is encoded once."""
-        if not data:  # nearly all: thousands of hosts are told one after the other
-            prefix = PREFIX.pack(len(text), 0, 0)
-            with self._sending, self._sends:
-                self._push(prefix + text + self._sign.next(prefix, text))
+        if not data:
+            self.send_frame(encode_frame(message))
             return
-        view = _flat(data)
-        prefix = PREFIX.pack(len(text), view.nbytes, zlib.crc32(view) if crc32 is None else crc32)
+        view, text = _flat(data), _encode(message)
+        frame = PREFIX.pack(len(text), view.nbytes, zlib.crc32(view) if crc32 is None else crc32) + text
         with self._sending, self._sends:
-            mac = self._sign.next(prefix, text)
-            self._push(prefix + text + mac)
+            self._push(frame + self._sign.next(frame))
             self._push(view)
+
+    def send_frame(self, frame: bytes) -> None:
+        """`send` for what `encode_frame` has made: thousands of hosts are told the same, one after the other."""
+        with self._sending, self._sends:
+            self._push(frame + self._sign.next(frame))
 
     def receive(self, most: int = BURST) -> list[Message]:
         """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
@@ -173,7 +176,7 @@ class Channel:
         if frame is None:
             return None
         text, mac = frame[:size], frame[size:]
-        if not handshake.same(mac, self._check.next(prefix, text)):
+        if not handshake.same(mac, self._check.next(prefix + text)):
             raise Refused(f"a frame from {self._who()} is not authentic: changed, repeated or out of order")
         message = handshake.decode(text)
         self._prefix = None

@@ -138,14 +138,18 @@ def sign_every_s(num_hosts: int) -> float:
 
 def _show_life(decision: Decision) -> None:
     """Tell agents that we live, some of them at every tick: telling 16,384 in a row would take a fifth of a second."""
-    state, sign_s = decision.state, sign_every_s(len(decision.state.hosts))
+    state = decision.state
+    num_hosts = max(
+        len(state.hosts), len(state.known_hosts)
+    )  # those who are still to come, too: they come in thousands
+    sign_s = sign_every_s(num_hosts)
     passed = (decision.now_s - state.sign_s) / sign_s * BUCKETS
     count = min(int(passed), BUCKETS)
     if count:
         due = state.hosts.keys_in(range(state.sign_bucket, state.sign_bucket + count))
         state.sign_bucket = (state.sign_bucket + count) % BUCKETS
         state.sign_s = decision.now_s if passed > BUCKETS else state.sign_s + count * sign_s / BUCKETS
-        every_s = heartbeat_every_s(len(state.hosts), state.job.fault.dead_after_s)
+        every_s = heartbeat_every_s(num_hosts, state.job.fault.dead_after_s)
         decision.send_all(due, {"kind": "beat", "every_s": every_s, "sign_s": sign_s})
 
 

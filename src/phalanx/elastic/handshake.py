@@ -164,9 +164,9 @@ class Seal:
         self._keyed = KeyedHash(key)
         self._count = 0
 
-    def next(self, *frame: bytes) -> bytes:
+    def next(self, frame: bytes) -> bytes:
         """The HMAC of the next frame."""
-        mac = self._keyed.digest(COUNT.pack(self._count) + b"".join(frame))
+        mac = self._keyed.digest(COUNT.pack(self._count) + frame)
         self._count += 1
         return mac
 

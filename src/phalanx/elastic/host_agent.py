@@ -333,6 +333,8 @@ class HostAgent:
         self._joined = True
         self._selector.register(self._channel, selectors.EVENT_READ, None)
         self._heard_s = time.monotonic()
+        if "every_s" in self._channel.peer:
+            self._take_rhythm(float(self._channel.peer["every_s"]), float(self._channel.peer.get("sign_s", SIGN_S)))
         self._told_ready, self._told_wishes = 0, wishes
         if not is_short:
             self._say("status", **status)
