@@ -43,7 +43,7 @@ from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
 from phalanx.elastic.membership import HostSlot
 
 LEAST_SIGN_S, MOST_SIGN_S = 0.5, 2.0  # between signs of life to one agent
-SIGNS_PER_S = 1024  # signs of life to all of them, before they come as rarely as they may
+SIGNS_PER_S = 512  # signs of life to all of them, before they come as rarely as they may
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
@@ -131,7 +131,7 @@ def sign_every_s(num_hosts: int) -> float:
     """Seconds between two signs of life to one agent.
 
     >>> [sign_every_s(hosts) for hosts in (2, 1024, 16384)]
-    [0.5, 1.0, 2.0]
+    [0.5, 2.0, 2.0]
     """
     return min(max(LEAST_SIGN_S, num_hosts / SIGNS_PER_S), MOST_SIGN_S)
 
@@ -239,12 +239,12 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
         if kind != "gone":  # it was given up, and lives: it is to introduce itself again
             decision.send(name, {"kind": "again"})
         return
-    host = host.changed(heard_s=decision.now_s)
     if kind == "beat" and _is_of_training(decision, message):
         _on_beat(decision, host, message)  # nearly all there is: the host is changed once
         return
+    host = host.changed(heard_s=decision.now_s)
     if kind not in SETTING:  # those do so themselves: all hosts are ready at once
-        decision.set_host(host)
+        decision.touch_host(host)
     if kind in HANDLERS:
         HANDLERS[kind](decision, host, message)
 
@@ -396,14 +396,16 @@ def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
     progress = _progress(message["progress"])
     exceptions = {int(slot): _progress(one) for slot, one in message.get("exceptions", {}).items()}
-    decision.set_host(host.changed(progress=progress, exceptions=exceptions))
+    decision.touch_host(host.changed(heard_s=decision.now_s, progress=progress, exceptions=exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
-    step = max(one[0] for one in (progress, *exceptions.values(), (saved.step, 0, 0.0)) if one is not None)
+    step = progress[0] if progress is not None else saved.step
+    if exceptions:
+        step = max(step, *(one[0] if one is not None else step for one in exceptions.values()))
     if step > saved.step:
         state.step_s = max(0.9 * state.step_s, decision.now_s - state.stepped_s)
         state.stepped_s = decision.now_s
-    decision.note_step(step)
+        decision.note_step(step)
 
 
 def _progress(told: Sequence[Any] | None) -> Progress | None:
