@@ -40,12 +40,12 @@ from fake_hosts import SLOTS, TRAINING, ready_message, serve_hosts
 
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory, known_coordinator
+from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.decide import RECONNECT_S, sign_every_s
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, turn_s
-from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, plan_for_run
@@ -257,7 +257,7 @@ def decisions(hosts: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         run = _make_run(Path(folder), hosts, DEAD_AFTER_S)
-        plan = Plan.from_json(run.plan_json.read_text(), where="plan")
+        plan = CoordinatorPlan.from_json(run.plan_json.read_text())
         sent: list[tuple[Sequence[str], dict[str, Any]]] = []
         election, memory = FileElection(run), CoordinatorMemory(run, started_s=0.0)
         assert election.take()

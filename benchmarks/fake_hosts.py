@@ -104,7 +104,10 @@ class FakeHost:
             del self.buffer[:GREETING_BYTES]
             shaken = Handshake(secret, nonce_s, nonce_c)
             hello = {"role": "agent", "host": self.name, "id": str(self.number), "address": "127.0.0.1"}
-            text = handshake.encode_hello({**hello, "epoch": self.generation, "time": time.time()})
+            told = {"epoch": self.generation, "digest": self.digest, "went": self.went, "wishes": 0}
+            status = {"slots": {str(slot): pid for slot, pid in self.pids.items()}, **told}
+            said = {**hello, "epoch": self.generation, "time": time.time(), "problems": [], "link_bytes_per_s": None}
+            text = handshake.encode_hello({**said, "status": status})
             self._opening = shaken, text
             self.sock.send(OPENING.pack(handshake.MAGIC, len(text), nonce_c) + text + shaken.client_mac(text))
         if len(self.buffer) < ANSWER.size:
@@ -116,7 +119,9 @@ class FakeHost:
         answer = bytes(self.buffer[ANSWER.size : ANSWER.size + size])
         del self.buffer[:whole]
         shaken, text = self._opening
-        self.seal, self.term = Seal(shaken.keys(text, answer)[0]), int(handshake.decode(answer)["term"])
+        told = handshake.decode(answer)
+        self.seal, self.term = Seal(shaken.keys(text, answer)[0]), int(told["term"])
+        self.every_s, self.sign_s = told["every_s"], told["sign_s"]
         self.heard_s = time.monotonic()
         return True
 
@@ -136,8 +141,8 @@ class FakeHost:
     def say(self, text: bytes) -> None:
         assert self.sock is not None
         assert self.seal is not None
-        prefix = PREFIX.pack(len(text), 0, 0)
-        self.sock.send(prefix + text + self.seal.next(prefix, text))
+        frame = PREFIX.pack(len(text), 0, 0) + text
+        self.sock.send(frame + self.seal.next(frame))
 
 
 class FakeHosts:
@@ -238,8 +243,6 @@ class FakeHosts:
             return
         if messages is None:
             self.shaking -= 1
-            told = {"epoch": host.generation, "digest": host.digest, "went": host.went, "wishes": 0}
-            host.say(orjson.dumps({"kind": "status", "slots": {str(s): p for s, p in host.pids.items()}, **told}))
             self.absent.discard(host.number)
             if not self.absent:
                 self.line.send(("joined", time.monotonic()))

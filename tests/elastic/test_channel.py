@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import select
 import selectors
@@ -17,7 +18,17 @@ from pathlib import Path
 import pytest
 
 from phalanx.elastic.channel import BURST, MAX_MESSAGE_BYTES, Channel, Closed, Listener, Refused, connect, ready
-from phalanx.elastic.handshake import make_secret, read_secret
+from phalanx.elastic.handshake import (
+    GREETING_BYTES,
+    MAGIC,
+    OPENING,
+    Handshake,
+    KeyedHash,
+    make_nonce,
+    make_secret,
+    read_greeting,
+    read_secret,
+)
 from phalanx.errors import UserError
 
 SECRET = bytes(range(32))
@@ -462,3 +473,31 @@ def test_a_secret_is_a_plain_file(tmp_path: Path, kind: str) -> None:
         path.mkdir(0o700)
     with pytest.raises(UserError, match=r"cannot be read|not a regular file"):
         read_secret(path)
+
+
+def test_a_connection_has_what_was_set_for_its_listener(pair: tuple[Channel, Channel]) -> None:
+    """No delay of small messages; and a host that vanished is noticed though nothing is sent to it."""
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_NODELAY)]
+    options += [(socket.IPPROTO_TCP, getattr(socket, name)) for name in ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT")]
+    client, server = ([end._sock.getsockopt(*option) for option in options] for end in pair)
+    assert client == server == [1, 1, 5, 10_000]
+    assert [end._sock.getblocking() for end in pair] == [False, False]
+
+
+def test_who_speaks_on_before_it_was_answered_is_not_let_in(listener: Listener) -> None:
+    """A hello is read at once: nothing may come behind it that would be lost."""
+    with socket.create_connection(listener.address) as guest:
+        while not listener._guests:
+            listener.pump(0.1)
+        nonce_s, nonce_c = read_greeting(guest.recv(GREETING_BYTES)), make_nonce()
+        mac = Handshake(SECRET, nonce_s, nonce_c).client_mac(b"{}")
+        guest.sendall(OPENING.pack(MAGIC, 2, nonce_c) + b"{}" + mac + b"more")
+        while listener._guests:
+            assert listener.pump(0.1) == []
+
+
+@pytest.mark.parametrize("key_bytes", [0, 32, 64, 65])
+def test_a_keyed_hash_is_an_hmac(key_bytes: int) -> None:
+    key = bytes(range(key_bytes))
+    for text in (b"", b"text", bytes(300)):
+        assert KeyedHash(key).digest(text) == hmac.digest(key, text, "sha256")

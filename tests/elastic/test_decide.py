@@ -15,6 +15,7 @@ import pytest
 from phalanx.elastic import decide_membership
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
+from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.decide_membership import REPLACE_S
 from phalanx.elastic.fence import current_generation
@@ -53,8 +54,9 @@ class Stage:
     def begin(self, saved: SavedState) -> None:
         """A coordinator starts; agents of an earlier one have yet to find it."""
         events = EventWriter(self.run.supervisor, rank=-1)
+        coordinator_plan = CoordinatorPlan.from_json(self.plan.to_json())
         self.coordinator = Coordinator(
-            self.run, self.plan, self._send, events, saved=saved, save=self._save, clock=lambda: self.now_s
+            self.run, coordinator_plan, self._send, events, saved=saved, save=self._save, clock=lambda: self.now_s
         )
 
     def restart(self) -> None:

@@ -186,6 +186,11 @@ def test_who_is_which_rank_is_written_only_when_it_changes(run: Run) -> None:
     later = replace(saved, step=6, membership=membership.renumbered(2), generation=2)
     one.save(later, ("127.0.0.1", 1), term=1)
     assert (memory(run).load(), known_coordinator(run)) == (later, (("127.0.0.1", 1), 1))
+    written = {path.name: path.stat().st_mtime_ns for path in run.path.glob("coordinator-members-*")}
+    following = memory(run)
+    following.save(following.load(), ("127.0.0.1", 2), term=2)
+    assert {path.name: path.stat().st_mtime_ns for path in run.path.glob("coordinator-members-*")} == written
+    one.save(later, ("127.0.0.1", 1), term=1)
     (run.path / "coordinator.json").write_text(before)  # it died after the first of both files
     assert memory(run).load() == replace(saved, step=5)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.elastic import host_agent as hosting
 from phalanx.elastic.channel import Listener
-from phalanx.elastic.coordinator import _greet
+from phalanx.elastic.coordinator import AgentConnections, _greet
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
@@ -157,3 +160,34 @@ def test_somebody_starts_a_coordinator_though_the_first_thousand_hosts_are_lost(
     turns = [hosting.turn_s(place) for place in range(16384)]
     assert turns == sorted(turns)
     assert max(turns) + hosting.DEAF_S < hosting.LOST_S / 2
+
+
+@pytest.mark.parametrize("most_bytes", [hosting.MAX_HELLO_BYTES, 10])
+def test_an_agent_says_what_it_has_with_its_hello_where_that_is_short(
+    run: Run, agent: HostAgent, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr(hosting, "MAX_HELLO_BYTES", most_bytes)
+    listener = Listener("127.0.0.1", 0, hosting.read_secret(run.path / "secret"), partial(_greet, 1))
+    connections, heard = AgentConnections(listener), list[tuple[str, dict[str, Any]]]()
+    caller = threading.Thread(target=agent._connect, args=(listener.address,))
+    caller.start()
+    first: list[tuple[str, dict[str, Any]]] = []
+    while len(heard) < 2:
+        heard += connections.receive(0.1)
+        first = first or list(heard)
+    caller.join()
+    agent._hang_up()
+    connections.drain()
+    listener.close()
+    assert len(first) == (2 if most_bytes > 10 else 1)
+    assert [(host, message["kind"]) for host, message in heard] == [("b", "joined"), ("b", "status")]
+    assert "status" not in heard[0][1]["hello"]
+    assert {**heard[1][1], "kind": ""} == {"kind": "", "slots": {}, "epoch": 0, "digest": "", "went": 0, "wishes": 0}
+
+
+def test_a_coordinator_starts_without_the_planner() -> None:
+    """After a lost one all hosts wait for the next: numpy alone would be most of its start."""
+    told = "import sys, phalanx.elastic.coordinator; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout.split()
+    assert "phalanx" in loaded
+    assert not {"numpy", "torch"} & set(loaded)

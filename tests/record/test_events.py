@@ -265,3 +265,13 @@ def test_an_event_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
     writer.close()
     assert writer.lost == 1
     assert [event["text"] for event in read_events(tmp_path / "e.jsonl")[0]] == ["? half a pair"]
+
+
+def test_several_events_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, sizes, write = EventWriter(tmp_path / "events.jsonl", rank=-1), list[int](), os.write
+    monkeypatch.setattr(module.os, "write", lambda file, data: sizes.append(write(file, data)) or sizes[-1])
+    writer.write_all(("host", {"host": name}) for name in "abc")
+    assert len(sizes) == 1
+    writer.write("end")
+    writer.close()
+    assert [one.get("host") for one in read_events(tmp_path / "events.jsonl")[0]] == ["a", "b", "c", None]

@@ -101,6 +101,11 @@ class Gauge:
         self._selector.register(channel, selectors.EVENT_READ, self)
         _tell(channel, {"kind": "begin"})
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an agent may be measuring."""
+        return self._channel is not None
+
     def listen(self) -> None:
         """Take what is there; data is skipped by the channel."""
         if self._channel is None:

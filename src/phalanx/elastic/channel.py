@@ -17,13 +17,14 @@ import struct
 import threading
 import time
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from phalanx.elastic import handshake
 from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
 
-__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect", "encode_message"]
+__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect", "encode_frame"]
 
 Address = tuple[str, int]
 Hello = Message | Callable[[Message], Message]
@@ -36,10 +37,16 @@ HALF_OPEN = 64  # connections that have not yet proved anything
 HELLO_S = 5.0  # for which a connection may prove nothing
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
+MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
 
 
-def encode_message(message: Message) -> bytes:
-    """A message as a channel sends it; raises ValueError for one that no channel takes."""
+def encode_frame(message: Message) -> bytes:
+    """A message without data as a frame, but for its HMAC; raises ValueError for one that no channel takes."""
+    text = _encode(message)
+    return PREFIX.pack(len(text), 0, 0) + text
+
+
+def _encode(message: Message) -> bytes:
     text = handshake.encode(message)
     if len(text) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")
@@ -73,21 +80,19 @@ class Channel:
         """
         if "data_bytes" in message:
             raise ValueError("data_bytes is the channel's own key")
-        self.send_text(encode_message(message), data, crc32=crc32)
-
-    def send_text(self, text: bytes, data: memoryview | bytes = b"", *, crc32: int | None = None) -> None:
-        """`send` for a message that `encode_message` has encoded: what many are told is encoded once."""
-        if not data:  # nearly all: thousands of hosts are told one after the other
-            prefix = PREFIX.pack(len(text), 0, 0)
-            with self._sending, self._sends:
-                self._push(prefix + text + self._sign.next(prefix, text))
+        if not data:
+            self.send_frame(encode_frame(message))
             return
-        view = _flat(data)
-        prefix = PREFIX.pack(len(text), view.nbytes, zlib.crc32(view) if crc32 is None else crc32)
+        view, text = _flat(data), _encode(message)
+        frame = PREFIX.pack(len(text), view.nbytes, zlib.crc32(view) if crc32 is None else crc32) + text
         with self._sending, self._sends:
-            mac = self._sign.next(prefix, text)
-            self._push(prefix + text + mac)
+            self._push(frame + self._sign.next(frame))
             self._push(view)
+
+    def send_frame(self, frame: bytes) -> None:
+        """`send` for what `encode_frame` has made: thousands of hosts are told the same, one after the other."""
+        with self._sending, self._sends:
+            self._push(frame + self._sign.next(frame))
 
     def receive(self, most: int = BURST) -> list[Message]:
         """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
@@ -115,8 +120,8 @@ class Channel:
         messages: list[Message] = []
         try:
             with self._receives:
-                for prefix, text, mac in self._intake.take_frames():
-                    if not handshake.same(mac, self._check.next(prefix, text)):
+                for signed, text, mac in self._intake.take_frames():
+                    if not handshake.same(mac, self._check.next(signed)):
                         raise Refused(f"a frame from {self._who()} is not authentic: changed, repeated or out of order")
                     messages.append(handshake.decode(text))
         except ConnectionError:
@@ -171,7 +176,7 @@ class Channel:
         if frame is None:
             return None
         text, mac = frame[:size], frame[size:]
-        if not handshake.same(mac, self._check.next(prefix, text)):
+        if not handshake.same(mac, self._check.next(prefix + text)):
             raise Refused(f"a frame from {self._who()} is not authentic: changed, repeated or out of order")
         message = handshake.decode(text)
         self._prefix = None
@@ -302,8 +307,9 @@ class Listener:
     ) -> None:
         self._secret, self._hello = secret, hello
         self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
-        self._guests: dict[socket.socket, _Guest] = {}  # oldest first
+        self._guests: OrderedDict[socket.socket, _Guest] = OrderedDict()  # oldest first
         self._sock = _listen(address or LOOPBACK, port, half_open)
+        tune(self._sock, stall_s)  # the kernel gives every connection that it takes the same
         # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._sock, selectors.EVENT_READ)
@@ -324,10 +330,10 @@ class Listener:
         Waits up to `timeout_s` for something to happen, not for a channel. A loop calls it on every turn, ready or not:
         strangers who are late are thrown out here.
         """
-        active = {key.fileobj for key, _ in self._selector.select(max(0, timeout_s))}
-        channels = [self._advance(sock) for sock in list(self._guests) if sock in active]
+        active = [key.data for key, _ in self._selector.select(max(0, timeout_s))]
+        channels = [self._advance(guest) for guest in active if guest is not None]
         self._drop_late(time.monotonic() - self._hello_s)
-        if self._sock in active:  # after the others had their turn: newcomers may push out the oldest
+        if None in active:  # after the others had their turn: newcomers may push out the oldest
             self._accept()
         return [channel for channel in channels if channel is not None]
 
@@ -362,33 +368,33 @@ class Listener:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            tune(sock, self._stall_s)
+            sock.setblocking(False)
             nonce_s = handshake.make_nonce()
             say(sock, handshake.greeting(nonce_s))
         except OSError:
             sock.close()
             return
-        self._guests[sock] = _Guest(sock, nonce_s, self._stall_s)
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._guests[sock] = guest = _Guest(sock, nonce_s, self._stall_s)
+        self._selector.register(sock, selectors.EVENT_READ, guest)
 
-    def _advance(self, sock: socket.socket) -> Channel | None:
+    def _advance(self, guest: _Guest) -> Channel | None:
         try:
-            channel = self._guests[sock].listen(self._secret, self._hello)
+            channel = guest.listen(self._secret, self._hello)
         except OSError:
-            self._drop(sock)
+            self._drop(guest.sock)
             return None
         if channel is not None:
-            self._selector.unregister(sock)
-            del self._guests[sock]
+            self._selector.unregister(guest.sock)
+            del self._guests[guest.sock]
         return channel
 
     def _drop_late(self, before_s: float) -> None:
-        for sock in [sock for sock, guest in self._guests.items() if guest.since_s < before_s]:
-            self._drop(sock)
+        while self._guests and (oldest := next(iter(self._guests.values()))).since_s < before_s:
+            self._drop(oldest.sock)
 
     def _drop_oldest(self, *, keep: int) -> None:
-        for sock in list(self._guests)[: max(0, len(self._guests) - keep)]:
-            self._drop(sock)
+        while len(self._guests) > keep:
+            self._drop(next(iter(self._guests)))
 
     def _drop(self, sock: socket.socket) -> None:
         del self._guests[sock]
@@ -401,25 +407,24 @@ class _Guest:
 
     def __init__(self, sock: socket.socket, nonce_s: bytes, stall_s: float) -> None:
         self.since_s = time.monotonic()
-        self._sock, self._nonce_s, self._stall_s = sock, nonce_s, stall_s
-        self._intake = Intake(sock)
-        self._opening: tuple[int, bytes] | None = None
+        self.sock, self._nonce_s, self._stall_s = sock, nonce_s, stall_s
+        self._said = b""
 
     def listen(self, secret: bytes, hello: Hello) -> Channel | None:
         """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
-        if self._opening is None:
-            text = self._intake.take(OPENING.size)
-            self._opening = None if text is None else handshake.read_opening(text)
-        if self._opening is None:
+        # Read at once: an honest guest says nothing after its hello before it was answered.
+        self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
+        if len(self._said) < OPENING.size:
             return None
-        size, nonce_c = self._opening
-        rest = self._intake.take(size + MAC_BYTES)
-        if rest is None:
+        size, nonce_c = handshake.read_opening(self._said[: OPENING.size])
+        end = OPENING.size + size
+        if len(self._said) < end + MAC_BYTES:
             return None
+        hello_c, mac = self._said[OPENING.size : end], self._said[end:]
         shaken = Handshake(secret, self._nonce_s, nonce_c)
-        if not handshake.same(rest[size:], shaken.client_mac(rest[:size])):
+        if not handshake.same(mac, shaken.client_mac(hello_c)):
             self._refuse("a wrong secret")
-        return self._answer(shaken, rest[:size], hello)
+        return self._answer(shaken, hello_c, hello)
 
     def _answer(self, shaken: Handshake, hello_c: bytes, hello: Hello) -> Channel | None:
         peer = handshake.decode(hello_c)
@@ -427,13 +432,13 @@ class _Guest:
             hello_s = handshake.encode_hello(hello(peer) if callable(hello) else hello)
         except Refused as refusal:
             self._refuse(str(refusal))
-        say(self._sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
+        say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
         theirs, ours = shaken.keys(hello_c, hello_s)
-        return Channel(self._sock, send=Seal(ours), receive=Seal(theirs), peer=peer, stall_s=self._stall_s)
+        return Channel(self.sock, send=Seal(ours), receive=Seal(theirs), peer=peer, stall_s=self._stall_s)
 
     def _refuse(self, why: str) -> NoReturn:
         """Tell a guest who speaks our language that it is not let in: it need not try again."""
-        say(self._sock, ANSWER.pack(0))
+        say(self.sock, ANSWER.pack(0))
         raise Refused(why)
 
 
@@ -465,6 +470,7 @@ class Intake:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._part = bytearray()
+        self._wanted_bytes = 0  # of the frame that `_part` begins with, where that is known
 
     def take(self, count: int) -> bytes | None:
         """The next `count` bytes, or None while some are missing; raises Closed at the end of the stream."""
@@ -478,27 +484,26 @@ class Intake:
         return whole
 
     def take_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Prefix, message and HMAC of every frame that has come, by one read; the rest of the last is kept."""
-        try:
-            read = self._sock.recv(READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise Closed(f"the connection broke: {error.strerror or error}") from None
-        if not read:
-            raise Closed("the other side closed the connection")
-        part, at = self._part, 0
-        part += read
-        while len(part) - at >= PREFIX.size:
-            size, data_bytes, _ = PREFIX.unpack_from(part, at)
+        """Every frame that has come, by one read: what is signed of it, its message, its HMAC; the rest is kept."""
+        read = receive_some(self._sock, READ_BYTES)
+        if self._part:
+            self._part += read
+            if len(self._part) < self._wanted_bytes:  # a long message in pieces: it is looked at once, when it is whole
+                return
+            read, self._part = bytes(self._part), bytearray()
+        at = self._wanted_bytes = 0
+        while len(read) - at >= PREFIX.size:
+            size, data_bytes, _ = PREFIX.unpack_from(read, at)
             if size > MAX_MESSAGE_BYTES or data_bytes:
                 raise Refused(f"a frame of {size} bytes and {data_bytes} bytes of data, where only messages are taken")
             begin, end = at + PREFIX.size, at + PREFIX.size + size
-            if len(part) < end + MAC_BYTES:
+            if len(read) < end + MAC_BYTES:
+                self._wanted_bytes = end + MAC_BYTES - at
                 break
-            yield bytes(part[at:begin]), bytes(part[begin:end]), bytes(part[end : end + MAC_BYTES])
+            yield read[at:end], read[begin:end], read[end : end + MAC_BYTES]
             at = end + MAC_BYTES
-        del part[:at]
+        if at < len(read):
+            self._part += read[at:]
 
     def take_into(self, view: memoryview) -> int:
         """How many bytes went into `view`, 0 when none are there yet; raises Closed at the end of the stream."""
@@ -511,6 +516,19 @@ class Intake:
         if not count:
             raise Closed("the other side closed the connection")
         return count
+
+
+def receive_some(sock: socket.socket, most: int) -> bytes:
+    """What has come, nothing where nothing has; raises Closed at the end of the stream."""
+    try:
+        read = sock.recv(most)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        raise Closed(f"the connection broke: {error.strerror or error}") from None
+    if not read:
+        raise Closed("the other side closed the connection")
+    return read
 
 
 def tune(sock: socket.socket, stall_s: float) -> None:

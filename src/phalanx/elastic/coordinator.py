@@ -14,32 +14,33 @@ import resource
 import selectors
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.bandwidth import ROLE, Gauge
-from phalanx.elastic.channel import Channel, Closed, Listener, Refused, encode_message
+from phalanx.elastic.channel import Channel, Closed, Listener, Refused, encode_frame
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
+from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.decide import sign_every_s
 from phalanx.elastic.election import Deposed, Election, ElectionUnavailable, elected_by, open_election
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.heartbeat_board import heartbeat_every_s
-from phalanx.elastic.local_launch import ENDED
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
-from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
-from phalanx.record.run import Run, open_run
+from phalanx.record.run import ENDED, Run, open_run
 
 TICK_S = 0.01  # while something is under way
 SETTLED_S = 0.05  # while all train: then only what was silent for seconds is looked for
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
 PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
+REST_S = 0.01  # while all train: heartbeats that come within it are taken together, at a fraction of the cost
 
 
 def main(arguments: list[str]) -> int:
@@ -65,16 +66,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> None:
-    plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
+    plan = CoordinatorPlan.from_json(run.plan_text(), where=str(run.plan_json))
     hosts = len(run.launch().get("hosts", ()))
     allow_descriptors(hosts)
     # Every message makes some immutable values anew, hardly ever in circles: looking for those costs a third of the
     # time of 16,384 hosts, because each look goes through all that is known of them.
     gc.set_threshold(100_000, 50, 100)
-    greet = partial(_greet, election.term)
+    beat_every_s = heartbeat_every_s(hosts, plan.job.fault.dead_after_s)
+    greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": sign_every_s(hosts)})
     listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
-    agents = AgentConnections(listener)
+    agents = AgentConnections(listener, beat_every_s=beat_every_s)
 
     memory = CoordinatorMemory(run, started_s=float(run.launch().get("launched") or 0.0))
 
@@ -95,7 +97,10 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
             heard = agents.receive(TICK_S if not coordinator.state.is_settled else SETTLED_S)
             election.renew()  # before anything is done about it: we may have been frozen
             coordinator.hear_all(heard)
-            if time.monotonic() - ticked_s >= (TICK_S if not coordinator.state.is_settled else SETTLED_S):
+            is_settled = coordinator.state.is_settled
+            if heard and is_settled and not agents.is_measuring:
+                time.sleep(REST_S)
+            if time.monotonic() - ticked_s >= (SETTLED_S if is_settled else TICK_S):
                 ticked_s = time.monotonic()
                 coordinator.tick()
             if coordinator.state.saved is not noted and time.monotonic() - noted_s > PROGRESS_S:
@@ -117,20 +122,23 @@ def allow_descriptors(hosts: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _greet(term: int, hello: dict[str, Any]) -> dict[str, Any]:
-    """Only agents belong here: a replica on its way to a peer may reach a port that was the peer's before."""
+def _greet(term: int, hello: dict[str, Any], *, rhythm: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Only agents belong here: a replica on its way to a peer may reach a port that was the peer's before.
+
+    They are told at once how often to show that they live: thousands that join would beat four times a second.
+    """
     if hello.get("role") == ROLE:
         return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
         raise Refused(f"a {hello.get('role')!r} has no business with the coordinator")
-    return {"role": "coordinator", "term": term}
+    return {"role": "coordinator", "term": term, **(rhythm or {})}
 
 
 class AgentConnections:
     """The agents' connections: messages come with the name of the host that sent them."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    def __init__(self, listener: Listener, *, beat_every_s: float = 0.0) -> None:
+        self._listener, self._beat_every_s = listener, beat_every_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._gauge = Gauge(self._selector)
@@ -154,6 +162,11 @@ class AgentConnections:
             heard += [one for channel in self._listener.pump() for one in self._admit(channel)]
         return heard
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether an agent may be measuring how much passes: it is to be read without a pause."""
+        return self._gauge.is_busy
+
     def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
         if channel.peer.get("role") == ROLE:
             self._gauge.admit(channel)
@@ -169,13 +182,15 @@ class AgentConnections:
         self._channels[host] = channel
         self._heard_s[host] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ, host)
-        return [(host, {"kind": "joined", "hello": channel.peer})]
+        status = channel.peer.pop("status", None)  # where it fits in: one message less from each of thousands
+        joined: list[tuple[str, dict[str, Any]]] = [(host, {"kind": "joined", "hello": channel.peer})]
+        return [*joined, (host, {**status, "kind": "status"})] if isinstance(status, dict) else joined
 
     def _is_taken(self, host: str, channel: Channel) -> bool:
         """Whether another agent of that name is there and speaks: two would drive each other out for ever."""
         old = self._channels.get(host)
         other = old is not None and old.peer.get("id") != channel.peer.get("id")
-        speaks_s = max(SPEAKS_S, 2 * heartbeat_every_s(len(self._channels)))
+        speaks_s = max(SPEAKS_S, 2 * max(self._beat_every_s, heartbeat_every_s(len(self._channels))))
         return other and time.monotonic() - self._heard_s[host] < speaks_s
 
     def _listen(self, host: str, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
@@ -197,12 +212,14 @@ class AgentConnections:
 
     def send(self, hosts: Sequence[str], message: dict[str, Any]) -> None:
         """Say something to agents, encoded once; one that is gone shows as such when we listen."""
-        text = encode_message(message)
+        frame, channels = encode_frame(message), self._channels
         for host in hosts:
-            channel = self._channels.get(host)
+            channel = channels.get(host)
             if channel is not None:
-                with suppress(Closed, OSError, TimeoutError):
-                    channel.send_text(text)
+                try:  # not `suppress`: this is done thousands of times a second
+                    channel.send_frame(frame)
+                except (OSError, TimeoutError):  # Closed is one
+                    continue
 
     def drain(self) -> None:
         """Wait a moment until the agents have hung up, so that the last word reaches them."""

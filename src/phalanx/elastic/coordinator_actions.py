@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx.elastic import failure as failing
+from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import (
     Action,
     AgentMessage,
@@ -30,8 +31,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.decision import FAILED
 from phalanx.elastic.fence import begin_generation, current_generation
-from phalanx.plan.plan import Plan
-from phalanx.record.account.incidents import find_culprit, read_flights, recorded_epochs
+from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_epochs
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 
@@ -49,7 +49,7 @@ class Coordinator:
     def __init__(
         self,
         run: Run,
-        plan: Plan,
+        plan: CoordinatorPlan,
         send: Callable[[Sequence[str], Message], None],
         events: EventWriter,
         *,
@@ -70,8 +70,7 @@ class Coordinator:
             prescribed=tuple(launch.get("formations", ())),
             num_plans=run.plan_count(),
             newest_generation=current_generation(run),
-            # An NVL72 rack is a domain of 18 hosts that share power, cooling and switches; of one host it is itself.
-            rack_hosts=max(1, plan.cluster.domain_devices // max(1, plan.cluster.host_devices)),
+            rack_hosts=plan.rack_hosts,
             machines={str(host): str(machine) for host, machine in launch.get("machines", {}).items()},
         )
         hosts = tuple(str(name) for name in launch.get("hosts", ()))
@@ -102,6 +101,11 @@ class Coordinator:
 
     def _perform(self, actions: list[Action]) -> bool:
         """Whether the checkpoints are asked for."""
+        if len(actions) > 1 and all(isinstance(action, RecordEvent) for action in actions):  # many hosts have joined
+            self._events.write_all(
+                (action.event, action.fields) for action in actions if isinstance(action, RecordEvent)
+            )
+            return False
         for action in actions:
             match action:
                 case Send():

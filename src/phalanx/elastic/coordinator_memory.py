@@ -49,7 +49,9 @@ class CoordinatorMemory:
                 name = Path(str(body["members"])).name
                 self._members_file = name  # the next is written into the other one
                 members = orjson.loads((self._run.path / name).read_bytes())
-                return SavedState.from_json({**body, **members})
+                saved = SavedState.from_json({**body, **members})
+                self._members = (saved.membership, saved.pids, saved.peers)  # what is there need not be written again
+                return saved
         return SavedState(generation=current_generation(self._run))
 
 

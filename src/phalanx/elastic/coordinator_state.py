@@ -9,8 +9,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import NO_STEP, Progress
@@ -23,6 +24,7 @@ from phalanx.plan.layout import Layout
 Message = dict[str, Any]  # of a kind, with JSON values
 K = TypeVar("K", bound=int | str)
 V = TypeVar("V")
+T = TypeVar("T")
 BUCKETS = 256  # of 16,384 hosts each holds 64: a change copies 64 + 256 references instead of all
 
 
@@ -38,6 +40,14 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
 
     def __getitem__(self, key: K) -> V:
         return self._buckets[_bucket(key)][key]
+
+    @overload
+    def get(self, key: K, /) -> V | None: ...
+    @overload
+    def get(self, key: K, /, default: V | T) -> V | T: ...
+    def get(self, key: K, /, default: V | T | None = None) -> V | T | None:
+        """The value of a key, or `default`."""
+        return self._buckets[_bucket(key)].get(key, default)
 
     def __iter__(self) -> Iterator[K]:
         return chain.from_iterable(self._buckets)
@@ -105,6 +115,7 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         return made
 
 
+@lru_cache(maxsize=1 << 18)  # every message asks for its host's
 def _bucket(key: int | str) -> int:
     # Not hash(): that of a string differs from process to process, and so would the order of what is done.
     return (key if isinstance(key, int) else zlib.crc32(key.encode())) % BUCKETS

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.elastic.clock_skew import check_skew, clock_skew_s
 from phalanx.elastic.coordinator_state import (
     BUCKETS,
     Action,
@@ -47,10 +48,9 @@ from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
 from phalanx.elastic.membership import HostSlot
-from phalanx.elastic.preflight import check_skew, clock_skew_s
 
 LEAST_SIGN_S, MOST_SIGN_S = 0.5, 2.0  # between signs of life to one agent
-SIGNS_PER_S = 1024  # signs of life to all of them, before they come as rarely as they may
+SIGNS_PER_S = 512  # signs of life to all of them, before they come as rarely as they may
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
@@ -141,21 +141,25 @@ def sign_every_s(num_hosts: int) -> float:
     """Seconds between two signs of life to one agent.
 
     >>> [sign_every_s(hosts) for hosts in (2, 1024, 16384)]
-    [0.5, 1.0, 2.0]
+    [0.5, 2.0, 2.0]
     """
     return min(max(LEAST_SIGN_S, num_hosts / SIGNS_PER_S), MOST_SIGN_S)
 
 
 def _show_life(decision: Decision) -> None:
     """Tell agents that we live, some of them at every tick: telling 16,384 in a row would take a fifth of a second."""
-    state, sign_s = decision.state, sign_every_s(len(decision.state.hosts))
+    state = decision.state
+    num_hosts = max(
+        len(state.hosts), len(state.known_hosts)
+    )  # those who are still to come, too: they come in thousands
+    sign_s = sign_every_s(num_hosts)
     passed = (decision.now_s - state.sign_s) / sign_s * BUCKETS
     count = min(int(passed), BUCKETS)
     if count:
         due = state.hosts.keys_in(range(state.sign_bucket, state.sign_bucket + count))
         state.sign_bucket = (state.sign_bucket + count) % BUCKETS
         state.sign_s = decision.now_s if passed > BUCKETS else state.sign_s + count * sign_s / BUCKETS
-        every_s = heartbeat_every_s(len(state.hosts), state.job.fault.dead_after_s)
+        every_s = heartbeat_every_s(num_hosts, state.job.fault.dead_after_s)
         decision.send_all(due, {"kind": "beat", "every_s": every_s, "sign_s": sign_s})
 
 
@@ -245,12 +249,12 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
         if kind != "gone":  # it was given up, and lives: it is to introduce itself again
             decision.send(name, {"kind": "again"})
         return
-    host = host.changed(heard_s=decision.now_s)
     if kind == "beat" and _is_of_training(decision, message):
         _on_beat(decision, host, message)  # nearly all there is: the host is changed once
         return
+    host = host.changed(heard_s=decision.now_s)
     if kind not in SETTING:  # those do so themselves: all hosts are ready at once
-        decision.set_host(host)
+        decision.touch_host(host)
     if kind in HANDLERS:
         HANDLERS[kind](decision, host, message)
 
@@ -408,14 +412,16 @@ def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
     progress = _progress(message["progress"])
     exceptions = {int(slot): _progress(one) for slot, one in message.get("exceptions", {}).items()}
-    decision.set_host(host.changed(progress=progress, exceptions=exceptions))
+    decision.touch_host(host.changed(heard_s=decision.now_s, progress=progress, exceptions=exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
-    step = max(one[0] for one in (progress, *exceptions.values(), (saved.step, 0, 0.0)) if one is not None)
+    step = progress[0] if progress is not None else saved.step
+    if exceptions:
+        step = max(step, *(one[0] if one is not None else step for one in exceptions.values()))
     if step > saved.step:
         state.step_s = max(0.9 * state.step_s, decision.now_s - state.stepped_s)
         state.stepped_s = decision.now_s
-    decision.note_step(step)
+        decision.note_step(step)
 
 
 def _progress(told: Sequence[Any] | None) -> Progress | None:

@@ -137,9 +137,10 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
     state, membership, before = decision.state, decision.state.membership, decision.state.before
     summary = {"kind": "form", **membership.summary()}
     same: list[str] = []
+    is_same = before is not None and before.has_same_ranks(membership)  # of every host
     for host in hosts:
-        name = host.name
-        if before is not None and host.told == before.generation and before.ranks_on(name) == membership.ranks_on(name):
+        name, is_told = host.name, before is not None and host.told == before.generation
+        if is_told and before is not None and (is_same or before.ranks_on(name) == membership.ranks_on(name)):
             same.append(name)
         else:
             decision.send(name, {**summary, **membership.share_of(name)})

@@ -88,9 +88,7 @@ class Decision:
     def set_host(self, host: HostView) -> None:
         """A host is as described now."""
         state, old = self.state, self.state.hosts.get(host.name)
-        if self._draft is None or self._draft is not state.hosts:
-            self._draft = state.hosts = state.hosts.draft()
-        self._draft.put(host.name, host)
+        self.touch_host(host)
         if old is None or old.alive is not host.alive or old.is_here != host.is_here or old.problems != host.problems:
             self._count(host, 1)
             if old is not None:
@@ -98,6 +96,12 @@ class Decision:
         if bool(host.problems) != (host.name in state.bad_hosts):
             state.bad_hosts = state.bad_hosts ^ {host.name}
         state.num_ready += host.is_ready - (old is not None and old.is_ready)
+
+    def touch_host(self, host: HostView) -> None:
+        """`set_host` where nothing that is counted has changed: a heartbeat, of which there are thousands a second."""
+        if self._draft is None or self._draft is not self.state.hosts:
+            self._draft = self.state.hosts = self.state.hosts.draft()
+        self._draft.put(host.name, host)
 
     def _count(self, host: HostView, sign: int) -> None:
         self.state.num_processes += sign * len(host.alive)

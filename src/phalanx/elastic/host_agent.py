@@ -27,7 +27,7 @@ from phalanx.elastic.coordinator_memory import known_coordinator
 from phalanx.elastic.election import FILE, LEASE_S, RENEW_S, elected_by
 from phalanx.elastic.file_election import Watched, read_sign
 from phalanx.elastic.forked_check import ForkedCheck
-from phalanx.elastic.handshake import read_secret
+from phalanx.elastic.handshake import MAX_HELLO_BYTES, encode, read_secret
 from phalanx.elastic.heartbeat_board import Phase, Progress, fold_progress
 from phalanx.elastic.local_launch import ENDED, StopSignals
 from phalanx.elastic.membership import HostMembership
@@ -313,9 +313,13 @@ class HostAgent:
             "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
             "link_bytes_per_s": self._link,
         }
+        # With the hello where it fits in: after a lost coordinator thousands of hosts tell it at once.
+        status, wishes = self._status(), self.wishes.count
+        is_short = len(encode({**hello, "status": status})) <= MAX_HELLO_BYTES
         try:
             timeout_s = CONNECT_S + len(self._order) / SHAKES_PER_S
-            self._channel = connect(where, self._secret, hello, timeout_s=timeout_s, bind="")
+            said = {**hello, "status": status} if is_short else hello
+            self._channel = connect(where, self._secret, said, timeout_s=timeout_s, bind="")
         except (OSError, TimeoutError, Refused):
             # No pause of ours: the kernel of a frozen coordinator takes the connection, and nobody answers.
             self._ticked_s = time.monotonic()
@@ -329,16 +333,22 @@ class HostAgent:
         self._joined = True
         self._selector.register(self._channel, selectors.EVENT_READ, None)
         self._heard_s = time.monotonic()
-        self._told_ready, self._told_wishes = 0, self.wishes.count
-        slots = {slot.number: slot.pid for slot in self._slots if slot.pid}
-        digest = self._membership.digest if self._membership is not None else ""
-        self._say(
-            "status", slots=slots, epoch=self._generation, digest=digest, went=self._went, wishes=self.wishes.count
-        )
+        if "every_s" in self._channel.peer:
+            self._take_rhythm(float(self._channel.peer["every_s"]), float(self._channel.peer.get("sign_s", SIGN_S)))
+        self._told_ready, self._told_wishes = 0, wishes
+        if not is_short:
+            self._say("status", **status)
         unsaid, self._unsaid = self._unsaid, []
         for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
             self._say(**message)
         return True
+
+    def _status(self) -> Message:
+        """What a coordinator must know of us when we come to it: our processes, and which membership they are in."""
+        slots = {str(slot.number): slot.pid for slot in self._slots if slot.pid}
+        digest = self._membership.digest if self._membership is not None else ""
+        told = {"epoch": self._generation, "digest": digest, "went": self._went, "wishes": self.wishes.count}
+        return {"slots": slots, **told}
 
     def _spawn_coordinator(self) -> None:
         """Start one, unless ours still runs; it ends by itself when another coordinates."""

@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from phalanx.elastic.channel import LOOPBACK
+from phalanx.elastic.clock_skew import check_skew
 from phalanx.elastic.gpus import check_free
 from phalanx.elastic.replica_store import GENERATIONS
 from phalanx.errors import Problem
@@ -23,7 +24,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
 from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
-from phalanx.units import MB, format_bytes, format_seconds, plural
+from phalanx.units import MB, format_bytes, plural
 
 MOST_RANKS_PER_CORE = 64  # beyond, the ranks only wait for each other
 LEAST_LINK_SHARE = 0.1  # of what the plan assumed: a busy machine halves it, a broken one loses far more
@@ -37,7 +38,6 @@ LINK_PATIENCE_S = 1.0  # for one try; at a tenth of 2 GB/s it takes 0.08 s
 GIGABIT_BYTES_PER_S = 125 * MB  # the slowest network that hosts are joined by
 LEAST_NVLINK_SHARE = 0.5  # links that trained at half their number or speed
 DISK_COPIES = 2  # the checkpoint being written, beside the one that is kept until it is whole
-MOST_SKEW_S = 5.0  # timestamps of the record are compared between hosts
 OLDEST_CLOCK_S = 1_767_225_600.0  # 2026-01-01: a host whose clock is before this has lost it
 
 
@@ -254,32 +254,6 @@ def check_clock(run: Path, now_s: float, *, host: str) -> Iterator[Problem]:
         return
     written_s = run.stat().st_mtime
     yield from check_skew(now_s - written_s if now_s < written_s else 0.0, host=host)
-
-
-def clock_skew_s(their_s: float, round_trip_s: float, *, now_s: float) -> float:
-    """How far a clock that read `their_s` is ahead of ours (negative: behind), beyond what the way can explain.
-
-    `now_s` is our clock when the answer came, `round_trip_s` after we asked.
-
-    >>> [clock_skew_s(their_s, 0.5, now_s=100.0) for their_s in (99.75, 110.0, 90.0)]
-    [0.0, 10.0, -9.5]
-    """
-    asked_s = now_s - round_trip_s
-    if asked_s <= their_s <= now_s:
-        return 0.0
-    return their_s - now_s if their_s > now_s else their_s - asked_s
-
-
-def check_skew(skew_s: float, *, host: str) -> Iterator[Problem]:
-    """The clocks of two hosts agree well enough to put their records in order."""
-    if abs(skew_s) > MOST_SKEW_S:
-        yield Problem(
-            where=host,
-            what=f"its clock is {format_seconds(abs(skew_s))} {'ahead' if skew_s > 0 else 'behind'}; "
-            f"{MOST_SKEW_S:g} s are allowed",
-            why="events of different hosts could not be ordered",
-            fix="start chrony or systemd-timesyncd on it",
-        )
 
 
 def check_link(plan: Plan, address: str, *, host: str) -> Iterator[Problem]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from phalanx.hardware.types import Cluster
 from phalanx.job.schema import Fault
 from phalanx.plan.layout import Layout
+
+if TYPE_CHECKING:
+    from phalanx.hardware.types import Cluster  # numpy comes with it, which a coordinator need not wait for
 
 # To agree on who is left and to connect the ranks that sum gradients anew, once a loss is noticed: 0.19 s in one run of
 # 3 x 2 ranks, gloo on two busy cores (docs/decisions/0036). NCCL's communicators were not measured.

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class EventWriter:
         self._lock = threading.RLock()
         self._pending: list[bytes] = []
         self._flushed = -math.inf
+        self._is_held = False  # while several are written at once
         self._file = -1
         self._index: IndexWriter | None = None
         self.lost = 0  # events dropped because the disk refused them for too long, or too long themselves
@@ -82,8 +83,19 @@ class EventWriter:
             self._pending.append(data)
             if self._index is not None:
                 self._index.add(line, len(data))
-            if event != "step" or now - self._flushed >= FLUSH_S:
+            if not self._is_held and (event != "step" or now - self._flushed >= FLUSH_S):
                 self.flush()
+
+    def write_all(self, events: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Append several events, each with its fields, in one write."""
+        with self._lock:
+            self._is_held = True
+            try:
+                for event, fields in events:
+                    self.write(event, **fields)
+            finally:
+                self._is_held = False
+            self.flush()
 
     def flush(self) -> None:
         """Hand everything to the operating system now."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.record.account.incidents import Flight, find_culprit, flight_of, read_flights
+from phalanx.record.account.flight_records import Flight, find_culprit, flight_of, read_flights
 from phalanx.record.run import Run
 
 WORLD = {"0": {"label": "world", "ranks": [0, 1, 2, 3]}}

@@ -1,0 +1,267 @@
+"""Flight recorders: which collective ranks hung in, and who did not enter it.
+
+torch numbers the collectives of every process group on every rank. Where ranks wait in number 41 of a group and one of
+its members has only come to number 40, that member is who they wait for, unless it waits itself, in another group, for
+somebody else. Ranks leave their recorder's newest entries in flight/ of the run folder when a membership ends
+(train/flight.py); a rank that was killed or stopped leaves nothing, which says something too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.io.files import open_regular
+from phalanx.io.values import integer, printable, text
+from phalanx.record.run import Run
+
+MOST_BYTES = 2**20  # of one rank's file; ours have some kB
+MOST_FILES = 20_000
+FILE = re.compile(r"epoch-(\d{1,9})-rank-(\d{1,9})\.json")
+# Operations whose sizes may differ between the ranks of a group.
+UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced", "broadcast")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One collective, or one message between two ranks, as one rank recorded it."""
+
+    group: str  # torch's name of the process group
+    op: str  # all_reduce, …
+    number: int  # in its group
+    is_message: bool  # a send or receive: those are numbered apart
+    is_done: bool
+    sizes: str = ""
+    peer: int | None = None  # global rank at the other end of a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A process group: its axis in the mesh, and its global ranks."""
+
+    label: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flight:
+    """What one rank recorded."""
+
+    rank: int
+    groups: Mapping[str, Group]
+    entries: tuple[Entry, ...]
+
+    @property
+    def waits(self) -> bool:
+        """Whether something that it began has not ended."""
+        return any(not entry.is_done for entry in self.entries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What the recorders say, in a sentence, and who is to blame as far as they know."""
+
+    sentence: str
+    culprits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wait:
+    """Ranks that wait in one collective of a group, and members that did not enter it."""
+
+    label: str
+    members: tuple[int, ...]
+    number: int
+    entries: Mapping[int, Entry]  # of this number, by rank
+    missing: Mapping[int, int | None]  # rank to the number it came to; None where it left no record
+
+    @property
+    def waiting(self) -> list[int]:
+        return sorted(rank for rank, entry in self.entries.items() if not entry.is_done)
+
+    @property
+    def name(self) -> str:
+        first = self.entries[min(self.entries)]
+        sizes = f", sizes {first.sizes}" if first.sizes else ""
+        return f"{first.op} number {self.number} of group {self.label} ({_ranks_text(self.members)}{sizes})"
+
+
+def find_culprit(flights: Iterable[Flight]) -> Finding | None:
+    """Who the ranks of a membership waited for; None where nobody waited for anything."""
+    known = {flight.rank: flight for flight in flights}
+    waits = _group_waits(known)
+    for wait in waits:
+        if differing := _call_mismatch(wait):
+            return differing
+    idle = {rank for rank, flight in known.items() if not flight.waits}
+    blamed = [(wait, [rank for rank in wait.missing if rank in idle or rank not in known]) for wait in waits]
+    blamed = [(wait, ranks) for wait, ranks in blamed if ranks]
+    if blamed:
+        wait, culprits = max(blamed, key=lambda one: (len(one[0].waiting), -one[0].number))
+        return Finding(sentence=f"{wait.name}: {_who_is_late(wait, culprits)}", culprits=tuple(culprits))
+    if message := _silent_peer(known, idle):
+        return message
+    if late := [wait for wait in waits if wait.missing]:
+        reported = "; ".join(f"{wait.name}: {_who_is_late(wait, sorted(wait.missing))}" for wait in late[:2])
+        return Finding(sentence=f"ranks wait for each other: {reported}")
+    if waits:
+        inside = "every rank entered it and none came out: the network, a GPU, or a rank that died in it"
+        return Finding(sentence=f"{waits[0].name}: {inside}")
+    return None
+
+
+def _group_waits(known: Mapping[int, Flight]) -> list[_Wait]:
+    """Every group in which some rank waits, with the first collective that did not end."""
+    groups = {name: group for flight in known.values() for name, group in flight.groups.items()}
+    found = []
+    for name, group in groups.items():
+        mine = {
+            rank: {entry.number: entry for entry in flight.entries if entry.group == name and not entry.is_message}
+            for rank, flight in known.items()
+            if rank in group.ranks
+        }
+        pending = [entry.number for entries in mine.values() for entry in entries.values() if not entry.is_done]
+        if not pending:
+            continue
+        number = min(pending)
+        newest = {rank: max(entries, default=0) for rank, entries in mine.items()}
+        found.append(
+            _Wait(
+                label=group.label,
+                members=group.ranks,
+                number=number,
+                entries={rank: entries[number] for rank, entries in mine.items() if number in entries},
+                missing={rank: newest.get(rank) for rank in group.ranks if newest.get(rank, -1) < number},
+            )
+        )
+    return sorted(found, key=lambda wait: (-len(wait.waiting), wait.label, wait.number))
+
+
+def _call_mismatch(wait: _Wait) -> Finding | None:
+    """Ranks that called different collectives under one number, or the same one with other sizes."""
+    calls: dict[tuple[str, str], list[int]] = {}
+    for rank, entry in sorted(wait.entries.items()):
+        sizes = "" if any(word in entry.op for word in UNEVEN) and "all_gather" not in entry.op else entry.sizes
+        calls.setdefault((entry.op, sizes), []).append(rank)
+    if len(calls) < 2:
+        return None
+    reported = " and ".join(
+        f"{op} {sizes}".strip() + f" on {_ranks_text(ranks)}" for (op, sizes), ranks in calls.items()
+    )
+    few = min(calls.values(), key=len)
+    culprits = tuple(few) if 2 * len(few) < len(wait.entries) else ()
+    return Finding(
+        sentence=f"number {wait.number} of group {wait.label} is {reported}: the ranks do not run the same program",
+        culprits=culprits,
+    )
+
+
+def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> Finding | None:
+    """A rank that others exchange messages with (pipeline stages), and that waits for nothing itself."""
+    waiting: dict[int, list[tuple[int, Entry]]] = {}
+    for rank, flight in sorted(known.items()):
+        for entry in flight.entries:
+            if entry.is_message and not entry.is_done and entry.peer is not None:
+                waiting.setdefault(entry.peer, []).append((rank, entry))
+    for peer, messages in sorted(waiting.items(), key=lambda one: (-len(one[1]), one[0])):
+        if peer not in known or peer in idle:
+            rank, entry = messages[0]
+            label = known[rank].groups[entry.group].label if entry.group in known[rank].groups else entry.group
+            record = "left no record" if peer not in known else "waits for nobody itself"
+            who = _ranks_text(sorted({one for one, _ in messages}))
+            direction = "a message to" if entry.op == "send" else "a message from"
+            verb = "waits" if len({one for one, _ in messages}) == 1 else "wait"
+            return Finding(
+                sentence=f"{who} {verb} for {direction} rank {peer} (number {entry.number} of group {label}), "
+                f"which {record}",
+                culprits=(peer,),
+            )
+    return None
+
+
+def _who_is_late(wait: _Wait, culprits: Sequence[int]) -> str:
+    # Not only those that still wait: gloo gives an operation up as soon as the connection to a dead rank breaks.
+    entered = f"{_ranks_text(sorted(wait.entries))} entered it"
+    silent = [rank for rank in culprits if wait.missing[rank] is None]
+    behind: dict[int, list[int]] = {}
+    for rank in culprits:
+        if (last := wait.missing[rank]) is not None:
+            behind.setdefault(last, []).append(rank)
+    parts = [f"{_ranks_text(silent)} left no record of entering it"] if silent else []
+    for last, ranks in sorted(behind.items()):
+        came = f"came to number {last}" if last else "recorded none of this group"
+        parts.append(f"{_ranks_text(ranks)} did not: {came}")
+    return ", ".join([entered, *parts])
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in words, runs of them shortened.
+
+    >>> _ranks_text([0, 1, 2, 3]), _ranks_text([2]), _ranks_text([0, 1, 3])
+    ('ranks 0–3', 'rank 2', 'ranks 0, 1, 3')
+    """
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    few = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {few}"
+
+
+def recorded_epochs(run: Run) -> list[int]:
+    """Memberships whose ranks left something, in order."""
+    try:
+        matches = [FILE.fullmatch(name) for name in os.listdir(run.path / "flight")]
+    except OSError:
+        return []
+    return sorted({int(match.group(1)) for match in matches if match is not None})
+
+
+def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight]:
+    """What the ranks of a membership left; files that are none are passed over. Nothing where more than `most` are.
+
+    Not some of them: ranks whose file was not read would look as if they had left none.
+    """
+    try:
+        matches = [FILE.fullmatch(name) for name in sorted(os.listdir(run.path / "flight"))]
+    except OSError:
+        return []
+    mine = [match for match in matches if match is not None and int(match.group(1)) == epoch]
+    found = []
+    for match in mine if len(mine) <= most else ():
+        try:
+            with open_regular(run.path / "flight" / match.group()) as file:
+                data = json.loads(file.read(MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(data, dict):
+            found.append(flight_of(data, rank=int(match.group(2))))
+    return found
+
+
+def flight_of(data: Mapping[str, Any], *, rank: int) -> Flight:
+    """One rank's file as a value; entries that are none are left out."""
+    groups, entries = data.get("groups"), data.get("entries")
+    known = {}
+    for name, one in groups.items() if isinstance(groups, dict) else ():
+        ranks = one.get("ranks") if isinstance(one, dict) else None
+        if isinstance(ranks, list) and all(isinstance(member, int) for member in ranks):
+            known[str(name)] = Group(label=printable(one.get("label") or name, most=60), ranks=tuple(sorted(ranks)))
+    found = []
+    for one in entries if isinstance(entries, list) else ():
+        number = integer(one, "number") if isinstance(one, dict) else None
+        if number is not None:
+            found.append(
+                Entry(
+                    group=text(one, "group"),
+                    op=printable(one.get("op") or "?", most=60),
+                    number=number,
+                    is_message=one.get("is_message") is True,
+                    is_done=one.get("is_done") is True,
+                    sizes=printable(one.get("sizes") or "", most=80),
+                    peer=integer(one, "peer"),
+                )
+            )
+    return Flight(rank=rank, groups=known, entries=tuple(found))
