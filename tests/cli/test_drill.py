@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_dataset import write_dataset
 
 from phalanx.api.drills import DrillCall, _shrink, keep_record
 from phalanx.cli.main import main
@@ -23,9 +24,6 @@ from phalanx.job.load import load
 from phalanx.plan.make import make_plan
 from phalanx.record.run import Run
 from phalanx.rules.gather import Request, gather_evidence
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
 from phalanx.train.drill import perform
 from phalanx.train.drill.faults import parse_faults
 
@@ -69,11 +67,7 @@ Drill = Callable[..., tuple[int, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drill")
-    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(900)))
-    recipe = Recipe(
-        origins=(TextOrigin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
-    )
-    build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(folder)
     (folder / "job.toml").write_text(JOB)
     return folder
 

@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_dataset import write_dataset
 
 from phalanx.elastic.launchers import derived_port, find_rank, refuse_several
 from phalanx.errors import UserError
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
 
 BATCH = {  # a script of sbatch --nodes=2 --ntasks=4
     "SLURM_JOB_ID": "1",
@@ -209,9 +207,7 @@ spec = "local-cpu:2"
 @pytest.mark.slow
 def test_two_processes_of_a_launcher_are_one_run(tmp_path: Path) -> None:
     """With the machine's mpirun where there is one; else as two tasks of an srun step, by their environment."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3}" for n in range(500)))
-    recipe = Recipe(origins=(TextOrigin(path=tmp_path / "text.txt"),), vocab=300, reading=Reading(split_on="blank"))
-    build_dataset(recipe, tmp_path / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(tmp_path, documents=500, heldout=0.01)
     (tmp_path / "job.toml").write_text(JOB)
     foreign = ("RANK", "WORLD_SIZE", "MASTER_", "SLURM", "OMPI_", "PMI")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from tiny_dataset import write_dataset
 
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 from phalanx.rules.api import check
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
 from phalanx.validate.calibration_report import calibrate_run
 
 JOB = """\
@@ -57,11 +55,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
-    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(900)))
-    recipe = Recipe(
-        origins=(TextOrigin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
-    )
-    build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(folder)
     (folder / "job.toml").write_text(JOB)
     return folder
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_dataset import write_dataset
 
 from phalanx.record.account.incidents import incidents
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
 STEPS, RANKS = 40, 4
@@ -33,11 +31,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The job of the drills on a small text."""
     folder = tmp_path_factory.mktemp("recovery")
-    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(2500)))
-    recipe = Recipe(
-        origins=(TextOrigin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
-    )
-    build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(folder, documents=2500)
     text = JOB.read_text(encoding="utf-8")
     corpus = next(line for line in text.splitlines() if line.startswith("corpus ="))
     (folder / "job.toml").write_text(text.replace(corpus, 'path = "data"'))

@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
+from tiny_dataset import write_dataset
 
 MINE = Path(__file__).parent / "plugin_files" / "mine.py"
 JOB = """
@@ -66,9 +64,7 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_own_callback_loss_optimizer_and_metric_and_a_killed_rank(tmp_path: Path) -> None:
     shutil.copy(MINE, tmp_path)
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(300)))
-    recipe = Recipe(origins=(TextOrigin(path=tmp_path / "text.txt"),), vocab=300, reading=Reading(split_on="blank"))
-    build_dataset(recipe, tmp_path / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(tmp_path, documents=300, heldout=0.01)
     diary = json.dumps({"path": str(tmp_path / "diary"), "kill_rank": 1, "kill_step": 5})
     plugins = f"""callbacks = ['mine.py:Diary {diary}']
 loss = 'mine.py:smooth_loss {{"smoothing": 0.2}}'

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake
@@ -103,6 +102,8 @@ def verify_checksums(folder: Path, *, fix: str) -> tuple[int, list[Problem]]:
         except OSError as error:
             return Problem(where=str(folder / name), what=f"cannot be read: {error.strerror or error}", fix=fix)
         return compare_digest(folder, name, digest, known, fix=fix)
+
+    from concurrent.futures import ThreadPoolExecutor  # 10 ms, needed by few calls
 
     with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
         found = list(pool.map(look_at, sorted(known)))

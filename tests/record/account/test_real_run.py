@@ -11,14 +11,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tiny_dataset import write_dataset
+
 from phalanx.record.account.ledger import read_ledger
 from phalanx.record.account.stragglers import scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, open_run
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
 
 JOB = Path(__file__).parents[3] / "examples" / "drill.toml"
 STEPS, SLOW_FROM, SLOW_S = 40, 12, 0.5  # longer than a busy machine holds up the others
@@ -30,11 +29,7 @@ pytestmark = pytest.mark.slow
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Rank 2 is killed in step 5; from step 12 on rank 1 sleeps in every step."""
     folder = tmp_path_factory.mktemp("story")
-    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(2500)))
-    recipe = Recipe(
-        origins=(TextOrigin(path=folder / "text.txt"),), vocab=300, heldout=0.1, reading=Reading(split_on="blank")
-    )
-    build_dataset(recipe, folder / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(folder, documents=2500)
     text = JOB.read_text(encoding="utf-8")
     corpus = next(line for line in text.splitlines() if line.startswith("corpus ="))
     (folder / "job.toml").write_text(text.replace(corpus, 'path = "data"'))

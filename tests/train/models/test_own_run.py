@@ -13,11 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_dataset import write_dataset
 
 from phalanx.record.run import open_run
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.documents import Reading
-from phalanx.train.data.progress import BuildProgress
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.whole_tensors import read_state
 
@@ -53,9 +51,7 @@ spec = "local-cpu:2"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shutil.copy(Path(__file__).with_name("own_networks.py"), tmp_path)
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n * 7} are not {n * 3} but {n % 11}" for n in range(300)))
-    recipe = Recipe(origins=(TextOrigin(path=tmp_path / "text.txt"),), vocab=300, reading=Reading(split_on="blank"))
-    build_dataset(recipe, tmp_path / "data", lambda size: BuildProgress(sys.stderr, size))
+    write_dataset(tmp_path, documents=300, heldout=0.01)
     (tmp_path / "job.toml").write_text(JOB)
     return tmp_path
 
