@@ -165,3 +165,36 @@ def test_nothing_to_notice_is_said_and_not_counted(survived: Story, kind: str, t
     _, outcome = told(survived, shot(time_of(survived, "step", epoch=1, step=3), kind=kind), text)
     verdict = judge_noticed([outcome], asked=1, patience_s=0.0)
     assert (verdict.ok, verdict.evidence) == (True, f"no fault fired that needs noticing: {why}")
+
+
+def test_a_rank_that_hangs_on_a_host_that_is_then_frozen_is_noticed_with_it(story: Story) -> None:
+    """Its agent and the coordinator are frozen before they could tell; the loss of the host names one rank only."""
+    story.epoch(4, step=0, source="start", hosts=2)
+    story.step(0)
+    hung_s, frozen_s = story.t, story.t + 3.0
+    story.t += 14.0
+    story.supervisor.append(
+        {
+            "v": 1,
+            "event": "incident",
+            "t": story.t,
+            "rank": 2,
+            "epoch": 1,
+            "host": "host1",
+            "cause": {"kind": "HostLost"},
+        }
+    )
+    story.epoch(4, step=1, source="memory")
+    story.step(1)
+    story.end()
+    history = build_history(story.supervisor, story.ranks)
+    faults = parse_faults(["hang:rank=3,at_s=6", "freeze:how=coordinator,for_s=12,at_s=9"])
+    frozen = shot(frozen_s, "freeze", id=1, rank=-1, host="host1")
+
+    def noticed(hung: Firing) -> list[bool]:
+        found = fault_outcomes(history, faults, [hung, frozen], patience_s=10.0)
+        return [one.detected_s is not None for one in found]
+
+    assert noticed(shot(hung_s, "hang", rank=3)) == [True, True]
+    assert noticed(shot(hung_s, "hang", rank=1)) == [False, True]  # on the other host: somebody had to tell of it
+    assert noticed(shot(hung_s - 9.0, "hang", rank=3)) == [False, True]  # its time was over before

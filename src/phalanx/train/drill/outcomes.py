@@ -94,7 +94,8 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
 
     An incident belongs to the faults whose rank or host it names, and, of those that came before their time to be
     noticed was over, to all: processes fail together, and the first that is found is named. A fault that is older than
-    that gets an incident only where no newer fault explains it.
+    that gets an incident only where no newer fault explains it. A rank that hangs on a host that is then frozen or lost
+    is noticed with its host, however long that takes: whoever would have told of it is gone.
     """
     waiting = {at: one for at, one in enumerate(firings) if FAULT_KINDS[one.kind].ends}
     found: dict[int, Event] = {}
@@ -108,20 +109,50 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
                 if at not in found
                 and one.t_s <= float(incident["t"])
                 and _epoch_of(history, one) <= int(incident.get("epoch", -1))
-                and (_names(incident, one) or not by_name)
+                and (_names(history, incident, one) or not by_name)
             ]
             near = [at for at in before if _noticed_s(incident) - firings[at].t_s <= patience_s]
             newest = max(before, key=lambda at: firings[at].t_s, default=None)
             mine = near or ([newest] if newest is not None and number not in owned else [])
+            mine = [*mine, *_gone_with_host(history, incident, firings, before, patience_s)] if mine else []
             found |= dict.fromkeys(mine, incident)
             owned |= {number} if mine else set()
     return found
 
 
-def _names(incident: Event, one: Firing) -> bool:
+def _names(history: DrillHistory, incident: Event, one: Firing) -> bool:
     if one.rank >= 0:
-        return one.rank in (incident.get("rank"), *(incident.get("others") or ()))
+        named = one.rank in (incident.get("rank"), *(incident.get("others") or ()))
+        return named or (_is_host_lost(incident) and _host_of(history, one) == incident.get("host"))
     return bool(one.host) and incident.get("host") == one.host
+
+
+def _gone_with_host(
+    history: DrillHistory, incident: Event, firings: Sequence[Firing], before: Sequence[int], patience_s: float
+) -> list[int]:
+    """Faults of ranks whose host was hit before their time to be noticed was over, where this incident is its loss."""
+    if not _is_host_lost(incident):
+        return []
+    host = incident.get("host")
+    hits = [firings[at].t_s for at in before if firings[at].rank < 0 and firings[at].host == host]
+    return [
+        at
+        for at in before
+        if firings[at].rank >= 0
+        and _host_of(history, firings[at]) == host
+        and any(0.0 <= hit_s - firings[at].t_s <= patience_s for hit_s in hits)
+    ]
+
+
+def _is_host_lost(incident: Event) -> bool:
+    cause = incident.get("cause")
+    return isinstance(cause, Mapping) and cause.get("kind") == "HostLost"
+
+
+def _host_of(history: DrillHistory, one: Firing) -> str:
+    """The host of a rank, as the run calls it."""
+    epoch = history.epoch(_epoch_of(history, one))
+    return next((member.host for member in epoch.members if member.rank == one.rank), "") if epoch is not None else ""
 
 
 def _epoch_of(history: DrillHistory, one: Firing) -> int:
