@@ -6,7 +6,7 @@
 Three replicas of two ranks (HSDP, ZeRO-2) on the cores of this machine. In a run for each value of `fault.on_loss` a
 rank is killed again and again, each time when the run is whole and steady; the runs take turns (`--passes`). Counted
 are the tokens that the run has learnt from one moment to another, in the end: what is done again counts once. What was
-lost is what the steady pace before the loss would have learnt in the same time, less that.
+lost is what the steady pace around the loss would have learnt in the same time, less that.
 
 `--replay` learns the tokens of a recorded run in one process, without those of replicas that were left out, and prints
 the loss of every step beside the recorded one: the proof that steps without a replica are weighted by tokens.

@@ -17,8 +17,9 @@ from phalanx.plan.layout import Layout
 if TYPE_CHECKING:
     from phalanx.hardware.types import Cluster  # numpy comes with it, which a coordinator need not wait for
 
-# To agree on who is left and to connect the ranks that sum gradients anew, once a loss is noticed: 0.19 s in one run of
-# 3 x 2 ranks, gloo on two busy cores (docs/decisions/0036). NCCL's communicators were not measured.
+# To agree on who is present and to connect the ranks that sum gradients anew, once without the lost replica and once
+# with it: 0.04 s and 0.25 s (medians of 6 losses), 0.42 s and 0.30 s (of 5) with more work beside it; 3 x 2 ranks, gloo
+# on two cores (benchmarks/2026-11-17-replica-loss.md). NCCL's communicators were not measured.
 REGROUP_S = 0.2
 
 
