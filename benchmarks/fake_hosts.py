@@ -28,7 +28,7 @@ from phalanx.elastic.host_agent import DISK_S, QUIET_S, SIGN_S
 from phalanx.record.run import Run
 
 SLOTS = 8
-IN_FLIGHT = 64  # handshakes of one process at a time
+IN_FLIGHT = 2048  # handshakes of one process at a time: on a cluster all hosts come at once
 TRAINING = int(Phase.TRAINING)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import host_agent as hosting
-from phalanx.elastic.channel import Listener
+from phalanx.elastic.channel import Channel, Listener
 from phalanx.elastic.coordinator import AgentConnections, _greet
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_state import SavedState
@@ -191,3 +191,19 @@ def test_a_coordinator_starts_without_the_planner() -> None:
     loaded = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout.split()
     assert "phalanx" in loaded
     assert not {"numpy", "torch"} & set(loaded)
+
+
+def test_an_agent_is_told_its_rhythm_with_the_answer_to_its_hello(run: Run, agent: HostAgent) -> None:
+    """Thousands who join would beat four times a second each until they were told otherwise."""
+    secret = hosting.read_secret(run.path / "secret")
+    listener = Listener("127.0.0.1", 0, secret, partial(_greet, 1, rhythm={"every_s": 4.0, "sign_s": 2.0}))
+    caller = threading.Thread(target=agent._connect, args=(listener.address,))
+    caller.start()
+    channels = list[Channel]()
+    while not channels:
+        channels += listener.pump(0.1)
+    caller.join()
+    assert (agent._beat_every_s, agent._sign_every_s) == (4.0, 2.0)
+    agent._hang_up()
+    for one in (*channels, listener):
+        one.close()
