@@ -192,8 +192,8 @@ class Rank:
             self.link.send(
                 "ready", epoch=membership.generation, port=port, vault=self._replica_port(membership.generation)
             )
-            # The others may go on without us: this only fills the time until the last of them has left. It takes
-            # little where the agent has traced before this process was forked (train/first_step.py).
+            # After the word that we are ready: it fills the time until the last of the others has left. There is less
+            # to do where the agent has traced before this process was forked (train/first_step.py).
             if is_new and device.type == "cuda" and Settings.of(self.plan.job, self.plan.layout, on_gpu=True).compile:
                 _load_tracer()
             known = listening_sockets()  # not to be closed to strangers: they defend themselves
@@ -559,8 +559,8 @@ def _device(plan: Plan, local_world: int) -> torch.device:
 def _load_kernels_beside(device: torch.device) -> threading.Thread:
     """Load kernels in a thread: in a process that replaces another, while others leave and communicators are made.
 
-    It holds the interpreter lock for little of its 0.5 s (H200). A process that has begun it is ready to join; it must
-    have ended before the device is used for anything else.
+    A process that has begun it is ready to join; it must have ended before the engine is built. It took 0.5 s on an
+    H200 before it had a thread of its own; how much of that is hidden now was not measured.
     """
     thread = threading.Thread(target=_load_kernels, args=(device,), name="kernels", daemon=True)
     thread.start()
