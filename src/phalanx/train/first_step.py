@@ -1,7 +1,7 @@
 """Do once, before ranks are forked, what the first step of every process does: for a rank that replaces another.
 
 The others wait for its first step. With tensor parallelism torch decides in Python how each of about 70 operations is
-split; compiled, dynamo traces the blocks. Both load and register as they go, and a process that is forked afterwards has
+split; compiled, dynamo traces the blocks. Both load and register as they go, and a process that is forked later has
 that: on a CPU a quarter to a half of a compiled first step, a tenth or less of one with split tensors. What torch keeps
 for a mesh is thrown away again: it would be another rank's.
 """
