@@ -26,7 +26,6 @@ from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.leave import forget_groups
-from phalanx.train.micro_batches import summed_loss
 from phalanx.train.settings import Settings
 from phalanx.train.tracing.traced_step import constant_values, fake_world, forget_meshes
 
@@ -52,8 +51,8 @@ def load_first_step(job: Job, layout: Layout, *, on_gpu: bool) -> None:
             warnings.simplefilter("ignore")  # no backward comes, and other advice for a training
             engine = Engine(shape, settings, job.optim, device=torch.device("cpu"), read=constant_values)
             tokens_BS = torch.zeros(1, SEQUENCE, dtype=torch.int64)
-            with engine.micro_batches.loss_context():
-                summed_loss(engine.parts[0].model(tokens_BS), tokens_BS)
+            with engine._loss_context():
+                engine._loss(engine.parts[0].model(tokens_BS), tokens_BS)
             del engine
     finally:
         if settings.compile:

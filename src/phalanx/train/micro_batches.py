@@ -58,7 +58,7 @@ class MicroBatches:
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         if self._exchange is not None:
             self._exchange.begin(count)
-        with self.loss_context(), fastest_attention(self._device):
+        with self._loss_context(), fastest_attention(self._device):
             if self._dims.pipeline > 1:
                 total = self._pipelined(tokens_BS, targets_BS, count)
             else:
@@ -105,7 +105,7 @@ class MicroBatches:
         """Each of the `wanted` numbers, summed over this rank's sequences; zeros where another holds the last stage."""
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
-        with self.loss_context():
+        with self._loss_context():
             for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
                 logits = self._through(x)
                 if logits is not None:
@@ -127,7 +127,7 @@ class MicroBatches:
             like=lambda stage: self._boundary(stage)[0],
         )
 
-    def loss_context(self) -> AbstractContextManager[None]:
+    def _loss_context(self) -> AbstractContextManager[None]:
         """torch's loss over split logits; backward must run inside it too."""
         split = self._dims.tensor > 1 and self._settings.loss_parallel
         return loss_parallel() if split else nullcontext()
