@@ -32,10 +32,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 JOB = HERE.parent / "examples" / "drill.toml"
-RANKS, STEPS, DEAD_AFTER_S = 4, 24, 5.0
-# The first fault comes in this step, the others so many steps after each other. Not within 3 s of the first step: the
-# agent then loads for replacements (elastic/preload.py).
-FIRST_STEP, APART = 14, 7
+RANKS, STEPS, DEAD_AFTER_S = 4, 16, 5.0
+FIRST_STEP, APART = 6, 7  # the first fault comes in this step, the others so many steps after each other
 FLOOR_S = 2.5
 SETTINGS = (f"fault.dead_after_s={DEAD_AFTER_S}", "fault.digest_every=1", "checkpoint.interval_s=1")
 LAYOUTS = {

@@ -38,7 +38,6 @@ from phalanx.elastic.preflight import (
     preflight,
     recheck,
 )
-from phalanx.elastic.preload import Preload
 from phalanx.elastic.rank_process import Work, find_ranks
 from phalanx.elastic.rank_slots import BUILDING_LEAVES_NCCL_S, RankSlots, Slot
 from phalanx.elastic.replica_store import ReplicaStore
@@ -110,7 +109,6 @@ class HostAgent:
         self._link: float | None = None  # bytes per second to the coordinator's host, once measured
         self.recheck: Recheck | None = None  # before every membership that this host is a member of
         self._look: ForkedCheck | None = None  # while it is at that
-        self.preload: Preload | None = None  # for processes that replace others, while all ranks train
         self.replica_store = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
         self._secret = read_secret(run.path / "secret")
         self._selector = selectors.DefaultSelector()
@@ -184,8 +182,6 @@ class HostAgent:
             return self._over
         finally:
             self._end_look()
-            if self.preload is not None:
-                self.preload.close()
             self._ranks.end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
             if self.rescue is not None and self._rescue_order is not None and self.wishes.count < 2:
                 self.rescue(self._rescue_order)
@@ -210,8 +206,6 @@ class HostAgent:
         self._ranks.watch()
         self._tell_ready()
         self._tell_beat()
-        if self.preload is not None and not self.preload.is_over and self._ranks.are_training():
-            self.preload.turn(self._ranks.forget)
 
     # ---- the coordinator -------------------------------------------------------------------------------------------
 
@@ -623,5 +617,3 @@ class HostAgent:
             self._channel.forget()
         if self._look is not None:
             self._look.forget()
-        if self.preload is not None:
-            self.preload.forget()

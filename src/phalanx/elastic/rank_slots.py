@@ -124,13 +124,6 @@ class RankSlots:
         slot.seen_s, slot.silent_s, slot.locked_s, slot.member_of = slot.forked_s, 0.0, 0.0, 0
         self._selector.register(slot.line, selectors.EVENT_READ, slot)
 
-    def are_training(self) -> bool:
-        """Whether every rank of this host has taken a step of the present membership; not without ranks."""
-        ranks = [slot for slot in self.slots if slot.rank >= 0]
-        beats = [(slot, self.board.last(slot.number)) for slot in ranks if slot.pid and slot.left is None]
-        here = [slot for slot, beat in beats if beat.epoch == slot.generation and beat.phase == Phase.TRAINING]
-        return bool(ranks) and len(here) == len(ranks)
-
     def forget(self) -> None:
         """In the child: what is the agent's alone."""
         self._forget_agent()

@@ -22,7 +22,6 @@ from typing import Any
 from phalanx.elastic.handshake import read_secret
 from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.local_launch import ALLOW_CODE, ELECTION, LauncherTask, StopSignals
-from phalanx.elastic.preload import Preload
 from phalanx.elastic.rank_link import RankLink
 from phalanx.elastic.rank_process import Work, die_with
 from phalanx.elastic.transports import LIBRARIES, facts_here, interface_of, transport_notes, transport_warnings
@@ -83,7 +82,6 @@ def main(arguments: list[str]) -> int:
         notes = transport_notes(facts) if facts is not None else ()
         work = _work(run, agent, notes, task, allow_code=allow_code)
         _check(plan)
-        agent.preload = _preload(plan)
         agent.rescue = partial(_rescue, run, agent, plan.job.checkpoint.keep)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
@@ -137,19 +135,6 @@ def _check(plan: Plan) -> None:
         from phalanx.train.parallel.compiling import load_compiler
 
         load_compiler(settings.compile_backend, on_gpu=on_gpu)
-
-
-def _preload(plan: Plan) -> Preload | None:
-    """What a replacement's first step need not do any more. Not on CPUs, where ranks need every core."""
-    if plan.cluster.accelerator.family == "cpu":
-        return None
-    from phalanx.train.first_step import is_worth_loading, load_first_step, try_first_step
-
-    if not is_worth_loading(plan.job, plan.layout, on_gpu=True):
-        return None
-    load = partial(load_first_step, plan.job, plan.layout, on_gpu=True)
-    attempt = partial(try_first_step, plan.job, plan.layout, on_gpu=True)
-    return Preload(load, attempt, dead_after_s=plan.job.fault.dead_after_s)
 
 
 def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None, *, allow_code: bool) -> Work:

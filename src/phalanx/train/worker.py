@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -120,7 +119,6 @@ class Rank:
         self._host_copies = HostCopies()
         self._compared: set[str] = set()
         self._sensors = SensorCache()
-        self._loading: threading.Thread | None = None  # of kernels; it may outlive the membership that it began in
 
     def serve(self) -> None:
         """Take part in memberships until the run is over; whatever is this rank's own fault is raised."""
@@ -189,20 +187,13 @@ class Rank:
         across = self._across(membership, rank)
         inner = (across.position, across.replicas.size) if across is not None else (rank, membership.world)
         # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
-        is_new = not torch.cuda.is_initialized()
         device = _device(self.plan, self._local_world)
-        if is_new and device.type == "cuda":
-            self._loading = _load_kernels_beside(device)
         with ExitStack() as stack:
             door = stack.enter_context(_door(self.address)) if inner[0] == 0 else None
             self.link.store_port = port = door.getsockname()[1] if door is not None else 0
             self.link.send(
                 "ready", epoch=membership.generation, port=port, vault=self._replica_port(membership.generation)
             )
-            # After the word that we are ready: it fills the time until the last of the others has left. There is less
-            # to do where the agent has traced before this process was forked (train/first_step.py).
-            if is_new and device.type == "cuda" and Settings.of(self.plan.job, self.plan.layout, on_gpu=True).compile:
-                _load_tracer()
             known = listening_sockets()  # not to be closed to strangers: they defend themselves
             if door is not None and across is None:  # else replicas that come back meet at this store
                 known = {name: number for name, number in known.items() if number != door.fileno()}
@@ -250,8 +241,6 @@ class Rank:
                 rounds=rounds,
             )
             copies = self._copies(go, places) if places is not None else None
-            if self._loading is not None:
-                self._loading.join()
             return train(
                 self.run,
                 replace(self.plan, layout=across.replicas.inner if across is not None else membership.layout),
@@ -565,28 +554,25 @@ def _device(plan: Plan, local_world: int) -> torch.device:
     """The GPU of this rank, or a fair share of the cores."""
     if torch.cuda.is_available() and plan.cluster.accelerator.family != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        is_new = not torch.cuda.is_initialized()
         torch.cuda.set_device(device)
+        if is_new:
+            _load_kernels(device)
+            if Settings.of(plan.job, plan.layout, on_gpu=True).compile:
+                _load_tracer()
         return device
     # One thread where bits must not depend on the number of ranks: kernels split their sums by thread.
     torch.set_num_threads(1 if plan.job.numerics.reproducible else max(1, (os.cpu_count() or 1) // local_world))
     return torch.device("cpu")
 
 
-def _load_kernels_beside(device: torch.device) -> threading.Thread:
-    """Load kernels in a thread: in a process that replaces another, while others leave and communicators are made.
-
-    A process that has begun it is ready to join; it must have ended before the engine is built. It took 0.5 s on an
-    H200 before it had a thread of its own; how much of that is hidden now was not measured.
-    """
-    thread = threading.Thread(target=_load_kernels, args=(device,), name="kernels", daemon=True)
-    thread.start()
-    return thread
-
-
 def _load_kernels(device: torch.device) -> None:
-    """Load what any step needs: libraries of matrix products, attention, loss, optimizer. Draws no random number."""
+    """Make the CUDA context and load what any step needs: libraries of matrix products, attention, loss, optimizer.
+
+    A process that replaces another does so while the others leave the old membership; in its first step all would wait
+    for it, 0.5 s on an H200. Draws no random number.
+    """
     with suppress(RuntimeError):  # whatever is not there will be missed where it is needed
-        torch.cuda.set_device(device)  # of this thread
         for dtype in (torch.float32, torch.bfloat16):
             weights = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
             heads = (weights @ weights).view(1, 4, 16, 64)

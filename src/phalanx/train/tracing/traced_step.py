@@ -43,7 +43,7 @@ def trace_rank(
     forget_meshes()
     with (
         warnings.catch_warnings(),
-        fake_world(rank, settings.layout.devices),
+        _fake_world(rank, settings.layout.devices),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         gc.freeze()  # the collector need not walk torch's million objects again and again
@@ -153,7 +153,7 @@ def forget_meshes() -> None:
 
 
 @contextmanager
-def fake_world(rank: int, world: int) -> Iterator[None]:
+def _fake_world(rank: int, world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
