@@ -157,7 +157,7 @@ def test_what_cannot_be_trained_is_exit_2_before_anything_starts(tmp_path, capsy
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace("phalanx-tiny", "deepseek-v3").replace("local:4", "8xH800:256"))
     assert main(["verify", str(path)]) == 2
-    assert "multi-head latent attention" in capsys.readouterr().err
+    assert "latent attention (MLA)" in capsys.readouterr().err
 
 
 def test_a_failing_process_is_exit_3(job, capsys):

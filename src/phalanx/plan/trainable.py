@@ -34,7 +34,7 @@ def layout_problems(shape: ModelShape, demand: Demand) -> list[Problem]:
     """Every reason why the trainer cannot run this layout of this model; none when it can."""
     layout = demand.layout
     return [
-        *_attention_problems(shape),
+        *model_problems(shape),
         *_tensor_problems(shape, layout),
         *_context_problems(shape, demand),
         *_pipeline_problems(shape, layout),
@@ -145,7 +145,10 @@ def _device_problems(cluster: Cluster) -> Iterator[Problem]:
         )
 
 
-def _attention_problems(shape: ModelShape) -> Iterator[Problem]:
+def model_problems(shape: ModelShape) -> Iterator[Problem]:
+    """Every part of a model that the planner counts and the trainer has no layer for."""
+    if shape.module:  # a network of the user's own; the keys of the shape only tell its size
+        return
     if shape.is_mla:
         yield Problem(
             where="model",
@@ -153,6 +156,24 @@ def _attention_problems(shape: ModelShape) -> Iterator[Problem]:
             why="it would train a model with plain attention instead",
             fix="train with another framework (parallel.framework names it), or bring the model as model.module",
         )
+    if shape.positions == "alibi":
+        yield Problem(
+            where="model.positions",
+            what='"alibi" is planned but not trained',
+            why="the fused attention kernels take no bias per head",
+            fix='use positions = "rope" or "learned"',
+        )
+    if shape.positions == "rope" and not shape.is_mla and shape.head_dim % 2:
+        yield Problem(
+            where="model.head_dim",
+            what=f"{shape.head_dim} is odd",
+            why="rotary positions turn pairs",
+            fix=f"use {shape.head_dim + 1}",
+        )
+    if shape.is_moe and shape.bias:
+        yield Problem(where="model.bias", what="biases inside experts are not trained", fix="set bias = false")
+    if shape.balance == "bias" and not shape.router_bias:
+        yield Problem(where="model.balance", what='"bias" needs the bias it moves', fix="set router_bias = true")
 
 
 def _tensor_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:

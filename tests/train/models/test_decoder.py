@@ -208,10 +208,10 @@ def test_what_cannot_be_trained_is_said_all_at_once() -> None:
         Decoder(shape)
     heads = [problem.what for problem in caught.value.problems]
     assert heads == [
-        "multi-head latent attention (kv_lora_rank = 512) is not trained yet",
-        'positions = "alibi" are not trained yet',
+        "deepseek-v3 has latent attention (MLA), which the trainer has no layer for",
+        '"alibi" is planned but not trained',
         "biases inside experts are not trained",
-        'balance = "bias" needs the bias it moves',
+        '"bias" needs the bias it moves',
     ]
 
 
