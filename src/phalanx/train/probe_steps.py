@@ -126,9 +126,8 @@ def time_plan(rank: int, text: str, count: int, threads: int) -> float:
     engine.initialise()
     rows = layout.micro_batch * count
     times = _time_steps(engine, plan.job.model.vocab, rows, budget_s=PLAN_BUDGET_S)
-    return statistics.median(
-        times
-    )  # as a report says it; a lower quartile was 10 % below on a machine whose speed wanders
+    # As a report says it. A lower quartile was 10 % below that on a machine whose speed wanders.
+    return statistics.median(times)
 
 
 def _time_steps(engine: Engine, vocab: int, rows: int, *, budget_s: float) -> list[float]:
