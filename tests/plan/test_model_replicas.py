@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.hardware.cluster import resolve
+from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.schema import Fault
 from phalanx.plan.layout import Layout
 from phalanx.plan.model_replicas import REGROUP_S, ModelReplicas, price_loss
@@ -16,7 +16,7 @@ HSDP = Layout(
     micro_batch=1, accumulation=1, recompute="none", precision="fp32", schedule="1f1b", offload="none",
     compression="none",
 )  # fmt: skip
-CLUSTER = resolve("8xH100:8")
+CLUSTER = resolve_cluster("8xH100:8")
 SPEED = CLUSTER.nic_bytes_per_s
 COSTS = {"step_s": 4.0, "tokens_per_s": 1000.0, "state_bytes": 6 * SPEED, "gradient_bytes": 2 * SPEED, "redone_s": 20.0}
 
