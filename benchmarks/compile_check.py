@@ -264,7 +264,7 @@ class Bench:
             sizes = [path.stat().st_size for path in (run / "flight").glob("*")] if (run / "flight").is_dir() else []
             print(f"stopped: files of recorders and their bytes {sizes}", flush=True)
             told_epochs = sorted({path.name.split("-rank")[0] for path in (run / "flight").glob("*")})
-            from phalanx.record.account.incidents import find_culprit, read_flights, recorded_epochs
+            from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_epochs
             from phalanx.record.run import open_run
 
             for epoch in recorded_epochs(open_run(run)):
