@@ -81,6 +81,17 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 PALS = {"PMI_RANK": "9", "PMI_SIZE": "16", "PALS_LOCAL_RANKID": "1", "PALS_APID": "ab-12"}
 
 
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_ID": "f2Xy"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "12",
+    "JSM_NAMESPACE_LOCAL_RANK": "5",
+    "JSM_NAMESPACE_LOCAL_SIZE": "6",
+    "PMIX_RANK": "5",
+    "LSB_JOBID": "77",
+}
+
+
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
@@ -95,6 +106,8 @@ PALS = {"PMI_RANK": "9", "PMI_SIZE": "16", "PALS_LOCAL_RANKID": "1", "PALS_APID"
         (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, (5, 8, "1", "4", "gpu01", 29400)),
         (MPICH, (1, 4, "1", "4", "127.0.0.1", 29500)),
         (PALS | {"MASTER_ADDR": "n1"}, (9, 16, "1", None, "n1", derived_port("PMI (mpiexec) ab-12 "))),
+        (FLUX | {"MASTER_ADDR": "n1"}, (1, 2, "0", None, "n1", derived_port("Flux f2Xy "))),
+        (JSRUN | {"MASTER_ADDR": "n1"}, (5, 12, "5", "6", "n1", derived_port("jsrun 77 "))),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, (1, 2, None, None, "h", 29500)),
     ],
 )
@@ -136,6 +149,10 @@ def test_where_the_ranks_are_ours_to_start(environ: dict[str, str]) -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK = 0, WORLD_SIZE = 2: set in the environment, without MASTER_ADDR"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK: is set in the environment, but OMPI_COMM_WORLD_SIZE is"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE: is set in the environment, but PMI_RANK is not"),
+        ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE: is set in the environment, but FLUX_TASK_RANK is not"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK: is 1, and nothing says how many ranks there are"),
+        ({"PALS_RANKID": "3"}, "PALS_RANKID: is 3, and nothing says how many ranks there are"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID: is 1, and nothing says how many ranks there are"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS: is set in the environment, but SLURM_PROCID is not"),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID: 4 is not below SLURM_STEP_NUM_TASKS = 4"),
         (STEP | {"SLURM_PROCID": "-1"}, "SLURM_PROCID: '-1' is not a whole number"),

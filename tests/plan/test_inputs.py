@@ -246,6 +246,34 @@ def test_what_is_missing_is_named_with_its_line(tmp_path: Path) -> None:
     assert "is not a dataset: it has no manifest.json" in heads(look(tmp_path).missing)[0]
 
 
+def test_code_of_the_users_own_is_looked_at_without_running_it(tmp_path: Path) -> None:
+    dataset(tmp_path / "data", heldout=20)
+    (tmp_path / "mine.py").write_text(
+        "raise SystemExit('this was run')\n"
+        "if True:\n    from torch import nn as layers\n"
+        "try:\n    loss = 1\nexcept ImportError:\n    def fallback(): ...\n"
+        "class Model: ...\n"
+    )
+    (tmp_path / "broken.py").write_text("x = 1\ndef (:\n")
+    (tmp_path / "starred.py").write_text("from mine import *\n")
+    for name in ("mine.py:loss", "mine.py:Model.build", "mine.py:layers", "mine.py:fallback", "starred.py:any_name"):
+        assert look(tmp_path, f"plugins.loss={name}").missing == (), name
+    for setting, told in (
+        ("plugins.loss=nope.py:x", f'"nope.py:x": there is no file {tmp_path / "nope.py"}'),
+        ("plugins.optimizer=mine.py:lost", f'"mine.py:lost": {tmp_path / "mine.py"} has no lost'),
+        ("plugins.data=broken.py:x", f'"broken.py:x": {tmp_path / "broken.py"}:2: is not Python: '),
+        ('plugins.metrics=["no_such_package.a:b"]', '"no_such_package.a:b": no package no_such_package is installed'),
+        ('plugins.callbacks=["nobody"]', "\"nobody\": no installed package offers 'nobody' as an entry point of"),
+        ('rules=["nope.py:x"]', f'"nope.py:x": there is no file {tmp_path / "nope.py"}'),
+        ("model.module=mine.py:build", f'"mine.py:build": {tmp_path / "mine.py"} has no build'),
+    ):
+        (problem,) = look(tmp_path, setting).missing
+        assert problem.where == f"--set {setting}"
+        assert problem.what.startswith(told), problem.what
+        assert problem.why
+    assert look(tmp_path, "plugins.loss=mine.py:los").missing[0].fix == "did you mean loss?"
+
+
 def test_evaluations_without_text_to_evaluate_on(tmp_path: Path) -> None:
     dataset(tmp_path / "data", heldout=10)
     (problem,) = look(tmp_path, "train.evaluate_every=5").warnings

@@ -14,6 +14,7 @@ import torch
 
 from phalanx.errors import UserError
 from phalanx.job.load import load
+from phalanx.job.plugin_reference import SOURCE_MODULE
 from phalanx.job.schema import Job, PluginReferences
 from phalanx.train.attach_plugins import attach_plugins
 from phalanx.train.callbacks import Callback
@@ -21,7 +22,6 @@ from phalanx.train.optim.own_optimizer import OwnOptimizer
 from phalanx.train.own_loss import own_loss
 from phalanx.train.plugins import (
     ATTRIBUTES,
-    SOURCE_MODULE,
     load_module,
     load_plugins,
     make_plugin,

@@ -1,8 +1,9 @@
 """Which rank this process is, when another launcher started it: torchrun, srun, mpirun, mpiexec, or a person.
 
-torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI and the PMI launchers (MPICH,
-Intel MPI, Cray PALS) each set names of their own and no address; what they leave out is derived here, so that tasks of
-one step are ranks of one run and never a run each.
+torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH, Intel
+MPI, Cray PALS), Flux and jsrun each set names of their own and no address; what they leave out is derived here, so that
+tasks of one step are ranks of one run and never a run each. Bare PMIx tells a process its rank but not how many there
+are: that is refused, because to guess would make a run of every rank.
 
 A batch script and the shell of salloc are no tasks of a step. Slurm gives them SLURM_NTASKS, and the script
 SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (read off Slurm 22.05), so a plain `phalanx train` there starts its own
@@ -184,8 +185,10 @@ def _innermost(environ: Mapping[str, str]) -> _Claim | None:
     outer launcher stay, and describe the daemons.
     """
     slurm = _slurm(environ)
-    claims = (_open_mpi(environ), _mvapich(environ), _pmi(environ), slurm)
+    claims = [one(environ) for one in (_open_mpi, _mvapich, _jsrun, _pmi, _flux)] + [slurm]
     found = next((one for one in claims if one is not None and one.world > 1), None)
+    if found is None and not any(claims):
+        _refuse_lone_rank(environ)
     if found is not None and slurm is not None and (slurm.rank, slurm.world) == (found.rank, found.world):
         return slurm  # the same rank twice, and Slurm also says what runs where
     return found
@@ -215,6 +218,30 @@ def _mvapich(environ: Mapping[str, str]) -> _Claim | None:
     )
 
 
+def _jsrun(environ: Mapping[str, str]) -> _Claim | None:
+    return _counted(
+        environ,
+        launcher="jsrun",
+        command="jsrun -n",
+        names=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        local_ranks=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_worlds=("JSM_NAMESPACE_LOCAL_SIZE",),
+        identities=("LSB_JOBID",),
+    )
+
+
+def _flux(environ: Mapping[str, str]) -> _Claim | None:
+    return _counted(
+        environ,
+        launcher="Flux",
+        command="flux run -n",
+        names=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+        local_ranks=("FLUX_TASK_LOCAL_ID",),
+        local_worlds=(),
+        identities=("FLUX_JOB_ID",),
+    )
+
+
 def _pmi(environ: Mapping[str, str]) -> _Claim | None:
     """MPICH and Intel MPI (MPI_LOCALRANKID), Cray PALS (PALS_LOCAL_RANKID), srun --mpi=pmi2."""
     return _counted(
@@ -240,7 +267,7 @@ def _counted(
 ) -> _Claim | None:
     """A launcher of MPI; inside Slurm rank 0 is on the first node of the allocation."""
     given = [name for name in names if environ.get(name)]
-    if len(given) == 1:  # as PMIX_RANK alone: it says nothing of how many there are
+    if len(given) == 1:
         raise _half_of(given[0], names)
     if not given:
         return None
@@ -265,8 +292,8 @@ def _counted(
 def _slurm(environ: Mapping[str, str]) -> _Claim | None:
     """A task of an srun step; the step counts, the allocation around it may be larger."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-    if not environ.get(names[1]) or (step.isdigit() and int(step) >= FIRST_SPECIAL_STEP):
+    step = _slurm_step(environ)
+    if not environ.get(names[1]) or _is_special(step):
         return None
     if not environ.get(names[0]):
         raise _half_of(names[1], names)
@@ -287,6 +314,14 @@ def _slurm(environ: Mapping[str, str]) -> _Claim | None:
         own_host=environ.get("SLURMD_NODENAME", ""),
     )
     return _sound(claim)
+
+
+def _slurm_step(environ: Mapping[str, str]) -> str:
+    return environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+
+
+def _is_special(step: str) -> bool:
+    return step.isdigit() and int(step) >= FIRST_SPECIAL_STEP
 
 
 def _sound(claim: _Claim) -> _Claim:
@@ -374,6 +409,24 @@ def _refuse_half(environ: Mapping[str, str], own: list[str]) -> None:
         fix=f"set {', '.join(every)} in every rank (torchrun does, srun and mpirun need none of them), "
         f"or unset {' and '.join(own)}",
     )
+
+
+def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
+    """A rank without the number of ranks. Rank 0 may be alone: a batch script, or the shell of an allocation.
+
+    A process that says RANK and WORLD_SIZE itself has completed what its launcher left out.
+    """
+    if (environ.get("RANK") and environ.get("WORLD_SIZE")) or _is_special(_slurm_step(environ)):
+        return
+    for name in ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID"):
+        if environ.get(name) and whole_number(environ, name) > 0:
+            raise mistake(
+                name,
+                f"is {environ[name][:40]}, and nothing says how many ranks there are",
+                why="a launcher started this process as one of several; each would start its own run",
+                fix="set RANK, WORLD_SIZE and MASTER_ADDR in every rank (containers drop variables unless told to keep "
+                f"them), or unset {name} to start a run of its own",
+            )
 
 
 def _half_of(given: str, names: tuple[str, str]) -> UserError:

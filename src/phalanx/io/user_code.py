@@ -44,6 +44,13 @@ def load_user_object(name: str, *, folder: Path) -> object:
     return getattr(module, attribute)
 
 
+def find_neighbours(path: Path) -> None:
+    """Let a file import the files beside it, as a script can; what is installed goes first."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _run_file(path: Path, name: str) -> ModuleType:
     try:
         is_file = path.is_file()
@@ -57,6 +64,7 @@ def _run_file(path: Path, name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    find_neighbours(path)
     sys.modules[key] = module  # dataclasses of the user's look themselves up there
     try:
         spec.loader.exec_module(module)

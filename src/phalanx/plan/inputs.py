@@ -6,14 +6,13 @@ the files, as the laptop on which a large job is planned, there is nothing to co
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError
+from phalanx.io.code_names import missing_code, missing_entry_point
 from phalanx.job.dataset import (
     LEAST_VOCAB,
     MANIFEST,
@@ -30,6 +29,7 @@ from phalanx.job.dataset import (
 from phalanx.job.draft import Origin
 from phalanx.job.hf_config import read_config
 from phalanx.job.model import ModelShape
+from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
 from phalanx.job.schema import Job
 from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
@@ -48,6 +48,15 @@ SIZES = frozenset(
         *("expert_ffn", "shared_experts", "dense_layers", "qk_norm", "q_lora_rank", "kv_lora_rank"),
     )
 )
+USES = {
+    "model.module": "the model is built by this function",
+    "rules": "`phalanx check` asks this rule",
+    "plugins.callbacks": "training calls it at every step",
+    "plugins.loss": "training computes its loss with it",
+    "plugins.optimizer": "training updates the weights with it",
+    "plugins.data": "training reads its data from it",
+    "plugins.metrics": "training reports it",
+}
 HOW_TO_BUILD = "phalanx data build OUT SOURCE… --tokenizer"
 
 
@@ -80,7 +89,7 @@ def look_at_inputs(
     """
     look = _Look(job, base, origins or {}, environ)
     if fresh:
-        look.at_module()
+        look.at_code()
         look.at_weights()
     look.at_data()
     if fresh and job.train.weights:
@@ -111,27 +120,24 @@ class _Look:
             return key
         return f"{origin.where}: {key}" if origin.kind == "file" else origin.where  # --set names the key itself
 
-    def at_module(self) -> None:
-        """The user's own model is there; nothing of it is run."""
-        name = self.job.model.module.rpartition(":")[0]
-        if not name:
-            return
-        if name.endswith(".py"):
-            path = self.base / name
-            there, what = path.is_file(), f"there is no file {path}"
-        else:
-            top = name.partition(".")[0]
-            there = top.isidentifier() and (top in sys.modules or importlib.util.find_spec(top) is not None)
-            what = f"no package {top} is installed here"
-        if not there:
-            self.missing.append(
-                Problem(
-                    where=self.place("model.module"),
-                    what=f'"{self.job.model.module}": {what}',
-                    why="the model is built by this function",
-                    fix="name a file relative to the job file, or install the package where the ranks run",
-                )
-            )
+    def at_code(self) -> None:
+        """Code of the user's own is there: the model, plug-ins, rules. Nothing of it is run."""
+        job = self.job
+        named = [("model.module", job.model.module), *(("rules", name) for name in job.rules)]
+        found = [(key, name, missing_code(name, self.base)) for key, name in named if name]
+        for kind, text in list_references(job.plugins):
+            reference = PluginReference.parse(text, key=f"plugins.{kind}")
+            if reference.place == SOURCE_MODULE:
+                continue  # the job carries it
+            if reference.place:
+                problem = missing_code(f"{reference.place}:{reference.name}", self.base)
+            else:
+                problem = missing_entry_point(reference.name, PLUGIN_GROUPS[kind])
+            found.append((f"plugins.{kind}", text, problem))
+        for key, text, problem in found:
+            if problem is not None:
+                what, fix = problem
+                self.missing.append(Problem(where=self.place(key), what=f'"{text}": {what}', why=USES[key], fix=fix))
 
     def at_weights(self) -> None:
         """The folder of weights is there, and its config.json describes the model of the job."""

@@ -22,9 +22,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from phalanx.errors import UserError, mistake
+from phalanx.job.plugin_reference import SOURCE_MODULE
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
-from phalanx.train.plugins import ATTRIBUTES, SOURCE_MODULE, STATE
+from phalanx.train.plugins import ATTRIBUTES, STATE
 
 PlanOrJob = TypeVar("PlanOrJob", Plan, Job)
 

@@ -17,9 +17,7 @@ import importlib.abc
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import linecache
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,6 +27,9 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.io.code_names import missing_entry_point
+from phalanx.io.user_code import find_neighbours
+from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
 from phalanx.job.schema import Job, PluginReferences
 from phalanx.plan.layout import Layout
 from phalanx.train.callbacks import Callback
@@ -36,17 +37,8 @@ from phalanx.train.callbacks import Callback
 if TYPE_CHECKING:
     from torch import Tensor
 
-SOURCE_MODULE = "phalanx_job_source"  # the name of the module that the job carries
 ATTRIBUTES = "__attributes__"  # arguments that are an object's attributes, not its constructor's
 STATE = "__state__"  # arguments that are a state_dict()
-ENTRY_POINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-GROUPS = {
-    "callbacks": "phalanx.callbacks",
-    "loss": "phalanx.losses",
-    "optimizer": "phalanx.optimizers",
-    "data": "phalanx.datasets",
-    "metrics": "phalanx.metrics",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,41 +50,10 @@ class LoadedPlugins:
     data: Any = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PluginReference:
-    """A reference as the job has it.
-
-    >>> PluginReference.parse('log.py:LossLog {"every": 10}', key="plugins.callbacks").arguments
-    {'every': 10}
-    """
-
-    place: str  # a file, a module, or "" for an entry point
-    name: str
-    arguments: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, text: str, *, key: str) -> PluginReference:
-        """Raises UserError where it has another form."""
-        head, brace, rest = text.partition("{")
-        place, _, name = head.strip().rpartition(":")
-        try:
-            arguments = json.loads(brace + rest) if brace else {}
-        except ValueError as error:
-            raise mistake(key, f"{text!r} ends in something that is not JSON: {error}") from error
-        names_code = all(part.isidentifier() for part in name.split(".")) if place else ENTRY_POINT.fullmatch(name)
-        if not names_code:
-            raise mistake(
-                key,
-                f"{text!r} names no code",
-                fix='write "file.py:name", "package.module:name" or the name of an entry point',
-            )
-        return cls(place=place, name=name, arguments=arguments)
-
-
 def needs_consent(job: Job) -> list[str]:
     """Keys of the job that name code which is run only with consent: all but entry points."""
     found = ["model.module"] if job.model.module else []
-    for key, text in _references(job.plugins):
+    for key, text in list_references(job.plugins):
         if PluginReference.parse(text, key=f"plugins.{key}").place:
             found.append(f"plugins.{key}")
     if job.plugins.source:
@@ -238,6 +199,7 @@ def load_module(place: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     vars(module)["__content__"] = content
+    find_neighbours(path)
     sys.modules[name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
@@ -298,15 +260,11 @@ def code_refused(key: str, text: str) -> UserError:
 
 
 def _entry_point(name: str, *, kind: str) -> Any:
-    found = {point.name: point for point in importlib.metadata.entry_points(group=GROUPS[kind])}
-    if name not in found:
-        close = nearest(name, found)
-        raise mistake(
-            f"plugins.{kind}",
-            f"no installed package offers {name!r} as an entry point of {GROUPS[kind]}",
-            fix=f"did you mean {close}?" if close else 'for a file write "file.py:name"',
-        )
-    return found[name].load()
+    group = PLUGIN_GROUPS[kind]
+    if problem := missing_entry_point(name, group):
+        raise mistake(f"plugins.{kind}", problem[0], fix=problem[1])
+    (point,) = importlib.metadata.entry_points(group=group, name=name)
+    return point.load()
 
 
 def _failed(key: str, text: str, what: str, error: Exception) -> UserError:
@@ -315,9 +273,3 @@ def _failed(key: str, text: str, what: str, error: Exception) -> UserError:
     return mistake(
         key, f"{text} {what}: {type(error).__name__}: {error}"[:500], fix=f"see {last.filename}:{last.lineno}"
     )
-
-
-def _references(plugins: PluginReferences) -> list[tuple[str, str]]:
-    single = [(key, getattr(plugins, key)) for key in ("loss", "optimizer", "data")]
-    several = [(key, text) for key in ("callbacks", "metrics") for text in getattr(plugins, key)]
-    return [(key, text) for key, text in (*several, *single) if text]

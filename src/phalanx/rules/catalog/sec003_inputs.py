@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
+from phalanx.job.plugin_reference import list_references
 from phalanx.job.schema import NAME_PATTERN
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed
@@ -94,7 +95,9 @@ def _texts(evidence: Evidence) -> Outcome:
 
 def _code(evidence: Evidence) -> tuple[Outcome, ...]:
     job = evidence.the_job
-    named = [("model.module", job.model.module), *(("rules", name) for name in job.rules)]
+    # An entry point was installed on purpose, and runs without being asked for.
+    plugins = ((f"plugins.{key}", text) for key, text in list_references(job.plugins) if ":" in text.partition("{")[0])
+    named = [("model.module", job.model.module), *(("rules", name) for name in job.rules), *plugins]
     return tuple(
         failed(
             f"{key} = {_shown(name)} runs code of its own",
@@ -129,7 +132,7 @@ TOML and JSON are read by parsers that run nothing, with limits on size and dept
 file. Here: the name matches `[a-z0-9][a-z0-9._-]{0,62}`; `checkpoint.path` is inside the run, absolute, or the URL of
 a store, and contains no `..` that leads out; no path holds control characters. Paths that are only read (`data.path`,
 `train.weights`) may lie anywhere. An absolute `checkpoint.path` is allowed: whoever starts the job chooses the disk,
-and sees what it is. `model.module` and `rules` are told of, and run with `--allow-code` only.
+and sees what it is. `model.module`, `rules` and `plugins` are told of, and run with `--allow-code` only.
 """,
     limits={
         "name_most": Limit(value=63, unit="characters", note="a DNS label: names become those of folders and pods"),

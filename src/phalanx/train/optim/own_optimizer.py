@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from phalanx.errors import mistake
+from phalanx.job.plugin_reference import PluginReference
 from phalanx.job.schema import Optim
 from phalanx.train.optim.base import state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.plugins import PluginReference, load_class_or_function
+from phalanx.train.plugins import load_class_or_function
 
 WHERE = "plugins.optimizer"
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")  # of torch.optim

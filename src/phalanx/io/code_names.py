@@ -1,0 +1,79 @@
+"""Code that a job names, looked at without running it: is the file there, is it Python, does it have that name?
+
+Ranks would find out too, but after the plan, the data and the start of every process.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from phalanx.errors import nearest
+
+LONGEST_SOURCE = 4 << 20  # bytes; what is longer is left to the ranks
+
+
+def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
+    """What is wrong with "file.py:name", "package.module:name" or "file.py", and the cure; None when nothing is seen.
+
+    Of a package only the outermost part is sought: to look into it would run it.
+    """
+    place, _, attribute = name.partition(":")
+    if not place.endswith(".py"):
+        top = place.partition(".")[0]
+        if top.isidentifier() and (top in sys.modules or importlib.util.find_spec(top) is not None):
+            return None
+        return f"no package {top} is installed here", "install it where the ranks run, or write file.py:name"
+    path = folder / place
+    try:
+        with path.open("rb") as file:
+            source = file.read(LONGEST_SOURCE + 1)
+    except (OSError, ValueError) as error:
+        there = not isinstance(error, FileNotFoundError)
+        what = f"{path} cannot be read: {error}" if there else f"there is no file {path}"
+        return what, "name a file relative to the job file"
+    if len(source) > LONGEST_SOURCE:
+        return None
+    try:
+        bound = set(_bound_names(ast.parse(source).body))
+    except SyntaxError as error:
+        return f"{path}:{error.lineno or 1}: is not Python: {error.msg}", "mend that line"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"{path} is not Python: {error}", ""
+    first = attribute.partition(".")[0]
+    if not first or first in bound or "*" in bound or "__getattr__" in bound:
+        return None
+    close = nearest(first, bound)
+    return f"{path} has no {first}", f"did you mean {close}?" if close else f"define {first} in it"
+
+
+def missing_entry_point(name: str, group: str) -> tuple[str, str] | None:
+    """Whether no installed package offers `name` in a group of entry points, and the cure."""
+    offered = {point.name for point in entry_points(group=group)}
+    if name in offered:
+        return None
+    close = nearest(name, offered)
+    return (
+        f"no installed package offers {name!r} as an entry point of {group}",
+        f"did you mean {close}?" if close else 'for a file write "file.py:name"',
+    )
+
+
+def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that a module has after these statements, on any path through them; "*" for those of another module."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif node is not statement and isinstance(node, ast.stmt):
+                yield from _bound_names([node])

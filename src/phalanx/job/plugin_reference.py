@@ -1,0 +1,60 @@
+"""How a job names code of the user's own: "file.py:name", "package.module:name" or an entry point, and arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import mistake
+from phalanx.job.schema import PluginReferences
+
+SOURCE_MODULE = "phalanx_job_source"  # the name of the module that the job carries
+ENTRY_POINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+PLUGIN_GROUPS = {
+    "callbacks": "phalanx.callbacks",
+    "loss": "phalanx.losses",
+    "optimizer": "phalanx.optimizers",
+    "data": "phalanx.datasets",
+    "metrics": "phalanx.metrics",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginReference:
+    """A reference as the job has it.
+
+    >>> PluginReference.parse('log.py:LossLog {"every": 10}', key="plugins.callbacks").arguments
+    {'every': 10}
+    """
+
+    place: str  # a file, a module, or "" for an entry point
+    name: str
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str, *, key: str) -> PluginReference:
+        """Raises UserError where it has another form."""
+        head, brace, rest = text.partition("{")
+        place, _, name = head.strip().rpartition(":")
+        try:
+            arguments = json.loads(brace + rest) if brace else {}
+        except ValueError as error:
+            raise mistake(key, f"{text!r} ends in something that is not JSON: {error}") from error
+        names_code = all(part.isidentifier() for part in name.split(".")) if place else ENTRY_POINT.fullmatch(name)
+        if not names_code:
+            raise mistake(
+                key,
+                f"{text!r} names no code",
+                fix='write "file.py:name", "package.module:name" or the name of an entry point',
+            )
+        return cls(place=place, name=name, arguments=arguments)
+
+
+def list_references(plugins: PluginReferences) -> list[tuple[str, str]]:
+    """Key and text of every reference that a job has."""
+    single = [(key, getattr(plugins, key)) for key in ("loss", "optimizer", "data")]
+    several = [(key, text) for key in ("callbacks", "metrics") for text in getattr(plugins, key)]
+    return [(key, text) for key, text in (*several, *single) if text]
