@@ -55,7 +55,7 @@ COMPILER = """\
 import os
 import sys
 
-if os.environ.get("GRADIENTS_TIMES") and "supervise.coordinator" not in " ".join(sys.orig_argv):
+if os.environ.get("GRADIENTS_TIMES") and "phalanx.elastic" not in " ".join(sys.orig_argv):
     import torch
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
