@@ -127,8 +127,9 @@ _BY_NAME = {
 def profile_of(cluster: Cluster) -> HardwareProfile:
     """The profile of a cluster's accelerator; `custom` for what the specification does not know.
 
-    >>> from phalanx.hardware.cluster import resolve
-    >>> [profile_of(resolve(spec)).name for spec in ("8xH100:2", "72xGB200:1", "8xA100:1", "local-cpu:2", "8xL40S:1")]
+    >>> from phalanx.hardware.cluster import resolve_cluster
+    >>> specs = ("8xH100:2", "72xGB200:1", "8xA100:1", "local-cpu:2", "8xL40S:1")
+    >>> [profile_of(resolve_cluster(spec)).name for spec in specs]
     ['nvidia-h100', 'nvidia-b200', 'nvidia-a100', 'cpu-gloo', 'custom']
     """
     accelerator = cluster.accelerator

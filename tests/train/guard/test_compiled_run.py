@@ -55,7 +55,7 @@ COMPILER = """\
 import os
 import sys
 
-if os.environ.get("GRADIENTS_TIMES") and "supervise.coordinator" not in " ".join(sys.orig_argv):
+if os.environ.get("GRADIENTS_TIMES") and "phalanx.elastic" not in " ".join(sys.orig_argv):
     import torch
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -143,7 +143,7 @@ def test_looking_changes_no_bit_and_is_on_record(folder: Path, request: pytest.F
 
 def test_a_wrong_compiler_is_stopped_before_the_first_step(folder: Path) -> None:
     done, run = train(folder, "wrong", factor=0.66)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 2, done.stderr + (run.path / "logs" / "agent.log").read_text()
     for part in ("train.compile: compiled code computes something else", "train.compile = false", "compile cache"):
         assert part in done.stderr
     assert told(run, "step") == []
