@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from phalanx.errors import UserError
+from phalanx.io.user_code import load_user_object
 from phalanx.job.load import load
 from phalanx.job.plugin_reference import SOURCE_MODULE
 from phalanx.job.schema import Job, PluginReferences
@@ -124,6 +125,7 @@ def test_objects_become_references_that_give_the_same_object(job):
 SCRIPT = """
 import json, math
 import numpy as np
+from phalanx.io.user_code import load_user_object
 from phalanx.job.load import load
 from phalanx.train.callbacks import Callback
 from phalanx.train.attach_plugins import attach_plugins
@@ -235,3 +237,11 @@ def test_an_optimizer_goes_on_from_its_state_as_if_nothing_had_been(trial):
             update.step(1e-2)
     assert torch.equal(whole.tensor, halved.tensor)
     assert [one.name for one in through.state()] == ["w#exp_avg", "w#exp_avg_sq"]
+
+
+def test_a_file_may_import_the_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_mine.py").write_text("FACTOR = 3\n")
+    (tmp_path / "scaled.py").write_text("from beside_mine import FACTOR\ndef loss(x, y):\n    return FACTOR\n")
+    assert load_module(str(tmp_path / "scaled.py")).loss(None, None) == 3
+    assert load_user_object("scaled.py:loss", folder=tmp_path)(None, None) == 3

@@ -17,6 +17,7 @@ from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
 from phalanx.job.schema import Job, PluginReferences
+from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -308,7 +309,14 @@ def trace(
         if len(chosen) > 1:
             tell(f"rank {one.rank:,} traced in {one.seconds:.0f} s")
 
-    traces = tuple(trace_ranks(step, chosen, workers=workers, done=done))
+    def still(running: Sequence[int], seconds: float) -> None:
+        names = ", ".join(f"{one:,}" for one in running)
+        tell(
+            f"{format_seconds(seconds)} so far: tracing {'rank' if len(running) == 1 else 'ranks'} {names}, "
+            f"{plural(plan.layout.accumulation, 'micro-batch')} each"
+        )
+
+    traces = tuple(trace_ranks(step, chosen, workers=workers, done=done, still=still))
     lines, fit = _compare_with_plan(plan, traces) if against_plan else ([], None)
     hang = find_hang(traces) if len(traces) > 1 else None
     return Trace(plan=plan, ranks=traces, hang=hang, against_plan=tuple(lines), fit=fit)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,8 @@ from phalanx.job.schema import Job, Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
 from phalanx.train.tracing.log import RankTrace
+
+STILL_S = 10.0  # after which a person is told that it goes on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,22 +65,33 @@ def check_rank(rank: int, layout: Layout) -> None:
 
 
 def trace_ranks(
-    step: TracedStep, ranks: Sequence[int], *, workers: int = 0, done: Callable[[RankTrace], None] = lambda _: None
+    step: TracedStep,
+    ranks: Sequence[int],
+    *,
+    workers: int = 0,
+    done: Callable[[RankTrace], None] = lambda _: None,
+    still: Callable[[Sequence[int], float], None] = lambda ranks, seconds: None,
 ) -> list[RankTrace]:
-    """The step of each rank, in the order asked for; one rank alone is traced in this process."""
+    """The step of each rank, in the order asked for; one rank alone is traced in this process.
+
+    `still` is told now and then which ranks are being traced, and for how long this has been going on.
+    """
     if len(ranks) == 1:
         found = [_trace(step, ranks[0])]
         done(found[0])
         return found
     workers = min(workers or os.cpu_count() or 1, len(ranks))
     traces: dict[int, RankTrace] = {}
+    began_s = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(_ends_when_terminated())
         waiting, running = deque(ranks), list[_Worker]()
         while waiting or running:
             while waiting and len(running) < workers:
                 running.append(stack.enter_context(_Worker(step, waiting.popleft())))
-            ready = connection.wait([worker.answers for worker in running])
+            ready = connection.wait([worker.answers for worker in running], timeout=STILL_S)
+            if not ready:
+                still([worker.rank for worker in running], time.monotonic() - began_s)
             for worker in [worker for worker in running if worker.answers in ready]:
                 running.remove(worker)
                 trace = worker.answer()
