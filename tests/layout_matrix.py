@@ -117,6 +117,11 @@ FP8 = (
     "pp2 interleaved x dp2",
     "pp2 x zero1",
     "ep2 x dp2",
+    "tp4 sp",
+    "tp2 x dp2",
+    "tp2 x zero3",
+    "pp2 x tp2",
+    "tp2 x cp2 ulysses x zero3",
 )
 FP32 = ("zero3", "tp4 sp", "cp4 ulysses", "cp4 ring", "pp2 interleaved x dp2")
 RECOMPUTED = ("zero3", "tp2 x zero3", "cp4 ulysses", "cp4 ring", "pp4 1f1b", "ep4")
@@ -149,11 +154,12 @@ def _cases() -> list[MatrixCase]:
     found += [
         case("pp4 zero-bubble", recompute="full"),
         case("zero3", precision="fp8", recompute="full", compiled=True),
+        case("tp2 x zero3", precision="fp8"),
+        case("tp4", precision="fp8"),
     ]
     found += [case(name, offload=kind, compiled=True) for kind, names in OFFLOADED.items() for name in names]
     found += [case(name, compression=kind, compiled=True) for kind, names in WIRED.items() for name in names]
     # Refused, every one of them, with the reason.
-    found += [case("tp4 sp", precision="fp8", compiled=True), case("tp2 x zero3", precision="fp8", compiled=True)]
     found += [case("dp4", compression="topk", compiled=True), case("zero1", compression="powersgd", compiled=True)]
     found += [case("pp4 zero-bubble", compiled=True), case("pp4 zero-bubble", recompute="selective")]
     found += [case("dp4", offload="parameters", compiled=True), case("dp4", precision="fp4", compiled=True)]

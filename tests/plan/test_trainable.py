@@ -19,7 +19,6 @@ CASES = {
     "latent attention": (["model.preset=deepseek-v3"], "8xH100:64", "has latent attention (MLA)"),
     "ALiBi": (['model.positions="alibi"'], "8xH100:8", '"alibi" is planned but not trained'),
     "TPUs": ([], "4xTPU-v5p:16", "the trainer does not run on"),
-    "fp8 over tensor ranks": (["precision.compute=fp8", "parallel.tensor=2"], "8xH100:8", '"fp8" with tensor = 2'),
     "top-k": (["parallel.compression=topk"], "8xH100:8", 'no gradient compression "topk"'),
     "fp4": (["precision.compute=fp4"], "8xB200:8", "fp4 is planned but not trained"),
     "a compiled split backward": (

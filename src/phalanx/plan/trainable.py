@@ -383,13 +383,6 @@ def _reproducible_problems(demand: Demand) -> Iterator[Problem]:
 
 
 def _precision_problems(demand: Demand) -> Iterator[Problem]:
-    if demand.compute == "fp8" and demand.layout.tensor > 1:
-        yield Problem(
-            where="precision.compute",
-            what=f'"fp8" with tensor = {demand.layout.tensor}',
-            why="fp8 products are not split over tensor ranks yet",
-            fix='use "bf16", or tensor = 1',
-        )
     if demand.reproducible and demand.layout.compression != "none":
         yield Problem(
             where="parallel.compression",

@@ -2,6 +2,9 @@
 
 Weight gradients stay in bf16: their sum runs over all tokens of a batch, where outliers of single rows hurt most, and
 that is a third of the work (torchao calls this recipe "rowwise_with_gw_hp"). The head is left alone.
+
+Under tensor parallelism every rank multiplies its own part, with scales of its own part: where a product sums over what
+is split (rows of a matrix forward, columns backward), a row has a scale per rank instead of one, and none is exchanged.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from phalanx.errors import mistake
 
@@ -36,7 +40,7 @@ def use_float8(blocks: list[nn.Module]) -> None:
     for block in blocks:
         for module in block.modules():
             for name, child in list(module.named_children()):
-                if type(child) is nn.Linear and not (child.in_features % UNIT or child.out_features % UNIT):
+                if type(child) is nn.Linear and not any(width % UNIT for width in _local_part(child.weight).shape):
                     setattr(module, name, Float8Linear(child))
 
 
@@ -47,11 +51,34 @@ class Float8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
+        # Tensor parallelism gathers inputs and scatters outputs in hooks.
+        self._forward_pre_hooks, self._forward_hooks = plain._forward_pre_hooks, plain._forward_hooks
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ, and the bias."""
-        out: Tensor = _Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        out = _split_product(x, self.weight) if isinstance(self.weight, DTensor) else _product(x, self.weight)
         return out if self.bias is None else out + self.bias
+
+
+def _split_product(x: Tensor, weight: DTensor) -> DTensor:
+    """This rank's part: of a weight split by column, columns of the result; of one split by row, a summand of it."""
+    assert isinstance(x, DTensor)
+    mesh, (place,) = weight.device_mesh, weight.placements
+    by_column = place == Shard(0)
+    assert x.placements == ((Replicate(),) if by_column else (Shard(x.ndim - 1),))
+    # Every rank's columns add to the gradient of a whole input.
+    local_x = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()
+    out = _product(local_x, weight.to_local())
+    return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_column else Partial()], run_check=False)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = _Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return out
+
+
+def _local_part(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class _Product(torch.autograd.Function):
