@@ -66,6 +66,10 @@ class AdamW:
             for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
         ]
 
+    def stored(self) -> list[TensorShard]:
+        """The same."""
+        return self.state()
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copy the moments in."""
