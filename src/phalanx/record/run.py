@@ -237,9 +237,17 @@ class Run:
             return own
         return self.path / "logs" / f"{Path(session.path).stem.removeprefix('events-')}.log"
 
+    def rank_stack(self, rank: int) -> Path:
+        """Where a rank that hangs was, if it has a file of its own for that."""
+        return self.rank_log(rank).with_suffix(".stack")
+
+    def host_stack(self, host: str) -> Path:
+        """Where ranks of a host were that hung, in a run of very many; written when one does."""
+        return self.host_log(host).with_suffix(".stack")
+
     def stack(self, rank: int) -> Path:
-        """Where a rank that hangs was."""
-        return self.path / "logs" / f"rank-{rank:05d}.stack"
+        """Where a rank that hangs was; in a run of very many, with others of its host."""
+        return self.log(rank).with_suffix(".stack")
 
     def error(self, rank: int) -> Path:
         """Why one rank failed."""
