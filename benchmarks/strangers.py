@@ -3,8 +3,8 @@
 python benchmarks/strangers.py [--count 20000] [--steps 120] [--job examples/drill.toml] [--for-s 60]
 
 A run trains in a process of its own. When every rank has taken a few steps, strangers come to the ports of one rank
-after the other, in turn, say nothing and stay until their turn to be closed comes. Printed: descriptors of every rank before and with them, and
-whether the losses are those of a run that nobody came to.
+after the other, in turn, say nothing and stay until their turn to be closed comes. Printed: descriptors of every rank
+before and with them, and whether the losses are those of a run that nobody came to.
 """
 
 from __future__ import annotations
