@@ -103,7 +103,7 @@ class ReplicaGuard:
 
     def compare_memory(self) -> torch.Tensor:
         """Before an update: 1 where this rank's memory is not as the last update left it, else 0, on the device."""
-        return self._sums.compare(self._at_rest() if self.remembers else ())
+        return self._sums.compare()
 
     def name_changed(self, step: int) -> Divergence:
         """Whose memory changed, and which tensors. Every rank must call this, and gets the same."""
@@ -127,7 +127,7 @@ class ReplicaGuard:
         self._sums.forget()
         is_compared = self.is_due(step) or (is_saved and self.is_on)
         if is_compared or (self._each_step and self.is_on):
-            self._sums.remember(self._at_rest())
+            self._sums.remember(self._at_rest(), offloaded=is_compared)
         if not is_compared:
             return None
         sets = shard_sets(self._shards())

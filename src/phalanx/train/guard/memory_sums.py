@@ -6,11 +6,12 @@ are whole numbers, so neither the order of addition nor the device shows in them
 
 A GPU adds up all tensors in one kernel, at the speed of its memory, and keeps the sums: the host hears one number of
 them, with the others of the step, and waits for nothing. Tensors that are offloaded to the host's memory are added up
-by a thread while the GPU computes.
+by a thread while the GPU computes, in steps whose digests are compared alone.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 WORD = 8  # bytes
 ALIGNED = 16  # bytes: what one load of a GPU's thread takes
 CHUNK_WORDS = 1 << 15  # that one block of a GPU's threads adds up: 256 KiB
+STEPS_WITHOUT_KERNEL = 2
+HOST = torch.device("cpu")
 FEW_WORDS = 1 << 17  # of host memory: below it, numpy on one core is as fast as torch on several
 
 
@@ -38,28 +41,39 @@ class MemorySums:
         self._in_background = device.type == "cuda" if in_background is None else in_background
         self._chunks: dict[torch.device, ChunkTable] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self._resting: _Resting | None = None
         self._kept: _Sums | None = None
         self._changed: Callable[[], list[tuple[str, int]]] = list
+        self._remembered = 0
 
     @property
     def is_known(self) -> bool:
         """Whether there is something to compare with."""
         return self._kept is not None
 
-    def remember(self, shards: Sequence[TensorShard]) -> None:
-        """Keep their sums. The caller may go on at once, and must not change them before `compare`."""
-        self._kept = self._add_up(shards, wait=False)
+    def remember(self, shards: Sequence[TensorShard], *, offloaded: bool = True) -> None:
+        """Keep their sums. The caller may go on at once, and must not change them before `compare`.
+
+        Without `offloaded`, those in host memory are left out where a GPU computes: a host takes 40 times as long.
+        """
+        self._remembered += 1
+        tensors = [shard.tensor for shard in shards]
+        if self._resting is None or not self._resting.holds(tensors):
+            self._resting = _Resting.of([shard.name for shard in shards], tensors)
+        leave_out = self._device.type == "cuda" and not offloaded
+        places = tuple(one for one in self._resting.places if one.type == "cuda" or not leave_out)
+        self._kept = self._add_up(self._resting, places, wait=False)
 
     def forget(self) -> None:
         """They are about to change."""
         self._kept = None
 
-    def compare(self, shards: Sequence[TensorShard]) -> torch.Tensor:
+    def compare(self) -> torch.Tensor:
         """1 where some tensor is no longer what `remember` saw, else 0; forgets it. Nobody waits for a device."""
         kept, self._kept, self._changed = self._kept, None, list
-        if kept is None or kept.names != [shard.name for shard in shards]:  # an optimizer that has made more state
+        if kept is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        now = self._add_up(shards, wait=True)
+        now = self._add_up(kept.of, kept.places, wait=True)
         before_host, now_host = kept.in_host(), now.in_host()
         self._changed = lambda: _differing(kept, now)
         flags = [(kept.on_device[one] != now.on_device[one]).any() for one in now.on_device]
@@ -73,16 +87,16 @@ class MemorySums:
         """Name and present sum of each tensor that the last `compare` found changed; waits for the device."""
         return self._changed()
 
-    def _add_up(self, shards: Sequence[TensorShard], *, wait: bool) -> _Sums:
-        places: dict[torch.device, list[int]] = {}
-        for index, shard in enumerate(shards):
-            place = shard.tensor.device
-            places.setdefault(place if place.type == "cuda" else torch.device("cpu"), []).append(index)
+    def _add_up(self, resting: _Resting, places: tuple[torch.device, ...], *, wait: bool) -> _Sums:
         on_device: dict[torch.device, torch.Tensor] = {}
         host_sums: Callable[[], list[int]] = list
-        for place, indices in places.items():
-            tensors = [shards[index].tensor for index in indices]
+        for place in places:
+            tensors = resting.tensors_at[place]
             if place.type == "cuda":
+                # To load the kernel takes a second, which a rank that replaces another has not, in its first steps.
+                if self._remembered <= STEPS_WITHOUT_KERNEL:
+                    on_device[place] = torch.stack([sum_with_torch(tensor) for tensor in tensors])
+                    continue
                 chunks = self._chunks[place] = chunk_table(tensors, place, self._chunks.get(place))
                 on_device[place] = sum_on_gpu(tensors, chunks)
             elif wait or not self._in_background:
@@ -92,24 +106,48 @@ class MemorySums:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-sums")
                 host_sums = self._thread.submit(sum_in_host, tensors).result
-        return _Sums(names=[shard.name for shard in shards], places=places, on_device=on_device, in_host=host_sums)
+        return _Sums(of=resting, places=places, on_device=on_device, in_host=host_sums)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Resting:
+    """Tensors in the order they were given, and by where they lie; the same from step to step, as a rule."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    places: dict[torch.device, list[int]]
+    tensors_at: dict[torch.device, list[torch.Tensor]]
+
+    @classmethod
+    def of(cls, names: list[str], tensors: list[torch.Tensor]) -> _Resting:
+        places: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            place = tensor.device
+            places.setdefault(place if place.type == "cuda" else HOST, []).append(index)
+        tensors_at = {place: [tensors[index] for index in indices] for place, indices in places.items()}
+        return cls(names=names, tensors=tensors, places=places, tensors_at=tensors_at)
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same objects: hundreds, of which each look at a device would cost a microsecond."""
+        return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sums:
-    names: list[str]
-    places: dict[torch.device, list[int]]  # which of the tensors lie where
+    of: _Resting
+    places: tuple[torch.device, ...]  # that were added up
     on_device: dict[torch.device, torch.Tensor]
     in_host: Callable[[], list[int]]
 
 
 def _differing(before: _Sums, now: _Sums) -> list[tuple[str, int]]:
     found = []
-    for place, indices in now.places.items():
+    for place in now.places:
+        indices = now.of.places[place]
         on_gpu = place in now.on_device
         old, new = ((one.on_device[place].tolist() if on_gpu else one.in_host()) for one in (before, now))
         found += [(index, new[at]) for at, index in enumerate(indices) if old[at] != new[at]]
-    return [(now.names[index], total) for index, total in sorted(found)]
+    return [(now.of.names[index], total) for index, total in sorted(found)]
 
 
 @torch.no_grad()
@@ -154,7 +192,8 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 class ChunkTable:
     """Where the tensors of a GPU lie, in chunks of at most `CHUNK_WORDS`; the same from step to step, as a rule."""
 
-    key: list[tuple[int, int]]  # address and bytes of every tensor
+    tensors: list[torch.Tensor]
+    pointers: list[int]
     addresses: torch.Tensor  # of each chunk
     lengths: torch.Tensor  # in words
     rows: torch.Tensor  # the tensor it belongs to
@@ -164,11 +203,12 @@ class ChunkTable:
 
 def chunk_table(tensors: Sequence[torch.Tensor], device: torch.device, last: ChunkTable | None) -> ChunkTable:
     """The table of these tensors; the last one where nothing has moved."""
-    key = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
-    if last is not None and last.key == key:
+    pointers = [*map(torch.Tensor.data_ptr, tensors)]
+    if last is not None and last.pointers == pointers and all(map(operator.is_, tensors, last.tensors)):
         return last
     odd, columns = [], []
-    for row, (tensor, (address, size)) in enumerate(zip(tensors, key, strict=True)):
+    for row, (tensor, address) in enumerate(zip(tensors, pointers, strict=True)):
+        size = tensor.numel() * tensor.element_size()
         if address % ALIGNED or size % WORD or not tensor.is_contiguous():
             odd.append(row)
             continue
@@ -178,7 +218,8 @@ def chunk_table(tensors: Sequence[torch.Tensor], device: torch.device, last: Chu
     table = np.concatenate(columns, axis=1) if columns else np.empty((3, 0), np.int64)
     addresses, lengths, rows = torch.from_numpy(table).to(device).unbind()
     return ChunkTable(
-        key=key,
+        tensors=list(tensors),
+        pointers=pointers,
         addresses=addresses,
         lengths=lengths.to(torch.int32),
         rows=rows.to(torch.int32),
