@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ class FlipBits(Callback):
         self.counts: Counter[str] = Counter()
 
     def on_start(self, training: TrainingLoop) -> None:
-        """Between digests memory is compared by sums, as in runs without callbacks of their own."""
+        """Memory is compared in every step, as in runs without callbacks of their own."""
         training.comparison.guard._each_step = True
 
     def on_step_begin(self, training: TrainingLoop) -> None:
@@ -37,21 +37,20 @@ class FlipBits(Callback):
         guard, draw = training.comparison.guard, random.Random(training.step * 1000 + training.rank)
         if not guard.remembers:
             return
-        way = "sums" if guard._sums else "digests"
-        shards = [one for one in training.engine.state() if one.tensor.numel() and not one.moves]
+        shards = [one for one in training.engine.at_rest() if one.tensor.numel()]
         for what in ("weights", "moments"):
-            mine = [one.tensor for one in shards if ("#" in one.name) == (what == "moments")]
+            mine = [one for one in shards if ("#" in one.name) == (what == "moments")]
             for _ in range(FLIPS if mine else 0):
-                tensor = mine[draw.randrange(len(mine))]
+                shard = mine[draw.randrange(len(mine))]
+                tensor = shard.tensor
                 place = tuple(draw.randrange(size) for size in tensor.shape)
                 bit = draw.randrange(8 * tensor.element_size())
-                kept: tuple[Any, Any] = list(guard._sums), dict(guard._rest)
+                kept = guard._sums._kept
                 flip(tensor, place, bit)
-                found = guard.before(training.step)
+                is_named = bool(guard.compare_memory()) and [name for name, _ in guard._sums.changed()] == [shard.name]
                 flip(tensor, place, bit)
-                guard._sums, guard._rest = kept
-                named = found is not None and found.suspects == (training.rank,)
-                self.counts[f"{what}: {way}: {'caught' if named else 'silent'}"] += 1
+                guard._sums._kept = kept
+                self.counts[f"{what}: {'caught' if is_named else 'silent'}"] += 1
 
     def on_end(self, training: TrainingLoop, state: str) -> None:
         """Write the counts down."""

@@ -140,6 +140,29 @@ def test_a_disk_that_stays_full_does_not_fill_the_memory(tmp_path: Path, monkeyp
     assert events[-1]["step"] == 99
 
 
+def test_what_an_earlier_writer_could_not_write_follows_the_first_line_that_goes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new membership has a writer of its own, and may last for hours."""
+    real, is_full = os.write, [True]
+
+    def write(file: int, data: bytes) -> int:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "full")
+        return real(file, data)
+
+    monkeypatch.setattr(module.os, "write", write)
+    first = EventWriter(tmp_path / "e.jsonl", rank=0)
+    first.write("a")
+    assert not first.close()
+    second = EventWriter(tmp_path / "e.jsonl", rank=0, earlier=[first])
+    second.write("b")
+    is_full[0] = False
+    second.write("c")
+    assert [event["event"] for event in read_events(tmp_path / "e.jsonl")[0]] == ["b", "c", "a"]
+    assert first.close()
+
+
 # ---- rotation --------------------------------------------------------------------------------------------------------
 
 

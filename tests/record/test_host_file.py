@@ -127,6 +127,8 @@ def test_history_is_the_same(both: tuple[Run, Run]) -> None:
         assert list(ours.steps(rank, 190, 210)) == list(theirs.steps(rank, 190, 210))
     assert [sum(file.unread for file in one._files.values()) for one in (ours, theirs)][1] == 0  # all by indexes
     assert repr(ours.newest("loss")) == repr(theirs.newest("loss"))
+    assert list(both[0].recorded()) == list(both[1].recorded()) == [0, 1, 2, 3]
+    assert both[0].event_bytes() - both[1].event_bytes() == 1  # the end of the torn line, in the file of a rank
 
 
 def log_facts(run: Run) -> str:

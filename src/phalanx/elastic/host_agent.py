@@ -607,7 +607,7 @@ class HostAgent:
 
     def _tell_where(self) -> None:
         ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}
-        found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()})
+        found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()}, host=self.host)
         self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
 
     def _forget(self) -> None:

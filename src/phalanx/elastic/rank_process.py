@@ -82,12 +82,15 @@ def take_rank(run: Run, rank: int, *, world: int, slot: int, local_world: int, h
     """This process is `rank` now: its log, its stacks, and what torch reads from the environment.
 
     In a `host_log`, which it shares with the other ranks of its host, every line of its own begins with the rank; what
-    libraries print by themselves comes as it is.
+    libraries print by themselves comes as it is. Its stacks then go to memory, where its agent reads them: a file for
+    each of 131,072 ranks is too many, and a stack is written in pieces, which would mix in a file for all.
     """
     _redirect(host_log or run.rank_log(rank))
     if host_log is not None:
         sys.stdout, sys.stderr = RankLines(1, rank), RankLines(2, rank)
-    faulthandler.register(STACK_SIGNAL, file=open(run.stack(rank), "w"), all_threads=True)  # noqa: SIM115 (kept open)
+    in_memory = host_log is not None and sys.platform == "linux"
+    stack = os.memfd_create(_memory_name(rank), os.MFD_CLOEXEC) if in_memory else run.rank_stack(rank)
+    faulthandler.register(STACK_SIGNAL, file=open(stack, "w"), all_threads=True)  # noqa: SIM115 (kept open)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(slot), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world))
     run.error(rank).unlink(missing_ok=True)
 
@@ -171,19 +174,48 @@ class Whereabouts:
     waits: bool  # for other ranks, so that it is hardly the one to blame
 
 
-def find_ranks(run: Run, alive: Mapping[int, int]) -> dict[int, Whereabouts]:
-    """Ask living ranks (rank -> process) where they are; takes half a second."""
-    sizes = {rank: _size(run.stack(rank)) for rank in alive}
+def find_ranks(run: Run, alive: Mapping[int, int], *, host: str) -> dict[int, Whereabouts]:
+    """Ask living ranks (rank -> process) of a host where they are; takes half a second.
+
+    What those that keep their stacks in memory answer is in the host's own file afterwards.
+    """
+    files = {rank: _stack_file(run, rank, pid) for rank, pid in alive.items()}
+    sizes = {rank: _size(path) for rank, path in files.items()}
     for pid in alive.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
     time.sleep(ANSWER_S)
-    found = {}
+    found, together = {}, ""
     for rank, pid in alive.items():
-        stack = _tail(run.stack(rank), sizes[rank])
+        stack = _tail(files[rank], sizes[rank])
         waits = any(word in stack for word in _WAITS)
         found[rank] = Whereabouts(place=_place(stack, pid), waits=waits)
+        if stack and files[rank] != run.rank_stack(rank):
+            together += f"rank {rank}, process {pid}, at {time.time():.0f}:\n{stack}\n"
+    if together:
+        with contextlib.suppress(OSError), open(run.host_stack(host), "a", encoding="utf-8") as file:
+            file.write(together)
     return found
+
+
+def read_stack(run: Run, rank: int, pid: int) -> str:
+    """What a living rank has written of its stacks so far; empty where it was not asked."""
+    return _tail(_stack_file(run, rank, pid), 0)
+
+
+def _memory_name(rank: int) -> str:
+    return f"phalanx-stack-{rank}"
+
+
+def _stack_file(run: Run, rank: int, pid: int) -> Path:
+    """Where a living rank writes its stacks."""
+    files = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(files):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(f"{files}/{name}").startswith(f"/memfd:{_memory_name(rank)} "):  # it ends in (deleted)
+                    return Path(files, name)
+    return run.rank_stack(rank)
 
 
 def _place(stack: str, pid: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from phalanx.elastic import failure as failing
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.heartbeat_board import NO_STEP, Heartbeat, HeartbeatBoard, Phase
-from phalanx.elastic.rank_process import Work, fork_rank, state_of
+from phalanx.elastic.rank_process import Work, fork_rank, read_stack, state_of
 from phalanx.record.run import Run
 
 TICK_S = 0.01
@@ -250,9 +250,7 @@ class RankSlots:
 
     def _kill(self, slot: Slot, what: str) -> None:
         beat = self.board.last(slot.number)
-        stack = ""
-        with contextlib.suppress(OSError):
-            stack = self.run.stack(max(slot.rank, 0)).read_text(encoding="utf-8", errors="replace")[-4000:]
+        stack = read_stack(self.run, max(slot.rank, 0), slot.pid)[-4000:]
         slot.killed = Failure(
             rank=slot.rank, step=beat.step, at_s=time.time(), kind="Silence", message=what, stack=stack
         )

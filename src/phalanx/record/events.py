@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,8 @@ class EventWriter:
 
     Threads may share one. A rank's events are indexed as they are written (archive/index.py). With a `host_file` they
     go there, beside those of the host's other ranks, unless the rank has a file of its own from before or the file
-    system has no locks; `generation` tells which of two processes was this rank later.
+    system has no locks; `generation` tells which of two processes was this rank later. `earlier` are writers of this
+    process that a full disk has kept from closing: they try again as soon as this one can write.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class EventWriter:
         rotate_bytes: int = ROTATE_BYTES,
         host_file: Path | None = None,
         generation: int = 0,
+        earlier: Sequence[EventWriter] = (),
     ) -> None:
         self._path = path
+        self._earlier = list(earlier)
         self._host_file, self._generation = host_file, generation
         self._stream: HostStream | None = None
         self._rank = rank
@@ -112,6 +115,8 @@ class EventWriter:
             self._pending = [data[done:]] if done < len(data) else []
             self._bound()
             self._note(done)
+            if self._earlier and data and not self._pending:
+                self._earlier = [one for one in self._earlier if not one.close()]
 
     def close(self) -> bool:
         """Flush and close; calling it twice is fine.

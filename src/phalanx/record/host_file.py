@@ -30,11 +30,11 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -45,6 +45,7 @@ UNIT_BYTES = 16 * 2**10  # extents begin at a multiple of this; the first of a s
 MOST_EXTENT_BYTES = 4 * 2**20
 MOST_SKIPPED = 2**16  # places without a head that are looked at behind damage: 1 GiB
 SHARE = 20  # looking for new extents takes at most one part in so many of a reader's time
+LONG_LOOK_S = 0.005
 EVENTS, INDEX = ".jsonl", ".index"
 
 _HOST_FILE = re.compile(r"events-host-[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.jsonl")
@@ -73,8 +74,7 @@ def _rounded(size: int) -> int:
 # ---- extents ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):  # of 16,384 ranks there are 100,000: a dataclass takes five times as long to make
     """A stretch of a host's file that one session of one rank writes."""
 
     begin: int  # of its head, in the file
@@ -135,8 +135,9 @@ def _read_extent(head: bytes, begin: int, path: str) -> tuple[Session, Extent] |
         text = head[head.index(b',"rank":') + 1 : head.rindex(b"}")]
         rank, generation, opened_s, name = told["rank"], told["epoch"], told["t"], told["session"]
         extent = Extent(begin, told["bytes"], told["at"])
-        whole = {type(one) for one in (rank, generation, extent.size, extent.at, told["crc"])} == {int}
-        if not whole or type(opened_s) is not float or type(name) is not str or zlib.crc32(text) != told["crc"]:
+        if not (type(rank) is type(generation) is type(extent.size) is type(extent.at) is type(told["crc"]) is int):
+            return None
+        if type(opened_s) is not float or type(name) is not str or zlib.crc32(text) != told["crc"]:
             return None
     except (ValueError, KeyError, TypeError):
         return None
@@ -357,7 +358,9 @@ class HostFiles:
         """By rank, oldest first; not to be changed. Looks for new ones `now`, or when it has not for a while."""
         with self._lock:
             began_s = time.monotonic()
-            if now or not self._looked_s or began_s - self._looked_s > SHARE * self._took_s:
+            # Of thousands of hosts, not again before as much time has passed as looking takes.
+            wait_s = SHARE * self._took_s if not now else self._took_s if self._took_s > LONG_LOOK_S else -1.0
+            if not self._looked_s or began_s - self._looked_s > wait_s:
                 self._look(now=now)
                 self._looked_s = time.monotonic()
                 self._took_s = self._looked_s - began_s
@@ -370,6 +373,20 @@ class HostFiles:
             chain = self._indexes.setdefault(path, ExtentChain(path))
             _refresh_chain(chain)
             return chain.sessions.get(f"{session.name} {session.rank}")
+
+    def indexes_of(self, sessions: Iterable[Session]) -> dict[str, list[tuple[Session, Session]]]:
+        """Where the indexes of sessions lie, by their file: pairs of a session and its index."""
+        files: dict[str, list[Session]] = {}
+        for session in sessions:
+            files.setdefault(session.path.removesuffix(EVENTS) + INDEX, []).append(session)
+        found: dict[str, list[tuple[Session, Session]]] = {}
+        with self._lock:
+            for path, some in files.items():
+                chain = self._indexes.setdefault(path, ExtentChain(path))
+                _refresh_chain(chain)
+                pairs = [(one, chain.sessions.get(f"{one.name} {one.rank}")) for one in some]
+                found[path] = [(one, index) for one, index in pairs if index is not None]
+        return found
 
     def _look(self, *, now: bool) -> None:
         try:
@@ -496,15 +513,55 @@ def has_events(path: Path) -> bool:
     return path.exists() or find_session(path) is not None
 
 
+def has_bytes(session: Session) -> bool:
+    """Whether anything was written in a session."""
+    if len(session.extents) > 1:  # the first of them is full: no need to look
+        return True
+    try:
+        with open_regular(Path(session.path)) as file:
+            return _read_used(file.fileno(), session.extents[-1]) > 0
+    except OSError:
+        return False
+
+
 def total_bytes(folder: Path) -> int:
-    """Bytes of all events in the host files of a folder."""
-    return sum(found.size for found in map(stat_events, _session_paths(folder)) if found is not None)
+    """Bytes of all events in the host files of a folder; each file is opened once."""
+    files: dict[str, list[Session]] = {}
+    for some in host_files(os.fspath(folder)).sessions(now=True).values():
+        for session in some:
+            files.setdefault(session.path, []).append(session)
+    total = 0
+    for path, some in files.items():
+        with contextlib.suppress(OSError), open_regular(Path(path)) as file:
+            total += sum(one.extents[-1].at + _read_used(file.fileno(), one.extents[-1]) for one in some)
+    return total
 
 
-def _session_paths(folder: Path) -> Iterator[Path]:
-    for rank in session_counts(folder):
-        yield from (
-            folder / f"events-{rank:05d}-{number + 1:04d}.jsonl" for number in range(closed_sessions(folder, rank))
-        )
-        if not os.path.lexists(live := folder / f"events-{rank:05d}.jsonl"):
-            yield live
+def index_tails(folder: str, ranks: Iterable[int], *, head: int, size: int, most: int) -> dict[int, bytes]:
+    """The last `most` records of `size` bytes of the newest index of each rank that has one in a host's file.
+
+    Ranks that have a file of their own are left out: their newest is there. Each file of a host is opened once.
+    """
+    files = host_files(folder)
+    sessions, own = files.sessions(), set(os.listdir(folder))
+    newest = [sessions[rank][-1] for rank in ranks if rank in sessions and f"events-{rank:05d}.jsonl" not in own]
+    found: dict[int, bytes] = {}
+    for path, pairs in files.indexes_of(newest).items():
+        with contextlib.suppress(OSError), open_regular(Path(path)) as file:
+            for session, index in pairs:
+                found[session.rank] = _read_last(file.fileno(), index, head=head, size=size, most=most)
+    return found
+
+
+def _read_last(file: int, session: Session, *, head: int, size: int, most: int) -> bytes:
+    last = session.extents[-1]
+    count = (last.at + _read_used(file, last) - head) // size
+    first = head + max(0, count - most) * size
+    stop = head + count * size
+    parts = []
+    for number, extent in enumerate(session.extents):
+        end = session.extents[number + 1].at if number + 1 < len(session.extents) else stop
+        begin, end = max(first, extent.at), min(stop, end)
+        if begin < end:
+            parts.append(os.pread(file, end - begin, extent.begin + HEAD_BYTES + begin - extent.at))
+    return b"".join(parts)

@@ -48,7 +48,16 @@ from phalanx.io.checksums import (
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
 from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import SETTLED_NS, EventReader
-from phalanx.record.host_file import find_session, host_file_name, session_counts, stat_events, total_bytes
+from phalanx.record.host_file import (
+    Session,
+    find_session,
+    has_bytes,
+    host_file_name,
+    host_files,
+    session_counts,
+    stat_events,
+    total_bytes,
+)
 
 if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
@@ -237,9 +246,17 @@ class Run:
             return own
         return self.path / "logs" / f"{Path(session.path).stem.removeprefix('events-')}.log"
 
+    def rank_stack(self, rank: int) -> Path:
+        """Where a rank that hangs was, if it has a file of its own for that."""
+        return self.rank_log(rank).with_suffix(".stack")
+
+    def host_stack(self, host: str) -> Path:
+        """Where ranks of a host were that hung, in a run of very many; written when one does."""
+        return self.host_log(host).with_suffix(".stack")
+
     def stack(self, rank: int) -> Path:
-        """Where a rank that hangs was."""
-        return self.path / "logs" / f"rank-{rank:05d}.stack"
+        """Where a rank that hangs was; in a run of very many, with others of its host."""
+        return self.log(rank).with_suffix(".stack")
 
     def error(self, rank: int) -> Path:
         """Why one rank failed."""
@@ -294,6 +311,7 @@ class Run:
     def recorded(self) -> Iterator[int]:
         """Ranks whose events are more than a name, in order."""
         folder = os.fspath(self.path)
+        shared: dict[int, list[Session]] | None = None
         for rank, closed in self.event_parts().items():
             if closed:
                 yield rank
@@ -303,8 +321,9 @@ class Run:
                 own = os.stat(name)
                 is_recorded = bool(own.st_size) and stat.S_ISREG(own.st_mode)
             except OSError:
-                found = stat_events(name)
-                is_recorded = found is not None and found.size > 0 and found.is_file
+                if shared is None:
+                    shared = host_files(folder).sessions()
+                is_recorded = any(map(has_bytes, shared.get(rank, ())))
             if is_recorded:
                 yield rank
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,8 @@ def _check(plan: Plan) -> None:
     on_gpu = plan.cluster.accelerator.family != "cpu"
     settings = Settings.of(plan.job, plan.layout, on_gpu=on_gpu)
     refuse_layout(plan.job.model, settings)
+    if on_gpu:
+        import_module("phalanx.train.guard.sum_kernel")  # imports Triton, which ranks would do for half a second each
     if settings.compile:
         from phalanx.train.parallel.compiling import load_compiler
 

@@ -48,7 +48,7 @@ from phalanx.train.parallel.gradients import GradientExchange, TiedTable, scale_
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.settings import Settings
-from phalanx.train.step_result import NO_REQUESTS, StepRequest, StepResult
+from phalanx.train.step_result import NO_REQUESTS, MemoryChanged, StepRequest, StepResult
 from phalanx.train.telemetry.clock import clock_of, time_gathers
 from phalanx.train.telemetry.listen import fsdp_groups, listen_for_noise
 from phalanx.train.telemetry.noise import NoiseScale, noise_of_step
@@ -139,6 +139,9 @@ class Engine:
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
+        self.compare_memory: Callable[[], torch.Tensor | None] = lambda: (
+            None
+        )  # 1 where it changed since the last update
         self.wants_round: Callable[[], bool] = lambda: False  # whether this rank knows of replicas that come back
         self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
 
@@ -204,6 +207,11 @@ class Engine:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
         return [*self.weights(), *self.optimizer.state()]
 
+    def at_rest(self) -> list[TensorShard]:
+        """What must be the same before an update as after the last one: the state and the model's copies, as stored."""
+        resting = [*self.weights(), *self.optimizer.stored(), *self.masters.model_copies]
+        return [shard for shard in resting if not shard.moves]
+
     def changed_unsaved(self) -> list[str]:
         """Buffers that no checkpoint holds and that are no longer what the constructor made them."""
         return self._buffers.changed_unsaved() if self._buffers is not None else []
@@ -268,19 +276,24 @@ class Engine:
                     is_whole = self.across.sum([*grads, said])
                 lost.append(torch.full_like(loss_sum, float(not is_whole)))
             self.on_gradients_ready(grads)
+            # As late as can be before the weights are used up. No rank waits to hear it: it is read with the numbers.
+            rested = self.compare_memory()
+            resting = [] if rested is None else [rested]
             norm_squared = squared_norm(self.shards, grads)
             heard = self._noise_numbers(targets_BS, grads, norm_squared)
-        numbers = self._agree(norm_squared, said, heard=[*lost, *moved, *heard])
+        numbers = self._agree(norm_squared, said, heard=[*lost, *resting, *moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
         wanted, more = rest[: len(StepRequest)], rest[len(StepRequest) :]
-        is_round_due = 0.0
+        is_round_due = was_lost = has_changed = 0.0
         if self.across is not None:
             is_round_due, was_lost, *more = more
-            if was_lost:
-                self._clear()
-                self.clock.end()
-                raise ReplicaLost
+        if resting:
+            has_changed, *more = more
+        if has_changed or was_lost:
+            self._clear()
+            self.clock.end()
+            raise MemoryChanged if has_changed else ReplicaLost
         moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
         factor = batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan

@@ -28,7 +28,7 @@ from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
-from phalanx.train.step_result import StepRequest, StepResult
+from phalanx.train.step_result import MemoryChanged, StepRequest, StepResult
 from phalanx.train.telemetry.clock import compiled_s
 from phalanx.train.telemetry.step_events import StepTelemetry
 from phalanx.train.telemetry.timeline import Sample
@@ -134,6 +134,8 @@ class TrainingLoop:
             except ReplicaLost:
                 self._regroup()
                 continue
+            except MemoryChanged:
+                raise self.comparison.memory_changed(self) from None
             self.step += 1
             self.callbacks.call("on_step_end", self, report)
             leaving = self._leaving(report.result)

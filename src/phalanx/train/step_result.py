@@ -21,6 +21,10 @@ class StepRequest(IntEnum):
 NO_REQUESTS = (False,) * len(StepRequest)
 
 
+class MemoryChanged(Exception):
+    """What lay in some rank's memory is not what the last update left there: no rank has updated anything."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """What a step gave, the same on every rank."""

@@ -145,7 +145,7 @@ class Rank:
         except Interrupted:
             pass
         except UntrustedState as error:
-            if rank == 0 or (error.evidence or {}).get("kind") == "rest":  # of the latter only this rank knows
+            if rank == 0 or rank in error.suspects:  # rank 0 may be of another model replica, and not know
                 self._delete_untrusted(epoch, error.sound)
             left |= {
                 "step": error.step,
@@ -215,7 +215,11 @@ class Rank:
             self._close_events()  # before another writer opens the same file
             host_file = self.run.host_events(self.host) if self._shares_files else None
             events = EventWriter(
-                self.run.events(rank), rank=rank, host_file=host_file, generation=membership.generation
+                self.run.events(rank),
+                rank=rank,
+                host_file=host_file,
+                generation=membership.generation,
+                earlier=self._unwritten,
             )
             stack.callback(self._close_events, events)
             stack.enter_context(self._watched(membership, rank, events, device, None if across is not None else store))

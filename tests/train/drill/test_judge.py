@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.record.events import MOST_PENDING_BYTES
 from phalanx.train.drill.history import DrillHistory, build_history, layout_sequence
-from phalanx.train.drill.judge import Verdict, judge_ending, judge_history
+from phalanx.train.drill.judge import FullDisk, Verdict, judge_ending, judge_history
 
 Story = Any  # conftest.Story: a record that can be told, and lied about
 BATCH = 8
@@ -254,10 +255,13 @@ def test_an_epoch_that_never_came_to_be_undoes_nothing(survived: Story) -> None:
 
 
 def test_a_killed_rank_takes_along_what_a_full_disk_refused(story: Story) -> None:
-    """Not only its last two steps; but only where its disk was full, and it wrote nothing afterwards."""
+    """Not only its last two steps; but only those of the time when its disk was full, and if none was written after."""
     story.epoch(4, step=0, source="start")
+    began_s: dict[int, float] = {}
     for step in range(8):
+        began_s[step] = story.t
         story.step(step, ranks=[0, 1, 2, 3] if step < 3 else [0, 1, 3])
+        story.t += 1.0
     story.incident(2)
     story.epoch(4, step=8, source="memory")
     story.step(8)
@@ -265,13 +269,51 @@ def test_a_killed_rank_takes_along_what_a_full_disk_refused(story: Story) -> Non
     past = history(story)
     pid = next(one.pid for one in past.epochs[0].members if one.rank == 2)
 
-    def samples(full: Sequence[int]) -> Verdict:
+    def samples(begin_s: float, end_s: float, pid: int = pid) -> Verdict:
+        full = [FullDisk(pid=pid, begin_s=begin_s, end_s=end_s)]
         return next(one for one in judge_history(past, full=full) if one.name == "every sample in one step")
 
-    assert samples([pid]).ok
-    assert samples([pid]).evidence.endswith("of 5 steps a killed rank left no list (covered by the replay)")
-    assert "step 3: rank 2 did not record its samples" in samples([]).evidence
-    assert not samples([pid + 1]).ok
+    whole = samples(began_s[3], story.t)
+    assert whole.ok
+    assert whole.evidence.endswith("of 5 steps a killed rank left no list (covered by the replay)")
+    assert samples(began_s[3], began_s[6] - 0.5).ok, "it was killed within the two steps after the disk had room again"
+    assert "step 3: rank 2 did not record" in samples(began_s[4], story.t).evidence, "its disk was not full yet"
+    assert "step 3: rank 2 did not record" in samples(began_s[3], began_s[5] - 0.5).evidence, (
+        "it lived when there was room"
+    )
+    assert not samples(began_s[3], story.t, pid + 1).ok
+    story.write("checkpoint", rank=2, step=7, error="No space left on device")
+    story.ranks[-1] |= {"epoch": 1, "t": began_s[6]}
+    past = history(story)
+    assert not samples(began_s[3], story.t).ok, "a later line came through, so those before it must have"
+    story.ranks.pop()
+    for event in story.ranks:
+        if event["event"] == "step" and event["step"] == 4:
+            event["samples_of_all"] = "x" * MOST_PENDING_BYTES
+    past = history(story)
+    assert "step 3: rank 2 did not record" in samples(began_s[3], story.t).evidence, "more than it could keep"
     find(story, "incident", epoch=1)["rank"] = 1  # it lives: what its disk refused comes later
     past = history(story)
-    assert not samples([pid]).ok
+    assert not samples(began_s[3], story.t).ok
+
+
+def test_what_a_full_disk_refused_may_wait_for_the_next_membership(story: Story) -> None:
+    """The process is killed there, before it could write."""
+    story.epoch(4, step=0, source="start")
+    began_s = story.t
+    story.step(0, ranks=[0, 1, 3])
+    story.step(1, ranks=[0, 1, 3])
+    story.step(2, ranks=[0, 1, 3])
+    story.step(3, ranks=[0, 1, 3])
+    story.incident(1)
+    story.epoch(4, step=4, source="memory")
+    for member in story.supervisor[-2]["members"]:
+        member["pid"] = 100 + member["rank"]  # all but rank 1 are the processes from before
+    story.step(4, ranks=[0, 1, 3])
+    story.incident(2)
+    story.epoch(4, step=5, source="memory")
+    story.step(5)
+    story.end()
+    full = FullDisk(pid=102, begin_s=began_s, end_s=story.t)
+    found = next(one for one in judge_history(history(story), full=[full]) if one.name == "every sample in one step")
+    assert found.ok, found.evidence

@@ -16,7 +16,7 @@ from phalanx.errors import mistake, nearest
 from phalanx.io.values import integer
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
-from phalanx.record.archive.index import MOST_BYTES, SUFFIX, newest_blocks
+from phalanx.record.archive.index import MOST_BYTES, newest_blocks
 from phalanx.record.archive.rank_file import RankFile, RowCache, Start
 from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucketed, columns_of, join, unit_of
 from phalanx.record.events import Event, EventReader
@@ -83,6 +83,7 @@ class RunHistory:
         self._fresh: set[int] = set()  # ranks looked at since the last refresh
         self._digests: dict[int, Digest] = {}
         self._digested_bytes = 0
+        self._newest: dict[tuple[str, ...], dict[str, NDArray[np.float64]]] = {}  # since the last refresh
         self._checked: set[int] = set()  # digests known to be current since the last refresh
         self._budget = MOST_SCAN_BYTES
         self._held: dict[int, int] = {}  # bytes of each
@@ -106,6 +107,7 @@ class RunHistory:
         self.witness = next(self.run.recorded(), self.ranks[0] if self.ranks else 0)
         self._fresh.clear()
         self._checked.clear()
+        self._newest.clear()
         reported = self._supervisor.read()[-MOST_SUPERVISOR:]
         self._reported = (self._reported + reported)[-MOST_SUPERVISOR:]
         self._starts_known = False
@@ -258,15 +260,18 @@ class RunHistory:
 
         NaN for a rank without an index. For very many ranks: 16,384 of them take about half a second.
         """
+        if names in self._newest:
+            return self._newest[names]
         columns = [self._column(name) for name in names]
         parts = []
         for begin in range(0, len(self.ranks), GLANCE_RANKS):
             some = self.ranks[begin : begin + GLANCE_RANKS]
-            blocks = newest_blocks([f"{self.run.path}/events-{rank:05d}{SUFFIX}" for rank in some])
+            blocks = newest_blocks(str(self.run.path), some)
             series = blocks["series"][:, columns]
             parts.append(np.where(series["count"] > 0, series["mean"], np.nan).astype(np.float64))
         found = np.concatenate(parts) if parts else np.zeros((0, len(names)))
-        return {name: found[:, number] for number, name in enumerate(names)}
+        self._newest[names] = {name: found[:, number] for number, name in enumerate(names)}
+        return self._newest[names]
 
     def _mesh(self, name: str, rows: Sequence[Spans], *, columns: int) -> Mesh:
         found = columns_of(rows, max(1, min(columns, MOST_POINTS)))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from phalanx.record.events import FLUSH_S, MOST_PENDING_BYTES, Event
 from phalanx.record.run import Run
 from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
 from phalanx.units import plural
 
 # Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.
 SKEW_S = 0.05
+LAST_STEPS = 2  # whose lines a rank that is killed may take along with it
 ASTRAY = "Astray"  # kind of an incident in which every process lives and the numbers are wrong
 MOST_NAMED = 3  # examples in a verdict's evidence
 
@@ -36,16 +39,25 @@ class Verdict:
         return "ok" if self.ok else ("FAILED" if self.judged else "not judged")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullDisk:
+    """For so long the files of a process could not grow."""
+
+    pid: int
+    begin_s: float  # Unix time
+    end_s: float
+
+
 def judge_history(
     history: DrillHistory,
     *,
     expected: ExpectedSamples | None = None,
     replay: DrillHistory | None = None,
-    full: Collection[int] = (),
+    full: Collection[FullDisk] = (),
 ) -> list[Verdict]:
     """Everything that can be said from one history, and from its replay where there is one.
 
-    `expected` gives the samples of a step, as the sampler orders them; `full` are processes whose disk was full once.
+    `expected` gives the samples of a step, as the sampler orders them; `full` tells whose disk was full, and when.
     """
     verdicts = [check(history) for check in (judge_digests, judge_step_order, judge_restores, judge_fencing)]
     verdicts.insert(3, judge_samples(history, expected, full))
@@ -147,7 +159,7 @@ def _unsaid(history: DrillHistory, before: EpochHistory | None, epoch: EpochHist
 
 
 def judge_samples(
-    history: DrillHistory, expected: ExpectedSamples | None = None, full: Collection[int] = ()
+    history: DrillHistory, expected: ExpectedSamples | None = None, full: Collection[FullDisk] = ()
 ) -> Verdict:
     """(e) The ranks of every committed step learnt from its samples, each once, and from nothing else."""
     wrong = []
@@ -244,19 +256,51 @@ def _rolled_back(history: DrillHistory, number: int) -> bool:
     return any((event.get("cause") or {}).get("kind") == ASTRAY for event in causes)
 
 
-def _fell(history: DrillHistory, one: StepExecution, rank: int, full: Collection[int]) -> bool:
-    """Whether a silent rank died in this epoch, at this step: its last lines went with it.
-
-    Lines that a full disk refuses wait in memory: a kill then takes all of them along, not only those of two steps.
-    """
+def _fell(history: DrillHistory, one: StepExecution, rank: int, full: Collection[FullDisk]) -> bool:
+    """Whether a silent rank died in this epoch, at this step: its last lines went with it."""
     epoch = history.epoch(one.epoch)
-    fallen = {int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == one.epoch}
-    if epoch is None or rank not in fallen:
+    if epoch is None:
         return False
-    last = max(epoch.steps)
-    if any(member.rank == rank and member.pid in full for member in epoch.members):
-        return all(rank not in epoch.steps[step].ranks for step in range(one.step, last + 1) if step in epoch.steps)
-    return one.step >= last - 1
+    fallen = {int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == one.epoch}
+    if rank in fallen and one.step > max(epoch.steps) - LAST_STEPS:
+        return True
+    pid = next((member.pid for member in epoch.members if member.rank == rank), -1)
+    return any(disk.pid == pid and _took_along(history, one, rank, disk) for disk in full)
+
+
+def _took_along(history: DrillHistory, one: StepExecution, rank: int, disk: FullDisk) -> bool:
+    """Whether a process was killed with the line of a step that its full disk had refused.
+
+    Such lines wait in the process's memory, as many as it has room for, and the first write that succeeds takes all of
+    them. So the line was written while the disk was full, nothing came after it, and the process did not live to
+    write when there was room again.
+    """
+    if one.ended_s < disk.begin_s - FLUSH_S - SKEW_S or one.ended_s > disk.end_s + SKEW_S:
+        return False
+    ranks = {
+        epoch.number: member.rank
+        for epoch in history.epochs
+        for member in epoch.members
+        if member.pid == disk.pid and epoch.number >= one.epoch
+    }
+    lost = [event for event in history.incidents if ranks.get(int(event.get("epoch", -1))) in _lost_ranks(event)]
+    if not lost:
+        return False
+    last = int(lost[0]["epoch"])
+    for event in history.ranks:
+        number = int(event.get("epoch", -1))
+        if one.epoch <= number <= last and ranks.get(number) == event["rank"] and float(event["t"]) > one.ended_s:
+            return False
+    missed = [step for epoch in history.epochs if one.epoch <= epoch.number <= last for step in epoch.steps.values()]
+    missed = [step for step in missed if step.ended_s >= one.ended_s and ranks.get(step.epoch) not in step.ranks]
+    # As long as those of another rank: a step's line hardly differs from rank to rank.
+    held = sum(max((len(json.dumps(event)) for event in step.ranks.values()), default=0) for step in missed)
+    with_room = sum(step.ended_s > disk.end_s + SKEW_S for step in missed)
+    return held <= MOST_PENDING_BYTES and with_room <= LAST_STEPS
+
+
+def _lost_ranks(incident: Event) -> set[int]:
+    return {int(incident.get("rank", -1)), *map(int, incident.get("others") or ())} - {-1}
 
 
 def _again(history: DrillHistory) -> str:

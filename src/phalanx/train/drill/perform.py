@@ -101,7 +101,13 @@ def perform_drill(
         is_alike = reference is not None and layout_sequence(history) == layout_sequence(reference)
         replayed = reference if is_alike else _replay(scene, run, history)
     shots = firings.read_firings(run)
-    full = {one.pid for one in shots if one.kind == "disk-full"}
+    # With how = "raise" saves fail, and events are written as ever.
+    lasted_s = {fault.id: fault.for_s for fault in faults if fault.kind == "disk-full" and fault.how == "limit"}
+    full = [
+        judge.FullDisk(pid=one.pid, begin_s=one.t_s, end_s=one.t_s + lasted_s[one.id])
+        for one in shots
+        if one.id in lasted_s
+    ]
     verdicts = judge.judge_history(history, expected=expected_samples(scene.plan), replay=replayed, full=full)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
     found = fault_outcomes(history, faults, shots, patience_s=patience_s)

@@ -2,15 +2,14 @@
 
 Every `every` steps each rank digests what it holds, in sets of boxes that the same ranks hold, and all ranks exchange
 16 bytes a set: no group is made for it, and ranks of the same set find each other by the digest of its boxes. What no
-other rank holds (a shard of ZeRO) is compared with itself: after an update and before the next it must be the same.
-On the CPU that is done in every step, in those between with sums of words instead of digests. An error inside an update
-of such a shard shows in neither.
+other rank holds (a shard of ZeRO) is compared with itself, in every step: before an update it must be what the last one
+left (`memory_sums`). An error inside an update of such a shard shows in neither.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,8 +19,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phalanx.train.guard.divergence_verdict import DigestClaim, Divergence, judge_claims
+from phalanx.train.guard.memory_sums import MemorySums
 from phalanx.train.parallel.tensor_shard import TensorShard
 
+HOST = torch.device("cpu")
 SHORT = 8  # bytes of a digest on the wire: two of 2^20 sets would be alike by chance once in 2^24 jobs
 TEXT = 512  # bytes that tell the names of tensors
 MOST_NAMES = 4
@@ -63,13 +64,22 @@ def shard_sets(shards: Sequence[TensorShard]) -> list[ShardSet]:
 class ReplicaGuard:
     """One rank's part in the comparison. Made anew for every membership: what it remembers is of its own storage.
 
-    `before` every step and `check` after its update.
+    `check` after every update; `compare_memory` before the next, and where some rank found a change, `name_changed`.
+    `each_step` is not for state that others than the optimizer may change: then the steps that are compared alone.
     """
 
-    def __init__(self, shards: Callable[[], Sequence[TensorShard]], *, every: int, each_step: bool = False) -> None:
-        self._shards, self._every, self._each_step = shards, every, each_step and every > 0
-        self._sums: list[int] = []  # of the words of each shard after the last update; empty when digests are known
-        self._rest: dict[bytes, bytes] = {}  # digests after the last update, by set; empty when it was not looked at
+    def __init__(
+        self,
+        shards: Callable[[], Sequence[TensorShard]],
+        *,
+        every: int,
+        each_step: bool = False,
+        at_rest: Callable[[], Sequence[TensorShard]] | None = None,
+        device: torch.device = HOST,
+    ) -> None:
+        self._shards, self._every, self._each_step = shards, every, each_step
+        self._at_rest = at_rest or (lambda: [shard for shard in shards() if not shard.moves])
+        self._sums = MemorySums(device)  # of what `at_rest` gives, after the last update that was looked at
         self._most_sets = -1  # of any rank; not yet agreed on
         self.last: dict[str, str] = {}  # what the most holders of each set said at the last check, for `settle`
 
@@ -82,72 +92,48 @@ class ReplicaGuard:
         """Whether `check` compares after so many steps; the same on every rank."""
         return self._every > 0 and step % self._every == 0
 
-    def before(self, step: int) -> Divergence | None:
-        """Before an update: whether memory is as the last update left it. Only this rank knows what this returns."""
-        if self._sums:
-            return self._compare_sums(step)
-        if not self._rest:
-            return None
-        rest, self._rest = self._rest, {}
-        now = _digests(one for one in shard_sets(self._shards()) if not one.moves)
-        if now == rest:
-            return None
-        boxes = next(boxes for boxes, digest in rest.items() if now.get(boxes) != digest)
-        rank = _rank()
-        return Divergence(
-            step=step,
-            kind="rest",
-            suspects=(rank,),
-            certain=True,
-            boxes=boxes.hex(),
-            digests={rank: now.get(boxes, b"").hex()},
-        )
-
     @property
     def remembers(self) -> bool:
-        """Whether `before` has something to compare with."""
-        return bool(self._sums or self._rest)
+        """Whether `compare_memory` has something to compare with."""
+        return self._sums.is_known
 
     def forget(self) -> None:
         """The state is no longer what the last update left here: it was taken over from elsewhere."""
-        self._sums, self._rest = [], {}
+        self._sums.forget()
 
-    def _compare_sums(self, step: int) -> Divergence | None:
-        sums, self._sums = self._sums, []
-        shards = [shard for shard in self._shards() if not shard.moves]
-        if len(shards) != len(sums):  # an optimizer that has made more state
-            return None
-        changed = [
-            (shard, now) for shard, before, now in zip(shards, sums, sum_words(shards), strict=True) if before != now
-        ]
-        if not changed:
-            return None
-        rank = _rank()
+    def compare_memory(self) -> torch.Tensor:
+        """Before an update: 1 where this rank's memory is not as the last update left it, else 0, on the device."""
+        return self._sums.compare()
+
+    def name_changed(self, step: int) -> Divergence:
+        """Whose memory changed, and which tensors. Every rank must call this, and gets the same."""
+        changed = self._sums.changed()
+        rows = _gather(torch.tensor([len(changed), changed[0][1] if changed else 0]))
+        counts = {rank: int(row[1]) for rank, row in enumerate(rows) if row[0]}
+        names = [name for name, _ in changed[:MOST_NAMES]]
         return Divergence(
             step=step,
             kind="rest",
-            suspects=(rank,),
-            certain=True,
-            boxes=_short(shard_place(changed[0][0])).hex(),
-            digests={rank: f"{changed[0][1] % 2**64:016x}"},
-            tensors=tuple(shard.name for shard, _ in changed[:MOST_NAMES]),
+            suspects=tuple(counts),
+            certain=bool(counts),
+            boxes="",
+            digests={rank: f"{total % 2**64:016x}" for rank, total in counts.items()},
+            tensors=_tell(names, source=min(counts, default=0)),
         )
 
     def check(self, step: int, *, is_saved: bool = False) -> Divergence | None:
         """After an update, before anything keeps its result: compare copies. Every rank must call this, and gets
         the same. A state that is about to be saved (`is_saved`) is compared whether it is due or not."""
-        self._sums = []
-        if not self.is_due(step) and not (is_saved and self._every):
-            if self._each_step:
-                self._rest, self._sums = {}, sum_words([shard for shard in self._shards() if not shard.moves])
+        self._sums.forget()
+        is_compared = self.is_due(step) or (is_saved and self.is_on)
+        if is_compared or (self._each_step and self.is_on):
+            self._sums.remember(self._at_rest(), offloaded=is_compared)
+        if not is_compared:
             return None
         sets = shard_sets(self._shards())
-        digests = _digests(sets)
-        self._rest = {one.boxes: digests[one.boxes] for one in sets if not one.moves}
-        claims = self._exchange(sets, digests)
+        claims = self._exchange(sets, {one.boxes: one.digest() for one in sets})
         found = judge_claims(step, claims)
         if found is not None:
-            self._rest = {}
             return replace(found, tensors=_name_tensors(found, sets, claims))
         self.last = {claim.boxes: claim.digest for claim in claims}
         return None
@@ -171,10 +157,6 @@ class ReplicaGuard:
             for boxes, digest, count in rows.tolist()
             if count
         ]
-
-
-def _digests(sets: Iterable[ShardSet]) -> dict[bytes, bytes]:
-    return {one.boxes: one.digest() for one in sets}
 
 
 def _name_tensors(found: Divergence, sets: Sequence[ShardSet], claims: Sequence[DigestClaim]) -> tuple[str, ...]:
@@ -299,23 +281,6 @@ def _fold_rows(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     folded = (words[:whole].view(-1, ROW) * weights).sum(dim=1)
     rest = words[whole:]
     return torch.cat([folded, (rest * weights[: len(rest)]).sum().view(1)]) if len(rest) else folded
-
-
-@torch.no_grad()
-def sum_words(shards: Sequence[TensorShard]) -> list[int]:
-    """The sum of each shard's 64-bit words modulo 2^64, of shards in host memory: four times as fast as a digest.
-
-    One changed bit always changes it. Several may cancel, and words that change places do: it stands between digests,
-    not in their place.
-    """
-    found = []
-    for shard in shards:
-        # numpy: a model has hundreds of small tensors, and its calls cost a fraction of torch's.
-        raw = shard.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        whole = raw.size // 8 * 8
-        total = int(np.add.reduce(raw[:whole].view(np.int64)))
-        found.append(total + int(raw[whole:].sum(dtype=np.int64)) if whole < raw.size else total)
-    return found
 
 
 @cache

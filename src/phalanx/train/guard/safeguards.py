@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,29 +67,36 @@ class ReplicaComparison(Callback):
     def __init__(self, training: TrainingLoop, *, each_step: bool = True) -> None:
         plan, engine = training.plan, training.engine
         every = digest_every(plan.job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
-        # On a GPU reading the sums would hold up the launch of the update: there, the steps of the digests alone.
-        self.guard = ReplicaGuard(engine.state, every=every, each_step=each_step and engine.device.type == "cpu")
+        self.guard = ReplicaGuard(
+            engine.state, every=every, each_step=each_step, at_rest=engine.at_rest, device=engine.device
+        )
         self._case, self._across = training.control.case, engine.across
         self._sound_step = 0  # newest step whose state nothing speaks against
         self._unchanged_step = 0  # newest step whose state was still the same before the next update
+        self._was_known = False  # whether the present step compares memory with what the last one left
         self._spent_s = 0.0
+        if self.guard.is_on:
+            engine.compare_memory = self.compare_memory
 
     def on_start(self, training: TrainingLoop) -> None:
         """What was restored is sound."""
-        self._sound_step = training.step
+        self._sound_step = self._unchanged_step = training.step
 
-    def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[torch.Tensor]) -> None:
-        """As late as can be before the weights are used up: whether they are still what the last update left."""
-        is_known = self.guard.remembers
-        found = self.guard.before(training.step)
-        if found is not None:
-            raise self._diverged(found)
-        if is_known:
-            self._unchanged_step = training.step
+    def compare_memory(self) -> torch.Tensor:
+        """Before an update, by the engine: 1 where this rank's memory is not what the last update left, else 0."""
+        self._was_known = self.guard.remembers
+        return self.guard.compare_memory()
+
+    def memory_changed(self, training: TrainingLoop) -> UntrustedState:
+        """What is raised on every rank, since memory of some rank changed."""
+        training.control.check()  # numbers of an aborted collective say nothing
+        return self._diverged(self.guard.name_changed(training.step))
 
     def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
         """Compare, and settle which rank was wrong where the same step is done again."""
         step, began_s = training.step, time.perf_counter()
+        if self._was_known:
+            self._unchanged_step = report.step
         asked = report.result.requests  # the same on every rank
         is_saved = asked[StepRequest.SAVE] or asked[StepRequest.STOP] or step == training.batch_plan.steps
         found = self.guard.check(step, is_saved=is_saved)
@@ -146,7 +153,8 @@ class ReplicaComparison(Callback):
         return UntrustedState(
             "diverged",
             step=found.step,
-            sound=max(self._sound_step, self._unchanged_step) if found.kind == "rest" else self._sound_step,
+            # Memory may have changed at any time since the last update, so before its result was copied or saved too.
+            sound=self._unchanged_step if found.kind == "rest" else self._sound_step,
             what=found.problem().render().splitlines()[0],
             suspects=suspects,
             # Which rank was wrong is settled by numbers of one world only.

@@ -107,6 +107,10 @@ class Adafactor:
                 found.append(_without(shard, -2, "column", factors.column))
         return found
 
+    def stored(self) -> list[TensorShard]:
+        """The same."""
+        return self.state()
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Copy the means in."""

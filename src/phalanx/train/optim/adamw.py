@@ -31,6 +31,11 @@ class AdamW:
         self._first = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
         self._second = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
         self._groups = _group(self._shards, weight_decay, decays)
+        self._state = [  # made once: the guard asks for it in every step
+            state_shard(shard, name, tensor)
+            for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
+            for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+        ]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -60,11 +65,11 @@ class AdamW:
 
     def state(self) -> list[TensorShard]:
         """The live moments: writing into them is loading."""
-        return [
-            state_shard(shard, name, tensor)
-            for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
-            for name, tensor in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
-        ]
+        return list(self._state)
+
+    def stored(self) -> list[TensorShard]:
+        """The same."""
+        return self.state()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:

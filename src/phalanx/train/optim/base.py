@@ -22,6 +22,9 @@ class Optimizer(Protocol):
     def state(self) -> list[TensorShard]:
         """Every state tensor as a float shard named "parameter#state", in a form that no layout shows in."""
 
+    def stored(self) -> list[TensorShard]:
+        """The same as it lies in memory between two steps, in whatever format: to see whether it changes by itself."""
+
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Take the local tensors for exactly the shards of `state()`, after `steps` steps."""
 

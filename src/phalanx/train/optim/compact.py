@@ -92,6 +92,15 @@ class CompactAdamW:
             )
         ]
 
+    def stored(self) -> list[TensorShard]:
+        """The moments as they are kept: 8-bit ones as codes and scales."""
+        return [
+            one
+            for i, shard in enumerate(self._shards)
+            for name, kept in (("exp_avg", self._first[i]), ("exp_avg_sq", self._second[i]))
+            for one in kept_shards(shard, name, kept)
+        ]
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Encode the moments anew; what this very layout wrote comes back bit by bit."""
@@ -149,6 +158,11 @@ def copy_kept(old: Kept, new: Kept) -> None:
     """Write what a format made into the tensors that are kept."""
     for tensor, value in zip(old, new, strict=True):
         tensor.copy_(value)
+
+
+def kept_shards(shard: TensorShard, name: str, kept: Kept) -> list[TensorShard]:
+    """What is kept of a moment, under the moment's name."""
+    return [state_shard(shard, name, kept[0]), *(state_shard(shard, f"{name}.scale", one) for one in kept[1:])]
 
 
 def load_kept(kept: Kept, form: MomentFormat, value: torch.Tensor, shard: TensorShard, steps: int) -> None:

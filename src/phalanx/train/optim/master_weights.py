@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,10 @@ class MasterWeights:
         pairs = list(zip(parameters, masters, strict=True))
         self.copies = [(held.local, one) for held, one in pairs if one is not None]  # (the model's, the optimizer's)
         self.shards: list[TensorShard] = [held.shard(held.local if one is None else one) for held, one in pairs]
+        # What the model reads where that is not the optimizer's own: no part of the state, but to be as it was left.
+        self.model_copies = [
+            replace(held.shard(held.local), name=f"{held.name}#model") for held, one in pairs if one is not None
+        ]
         self._host_grads: list[torch.Tensor] = []
 
     def _master(self, held: StageTensor, dtype: torch.dtype) -> torch.Tensor | None:

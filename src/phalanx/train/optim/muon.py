@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from phalanx.train.optim.base import Optimizer, shard_gradient, state_shard, total_bytes
-from phalanx.train.optim.compact import apply_update, copy_kept, load_kept
+from phalanx.train.optim.compact import apply_update, copy_kept, kept_shards, load_kept
 from phalanx.train.optim.moments import high_bits, moment_format, readable_moment, rounding_bits, working_dtype
 from phalanx.train.optim.whole_tensors import GroupSplit, group_splits, spread_work
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -92,6 +92,11 @@ class Muon:
             for shard, kept in zip(self._shards, self._momentum, strict=True)
         ]
         return own + self._rest.state()
+
+    def stored(self) -> list[TensorShard]:
+        """The momentum as it is kept, then the rest's."""
+        pairs = zip(self._shards, self._momentum, strict=True)
+        return [one for shard, kept in pairs for one in kept_shards(shard, "momentum", kept)] + self._rest.stored()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:

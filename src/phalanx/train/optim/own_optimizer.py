@@ -106,6 +106,10 @@ class OwnOptimizer:
                     found.append(state_shard(shard, name, live.get(name, value)))
         return found
 
+    def stored(self) -> list[TensorShard]:
+        """The same."""
+        return self.state()
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Go on after `steps` steps; after none torch makes the state itself."""

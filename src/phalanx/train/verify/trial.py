@@ -208,6 +208,10 @@ class WatchedOptimizer:
         """As the optimizer's."""
         return self._inner.state()
 
+    def stored(self) -> list[TensorShard]:
+        """As the optimizer's."""
+        return self._inner.stored()
+
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """As the optimizer's."""
         self._inner.load(state, steps)
