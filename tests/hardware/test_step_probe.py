@@ -140,6 +140,31 @@ def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) 
     assert sum(made.prediction.breakdown_s.values()) == pytest.approx(made.prediction.step_s)
 
 
+def test_the_fit_is_kept_and_made_again_when_it_no_longer_belongs_to_the_measurement(worker, monkeypatch) -> None:
+    environ, told, _ = worker
+    measure("local", environ, told)
+    fits, fit = [], step_probe.fit_rates
+    monkeypatch.setattr(step_probe, "fit_rates", lambda *given, **more: fits.append(given) or fit(*given, **more))
+
+    def rates():
+        return step_probe.measured_rates(discover(), environ)[0]
+
+    first = rates()
+    assert rates() == first  # to the last bit
+    assert len(fits) == 1
+    steps = step_probe.steps_path(discover(), environ)
+    kept = steps.with_name(steps.name.replace(".steps.", ".rates."))
+    for damaged in ("{", "[]", kept.read_text().replace('"cores"', '"cars"')):
+        kept.write_text(damaged)
+        assert rates() == first
+    assert len(fits) == 4
+    steps.write_text(steps.read_text().replace('"seconds": 0.5', '"seconds": 0.7'))
+    second = rates()
+    assert second != first
+    assert rates() == second
+    assert len(fits) == 5
+
+
 def test_the_chosen_layout_is_timed_once_and_the_prediction_passes_through_it(worker) -> None:
     """The worker says how long the plan's own step took; another layout that then looks better is timed as well."""
     environ, told, write = worker

@@ -47,9 +47,9 @@ def columns_text(found: list[dict[str, Any]]) -> str:
         ("done, 99 %", [_time_text(one["p99_s"]) for one in found]),
         ("done, last", [_last_time(one) for one in found]),
         ("without failure", [_time_text(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
-        ("later, at most", [_later_text(one) for one in found] if first["failed"] else []),
+        ("delay, at most", [_later_text(one) for one in found] if first["failed"] else []),
         ("packets lost", [f"{one['lost']:,}" for one in found]),
-        ("flows touched", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
+        ("flows affected", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
         ("victim gets", [_victim_text(one) for one in found] if "victim_share" in first else []),
     ]
     if any(one["finished_flows"] < one["flows"] for one in found):
@@ -69,10 +69,10 @@ def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
-    """One line for each scenario: when all was done, packets lost and flows touched, by way of sending."""
+    """One line for each scenario: when all was done, packets lost and flows affected, by way of sending."""
     first = next(iter(done.values()))
     names = [str(one["transport"]).rpartition(", ")[2] for one in first]
-    groups = ("done, last", "packets lost", "flows touched")
+    groups = ("done, last", "packets lost", "flows affected")
     whole_cells = [_time_text(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
     rows = [("no failure", whole_cells + [_part_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
     for name, found in done.items():
@@ -107,7 +107,7 @@ def _head_line(one: dict[str, Any], *, broken: bool = True) -> str:
     how = f"losing {one['loss']:.2%}" if one["loss"] else f"at {one['left']:.0%}"
     denied = f"; denied: {', '.join(one['denied'])}" if one["denied"] else ""
     what = f"{', '.join(one['failed'])} {how}" if one["failed"] else "nothing"
-    return f"{head}\n  broken: {what}{denied}"
+    return f"{head}\n  failed: {what}{denied}"
 
 
 def job_hint(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
@@ -180,7 +180,7 @@ def settled_text(found: dict[str, Any]) -> str:
     never = "not yet" if found["stopped"] else "never"
     lines = [
         _flow_head(found),
-        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; broken: {_broken_text(found)}",
+        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; failed: {_broken_text(found)}",
         f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
         f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
         f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
@@ -213,12 +213,12 @@ def packet_text(one: dict[str, Any]) -> str:
         ("packets lost", f"{one['lost']:,}" + (f", {one['dropped']:,} dropped" if one["dropped"] else "")),
         ("packets trimmed", f"{one['trimmed']:,}"),
         ("ports paused", f"{one['paused_share']:.1%} of the time" if one["paused_share"] else ""),
-        ("flows touched", f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss"),
+        ("flows affected", f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss"),
     ]
     if one["finished_flows"] < one["flows"]:
         rows.append(("flows unfinished", f"{one['flows'] - one['finished_flows']:,}"))
     table = text_table([row for row in rows if row[1]], right=(1,), indent=2)
-    return "\n".join([_flow_head(one), f"  broken: {_broken_text(one)}", *table])
+    return "\n".join([_flow_head(one), f"  failed: {_broken_text(one)}", *table])
 
 
 def _planes_text(one: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cpu_steps import CpuStep, cpu_times
-from phalanx.hardware.step_probe import measure_first, time_layout
 from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
@@ -33,12 +32,12 @@ from phalanx.plan.reliability import Reliability, effective_time, predict_reliab
 from phalanx.plan.request import PlanRequest, request_from_job, trains_with_phalanx
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import SearchResult, search_layouts
-from phalanx.plan.trainable import trainer_problems
+from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
 LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
-POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
+POOR_PROGRESS = 0.5  # below this share of effective time half the bill buys nothing
 
 
 def make_plan(
@@ -142,6 +141,7 @@ def _make_plan(
         *_too_long(request, lasting, layout),
         *_host_memory(request, layout),
         *_trainer_problems(job, request, layout),
+        *attention_remarks(job.model, job.data.sequence, ours=trains_with_phalanx(job)),
         *(
             [wasted]
             if (wasted := compression_pays(request, layout, where=request.place("parallel.compression")))
@@ -344,6 +344,9 @@ def plan_here(
     make: Callable[[], Plan], target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]
 ) -> Plan:
     """What `make` plans, with this machine measured where `target` means its cores."""
+    # Not at the top: discovery, NVML and worker processes are nothing a plan for another cluster needs.
+    from phalanx.hardware.step_probe import measure_first, time_layout
+
     measure_first(target, environ=environ, tell=tell)
     made = make()
     for _ in range(ROUNDS):

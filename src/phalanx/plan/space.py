@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES, Floats
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import PlanRequest
+from phalanx.units import all_divisors
 
 # Larger micro-batches are legal but never tried unless fixed by hand: throughput is flat long before.
 MOST_MICRO_BATCH = 256
@@ -177,25 +177,14 @@ def _allowed_sizes(request: PlanRequest, name: str, devices: int) -> list[int]:
     if name in request.fixed:
         size = int(request.fixed[name])
         return [size] if devices % size == 0 else []
-    return list(divisors(devices))
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, in order.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
+    return list(all_divisors(devices))
 
 
 def expert_sizes(request: PlanRequest, ranks: int) -> list[int]:
     """Expert sizes: whole experts per rank, whole groups within data × context × tensor."""
     if not request.model.is_moe:
         return [1]
-    sizes = [n for n in divisors(request.model.experts) if ranks % n == 0]
+    sizes = [n for n in all_divisors(request.model.experts) if ranks % n == 0]
     return [n for n in sizes if request.fixed.get("expert", n) == n]
 
 
@@ -204,7 +193,7 @@ def micro_batches(request: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -
     share = request.global_sequences // dp
     if "micro" in request.fixed:
         return [int(request.fixed["micro"])] if share % int(request.fixed["micro"]) == 0 else []
-    return [n for n in divisors(share) if n <= most]
+    return [n for n in all_divisors(share) if n <= most]
 
 
 def possible_schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
@@ -228,7 +217,7 @@ def _chunk_counts(request: PlanRequest, pp: int, accumulation: int) -> list[int]
     per_stage = -(-request.model.layers // pp)
     # A job for another framework may fix chunks that hold the embedding or the head alone (job/cross_checks.py).
     most = request.model.layers + (2 if "virtual_pipeline" in request.fixed and request.limits.bare_ends else 0)
-    return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
+    return [n for n in all_divisors(per_stage) if n > 1 and pp * n <= most]
 
 
 def _base_table(

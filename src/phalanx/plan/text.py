@@ -233,8 +233,8 @@ def _failure_lines(plan: Plan) -> list[str]:
         f"{format_seconds(r.blocking_s)}, committed after {format_seconds(r.persist_s)}",
         *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
         f"time lost at multiples of the optimal interval: {costs}",
-        f"effective training time {r.effective_time:.1%}{_site_range(r)}; {plural(r.spares, 'spare host')} (99% "
-        f"of days)",
+        f"effective training time {r.effective_time:.1%}{_site_range(r)}; {plural(r.spares, 'spare host')} (enough "
+        "on 99% of days)",
         *(_loss_lines(plan, r.replica_loss) if r.replica_loss is not None else []),
     ]
     return [part for line in lines for part in _wrap(line)]

@@ -12,7 +12,7 @@ from phalanx.errors import nearest
 from phalanx.io.user_code import last_line
 from phalanx.job.schema import Waiver
 from phalanx.plan.request import trains_with_phalanx
-from phalanx.plan.trainable import trainer_problems
+from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
 from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
@@ -217,19 +217,22 @@ def judge(
         unmapped=evidence.unmapped,
         notes=(
             *(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
-            *_untrainable(evidence),
+            *_trainer_notes(evidence),
         ),
         foreign=bool(evidence.their_keys),
     )
 
 
-def _untrainable(evidence: Evidence) -> list[str]:
-    """What our trainer would refuse of the plan before its first step, where the plan is for it and nothing ran yet."""
+def _trainer_notes(evidence: Evidence) -> list[str]:
+    """What our trainer would refuse or compute otherwise, where the plan is for it and nothing ran yet."""
     plan = evidence.plan
     if plan is None or evidence.has("L") or not trains_with_phalanx(plan.job):
         return []
     found = trainer_problems(plan.job, plan.layout, plan.cluster)
-    return [f"phalanx train cannot run this: {one.where}: {one.what}" for one in found]
+    return [
+        *(f"phalanx train cannot run this: {one.where}: {one.what}" for one in found),
+        *(one.what for one in attention_remarks(plan.job.model, plan.job.data.sequence, ours=True)),
+    ]
 
 
 def limits_of(rule: Rule, evidence: Evidence) -> Limits:

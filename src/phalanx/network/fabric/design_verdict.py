@@ -261,7 +261,7 @@ def _verdict_sentences(one: DesignVerdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
     said = [
-        f"Take {_fabric_words(fabric)}: {fabric.switches:,} switch{'es' if fabric.switches != 1 else ''}, "
+        f"Take {_fabric_words(fabric)}: {plural(fabric.switches, 'switch')}, "
         f"{money_range(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
         _lost_text(fabric, costs),
@@ -322,14 +322,14 @@ _DESCRIBED = (*OTHER_KIND.values(), "best of another box", "one plane", "full bi
 def _against_pick(pick: Option, other: Option) -> str:
     """One sentence: what another option saves or costs beside the pick."""
     more = other.economics.total_usd - pick.economics.total_usd
-    names = {"one plane": "One plane", "best of another box": "Another box", "quickest step": "The quickest step"}
+    names = {"one plane": "One plane", "best of another box": "Another switch", "quickest step": "The quickest step"}
     role_text = names.get(other.role, other.role[0].upper() + other.role[1:])
     name = f"{role_text} ({_fabric_words(other.design.fabric, role=other.role)})"
     if other.economics.step_s is None and other.role in ("2:1", "4:1"):
         saved = pick.economics.usd - other.economics.usd
-        return f"{name} saves {format_money(saved)} if the job can bear it: --job JOB tells."
+        return f"{name} saves {format_money(saved)}; --job JOB shows what it costs in step time."
     if abs(more) < 0.005 * pick.economics.total_usd:
-        return f"{name} comes to the same within 0.5%: let quotes decide."
+        return f"{name} comes to the same within 0.5%: the quotes decide."
     return f"{name} comes to {format_money(abs(more))} {'more' if more > 0 else 'less'}{_why_cheaper(pick, other)}."
 
 

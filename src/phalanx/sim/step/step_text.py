@@ -79,7 +79,7 @@ def step_text(report: SimulatedStep) -> str:
         f"  fabric    {_fabric_text(report)}",
         f"  busiest   stage {report.stage} of {report.stages}",
         "",
-        f"WHERE THE TIME GOES ({_table_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
+        f"WHERE THE TIME GOES ({_table_unit(report)[0]} of the busiest stage; exposed = plan + order + network)",
         *_table_lines(report),
         "",
         f"THE STEP ({format_seconds(report.step_s / COLUMNS)} per column; --trace has every slice)",
@@ -109,7 +109,7 @@ def _table_unit(report: SimulatedStep) -> tuple[str, float]:
 
 def _table_lines(report: SimulatedStep) -> list[str]:
     unit_s = _table_unit(report)[1]
-    rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
+    rows: list[tuple[str, ...]] = [("", "on wire", "hidden", "exposed", "plan", "order", "network")]
     rows += [_table_row(line, unit_s) for line in report.lines]
     changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
     shown = (_number_text(report.step_s / unit_s), _number_text(report.plan_step_s / unit_s))
