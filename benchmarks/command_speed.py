@@ -26,16 +26,16 @@ def commands(folder: Path) -> dict[str, list[str]]:
     """Name of each measured command, and its words."""
     example = {name: str(ROOT / "examples" / name) for name in EXAMPLES}
     on_70b = ["--cluster", "8xH100:16", "--set", "model.preset=llama-3-70b"]
-    local = ["--cluster", "local-cpu:4", "--no-probe"]
+    local = ["--cluster", "local-cpu:4"]
     return {
         "--help": ["--help"],
-        **{f"plan {name}": ["plan", path, "--no-probe"] for name, path in example.items()},
+        **{f"plan {name}": ["plan", path] for name, path in example.items()},
         "plan first-run.toml, local-cpu:4": ["plan", example["first-run.toml"], *local],
         "plan drill.toml, local-cpu:4": ["plan", example["drill.toml"], *local],
         "plan of Llama 3 70B, 8xH100:16": ["plan", example["llama-3-8b-64xH100.toml"], *on_70b],
         "check llama-3-8b-64xH100.toml": ["check", example["llama-3-8b-64xH100.toml"]],
         "check drill.toml": ["check", example["drill.toml"]],
-        "fabric design --gpus 16384": ["fabric", "design", "--gpus", "16384"],
+        "fabric design --gpus 16384 --nic-gbps 400": ["fabric", "design", "--gpus", "16384", "--nic-gbps", "400"],
         "init": ["init", str(folder / "new.toml"), "--force"],
     }
 
@@ -46,8 +46,13 @@ def run_once(words: list[str], source: Path, home: Path) -> tuple[float, int]:
         shutil.rmtree(home / "cache/phalanx/plans", ignore_errors=True)
     environ = {
         **{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"},
-        "PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": str(home / "compiled"), "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(home / "cache"), "XDG_DATA_HOME": str(home / "data"), "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(source),
+        "PYTHONPYCACHEPREFIX": str(home / "compiled"),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "XDG_DATA_HOME": str(home / "data"),
+        "OPENBLAS_NUM_THREADS": "1",
+        "PHALANX_PROBE": "0",
     }
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"

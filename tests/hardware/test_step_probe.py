@@ -88,10 +88,10 @@ def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:
 
 def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, _ = worker
-    monkeypatch.setattr(step_probe, "_load", lambda cores: 8.0)
+    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 8.0)
     assert "busy (8.0 processes per core)" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
-    monkeypatch.setattr(step_probe, "_load", lambda cores: 0.5)
+    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 0.5)
     assert measure("local", environ, told)
     assert measure("local", environ, told) == []
 
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.Monk
     def interrupted(one):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step_probe, "_sample", interrupted)
+    monkeypatch.setattr(step_probe, "_read_sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measure("local", environ, told)
     with pytest.raises(ProcessLookupError):
@@ -209,5 +209,5 @@ def test_the_worker_times_a_plan_with_fewer_micro_batches() -> None:
     sets += ["model.ffn=64", "data.sequence=32", "batch.global_tokens=1024"]
     made = make_plan(load(FIRST_RUN, overrides=sets), resolve_cluster("local-cpu:2"))
     assert made.layout.accumulation > 2
-    (found,) = step_probe._run_worker(["--plan", "2", "2"], step_probe._seconds, os.environ, made.to_json())
+    (found,) = step_probe._run_worker(["--plan", "2", "2"], step_probe._read_seconds, os.environ, made.to_json())
     assert found["seconds"] > 0

@@ -68,7 +68,7 @@ def plan(
     if not measure or not LOCAL_SPEC.match(target):  # only this machine can be measured
         made = make()
     else:
-        if cluster is not None:
+        if cluster is not None and not isinstance(cluster, Cluster):
             resolve_cluster(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
         made = plan_here(make, target, environ=os.environ, tell=tell)
     if not found.warnings:

@@ -54,7 +54,7 @@ def columns_text(found: list[dict[str, Any]]) -> str:
     ]
     if any(one["finished_flows"] < one["flows"] for one in found):
         rows.append(("flows unfinished", [f"{one['flows'] - one['finished_flows']:,}" for one in found]))
-    return "\n".join([_head_line(first), *_table([row for row in rows if row[1]])])
+    return "\n".join([_head_line(first), *_cell_table([row for row in rows if row[1]])])
 
 
 def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -79,8 +79,8 @@ def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
         cells = [_last_time(one) for one in found] + [f"{one['lost']:,}" for one in found]
         rows.append((name, cells + [_part_of(one["touched_flows"], one["flows"]) for one in found]))
     whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
-    table = _table([("", names * len(groups)), *whole])
-    places = [table[0].find(names[0], at) for at in _word_starts(table[0], names[0])]
+    table = _cell_table([("", names * len(groups)), *whole])
+    places = [at for at in range(len(table[0])) if table[0].startswith(names[0], at)]
     head = " " * len(table[0])
     for group, place in zip(groups, places, strict=True):
         head = head[:place] + group + head[place + len(group) :]
@@ -90,11 +90,7 @@ def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([_head_line(first[0], broken=False), head.rstrip(), *table])
 
 
-def _word_starts(text: str, word: str) -> list[int]:
-    return [at for at in range(len(text)) if text.startswith(word, at)]
-
-
-def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
+def _cell_table(rows: list[tuple[str, list[str]]]) -> list[str]:
     return text_table([(name, *cells) for name, cells in rows], right=range(1, 1 + len(rows[0][1])), indent=2)
 
 
@@ -184,8 +180,8 @@ def settled_text(found: dict[str, Any]) -> str:
         f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
         f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
         f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
-        f"  done      mean {_seconds(found['mean_s'], never)}, 99 % {_seconds(found['p99_s'], never)}, "
-        f"last {_seconds(found['tail_s'], never)}",
+        f"  done      mean {_seconds_or(found['mean_s'], never)}, 99 % {_seconds_or(found['p99_s'], never)}, "
+        f"last {_seconds_or(found['tail_s'], never)}",
     ]
     if "victim_rate" in found:
         lines.append(f"  victim    {found['victim_rate']:.3f} of line rate")
@@ -238,5 +234,5 @@ def _last_packet(one: dict[str, Any]) -> str:
     return format_seconds(one["tail_s"])
 
 
-def _seconds(value: float, never: str) -> str:
+def _seconds_or(value: float, never: str) -> str:
     return never if value == float("inf") else format_seconds(value)

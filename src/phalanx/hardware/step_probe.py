@@ -92,29 +92,28 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
         data = json.loads(read_bounded(path, MOST_BYTES).decode())
         if data["format"] != FORMAT or data["identity"] != machine_identity(machine):
             return None
-        found = [_sample(one) for one in data["samples"]]
+        found = [_read_sample(one) for one in data["samples"]]
         return MeasuredSteps(
             steps=tuple(step for step, _ in found),
             seconds=tuple(seconds for _, seconds in found),
             taken_at=str(data["taken_at"])[:40],
             load=float(data["load"]),
-            timed=tuple(_timed_layout(one) for one in data["timed"][-MOST_TIMED:]),
+            timed=tuple(
+                TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
+                for one in data["timed"][-MOST_TIMED:]
+                for step, seconds in [_read_sample(one)]
+            ),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
+def _read_sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
     values = {item.name: float(one["step"][item.name]) for item in fields(CpuStep)}
     seconds = float(one["seconds"])
     if not all(math.isfinite(value) and 0 <= value < 1e12 for value in (*values.values(), seconds)) or seconds <= 0:
         raise ValueError("a number out of range")
     return CpuStep(**values), seconds
-
-
-def _timed_layout(one: Mapping[str, Any]) -> TimedLayout:
-    step, seconds = _sample(one)
-    return TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
 
 
 def measured_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRates | None, str]:
@@ -154,7 +153,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     machine = discover(environ=environ)
     if machine.gpus and not written.group(1):
         return
-    load = _load(machine.usable_cores)
+    load = _busy_processes(machine.usable_cores)
     known = read_steps(machine, environ)
     # What was measured beside busy neighbours is measured again once they are gone.
     if known is not None and not (known.load > BUSY and load < known.load / 2.0):
@@ -167,7 +166,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     )
     began_s = time.monotonic()
     try:
-        samples = _run_worker([str(machine.usable_cores)], _sample, environ)
+        samples = _run_worker([str(machine.usable_cores)], _read_sample, environ)
         taken_at = datetime.now(UTC).isoformat(timespec="seconds")
         _keep_measurement(machine, {"taken_at": taken_at, "load": load, "samples": samples, "timed": []}, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
@@ -188,15 +187,15 @@ def time_layout(
     known = read_steps(machine, environ)
     if known is None or environ.get(SWITCH) == "0":
         return False
-    load = _load(machine.usable_cores)
+    load = _busy_processes(machine.usable_cores)
     before = [one for one in known.timed if one.step == step]
     if any(not (one.load > BUSY and load < one.load / 2.0) for one in before):
         return False
     tell(f"timing {name} on this machine for a few seconds, once (--no-probe plans without)")
     try:
         arguments = ["--plan", str(int(step.count)), str(machine.usable_cores)]
-        (found,) = _run_worker(arguments, _seconds, environ, plan_json)
-        timed = TimedLayout(step=step, seconds=_seconds(found), load=load)
+        (found,) = _run_worker(arguments, _read_seconds, environ, plan_json)
+        timed = TimedLayout(step=step, seconds=_read_seconds(found), load=load)
         others = [one for one in known.timed if one.step != step]
         data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
         _keep_measurement(
@@ -208,7 +207,7 @@ def time_layout(
     return True
 
 
-def _seconds(found: Mapping[str, Any]) -> float:
+def _read_seconds(found: Mapping[str, Any]) -> float:
     seconds = float(found["seconds"])
     if not 0.0 < seconds < LIMIT_S:
         raise ValueError(f"a step of {seconds} s")
@@ -254,7 +253,7 @@ def _step_worker(arguments: list[str], environ: Mapping[str, str], given: str) -
             process.stdout.close()
 
 
-def _load(cores: int) -> float:
+def _busy_processes(cores: int) -> float:
     try:
         return os.getloadavg()[0] / cores
     except OSError:

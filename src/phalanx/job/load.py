@@ -204,7 +204,7 @@ def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, s
     if sequence is None or any(batch[name] is None for name in given):
         return
     if len(given) == 2:
-        _agree(draft, batch, sequence)
+        _check_batch(draft, batch, sequence)
     elif given == ["global_tokens"]:
         _sequences_from_tokens(draft, batch, sequence)
     else:
@@ -254,7 +254,7 @@ def round_batch(wanted: float) -> int:
     return max(1, round(wanted))
 
 
-def _agree(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
+def _check_batch(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
     tokens, sequences = batch["global_tokens"], batch["global_sequences"]
     if tokens != sequences * sequence:
         draft.complain(

@@ -186,7 +186,11 @@ def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
     for one in found:
         by_model = _picked_lines(one) if modelled else []
         by_fit = (
-            [_seconds(one.fitted_s), _span_text(one.fitted_interval_s), _gigabytes_text(one.fitted_bus_bytes_per_s)]
+            [
+                _seconds_text(one.fitted_s),
+                _span_text(one.fitted_interval_s),
+                _gigabytes_text(one.fitted_bus_bytes_per_s),
+            ]
             if fitted
             else []
         )
@@ -204,7 +208,7 @@ def _picked_lines(one: CollectiveAnswer) -> list[str]:
     )
     return [
         f"{first.algorithm} {first.protocol}",
-        _seconds(one.expected_s),
+        _seconds_text(one.expected_s),
         _span_text(one.expected_interval_s),
         _gigabytes_text(one.bus_bytes_per_s),
         then,
@@ -237,5 +241,5 @@ def _gigabytes_text(rate: float | None) -> str:
     return NONE if not rate else f"{rate / 1e9:,.4g}"
 
 
-def _seconds(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     return NONE if value is None else format_seconds(value)

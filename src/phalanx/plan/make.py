@@ -151,7 +151,7 @@ def _make_plan(
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
         schema=SCHEMA,
-        version=_version(),
+        version=_own_version(),
         job=job,
         cluster=cluster,
         layout=layout,
@@ -322,7 +322,7 @@ def _host_memory(request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     return (Problem(where=request.cluster.name, what=what, fix="use more hosts"),)
 
 
-def _version() -> str:
+def _own_version() -> str:
     try:
         return version("phalanx")
     except PackageNotFoundError:

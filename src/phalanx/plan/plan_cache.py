@@ -73,11 +73,13 @@ def _inputs_digest(resolved: ResolvedJob, cluster: Cluster) -> str:
     """Of everything a plan depends on; origins too, since warnings name the lines of the file."""
     origins = {key: [one.kind, one.where] for key, one in resolved.origins.items()}
     warned = [problem.render() for problem in resolved.warnings]
-    statement = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
+    statement = json.dumps(
+        [json_values(resolved.job), json_values(cluster), origins, warned, _planner_files()], sort_keys=True
+    )
     return hashlib.sha256(statement.encode()).hexdigest()[:40]
 
 
-def _code() -> list[tuple[str, int, int]]:
+def _planner_files() -> list[tuple[str, int, int]]:
     """Every file of the planner with its size and time, so that a changed planner plans again."""
     root = Path(str(resources.files("phalanx")))
     files = sorted(path for part in PARTS for path in (root / part).rglob("*") if path.suffix in _COUNTED)

@@ -41,16 +41,16 @@ class Space:
 
     def grids(self) -> Iterator[Grid]:
         """All legal layouts."""
-        legal = self._legal()
+        legal = self._legal_parts()
         depths = self.base["pp"][self.of_expert.max(axis=0, initial=NO_ROW)]
         for columns in group_alike(legal):
             for rest in _by_depth(columns, depths[columns]):
                 used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
                 step = max(1, GRID_CELLS // math.prod(one.size for one in used))
                 for start in range(0, rest.size, step):
-                    yield self._grid(used, rest[start : start + step], legal)
+                    yield self._make_grid(used, rest[start : start + step], legal)
 
-    def _legal(self) -> tuple[Bools, Bools, Bools, Bools]:
+    def _legal_parts(self) -> tuple[Bools, Bools, Bools, Bools]:
         """Where each way to share, to recompute, to split the sequence and the experts is legal: [way, rest].
 
         No rule looks at two of them at once, so that what is legal is a product.
@@ -69,7 +69,7 @@ class Space:
             self.of_expert != NO_ROW,
         )
 
-    def _grid(self, used: list[Ints], rest: Ints, legal: tuple[Bools, ...]) -> Grid:
+    def _make_grid(self, used: list[Ints], rest: Ints, legal: tuple[Bools, ...]) -> Grid:
         share, recompute, split, expert = (one[np.ix_(ways, rest)] for one, ways in zip(legal, used, strict=True))
         choice, base = self.product[np.ix_(*used[:3])], self.of_expert[np.ix_(used[3], rest)]
         columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}

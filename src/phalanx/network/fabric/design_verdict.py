@@ -153,12 +153,12 @@ def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
 def _role_choices(
     full: Sequence[_Priced], priced: Sequence[_Priced], steps_s: Mapping[Fabric, float] | None
 ) -> list[tuple[str, _Priced | None]]:
-    pick = _least_of(full, _total)
+    pick = _least_of(full, _total_usd)
     assert pick is not None
     box, kind = pick[0].fabric.switch.box, pick[0].fabric.switch.kind
 
     def of(ratio: float) -> _Priced | None:
-        return _least_of([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
+        return _least_of([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total_usd)
 
     # The first role of a design is the one it is told by.
     quickest = _least_of(full, lambda one: one[1].step_s or math.inf) if steps_s else None
@@ -168,15 +168,15 @@ def _role_choices(
         ("full bisection", of(1.0)),
         ("2:1", of(2.0)),
         ("4:1", of(4.0)),
-        (OTHER_KIND[kind], _least_of([one for one in full if one[0].fabric.switch.kind != kind], _total)),
-        ("best of another box", _least_of([one for one in full if one[0].fabric.switch.box != box], _total)),
-        ("one plane", _least_of([one for one in full if one[0].fabric.planes == 1], _total)),
+        (OTHER_KIND[kind], _least_of([one for one in full if one[0].fabric.switch.kind != kind], _total_usd)),
+        ("best of another box", _least_of([one for one in full if one[0].fabric.switch.box != box], _total_usd)),
+        ("one plane", _least_of([one for one in full if one[0].fabric.planes == 1], _total_usd)),
         ("least to buy", _least_of(full, lambda one: one[1].usd)),
         ("least power", _least_of(full, lambda one: one[1].power_usd_per_year)),
     ]
 
 
-def _total(one: _Priced) -> float:
+def _total_usd(one: _Priced) -> float:
     return one[1].total_usd
 
 

@@ -302,12 +302,12 @@ def total_at_stake(report: CheckReport) -> Impact:
     is dearer.
     """
     bad = [one for one in report.findings if one.verdict == "fail"]
-    points, usd = (_summed(bad, name) for name in ("points", "usd"))
+    points, usd = (_summed_cost(bad, name) for name in ("points", "usd"))
     most = report.usd if report.usd is not None else math.inf
     return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
 
 
-def _summed(findings: Sequence[Finding], name: str) -> float | None:
+def _summed_cost(findings: Sequence[Finding], name: str) -> float | None:
     by_failures = whole = 0.0
     parts: dict[object, float] = {}
     costs = [(one, getattr(one.outcome.impact, name)) for one in findings]

@@ -47,7 +47,7 @@ def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
     lines = _headline_lines(plan, made)
     for title, body in sections:
         if body:
-            lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
+            lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap_line(line))]
     return "\n".join(lines)
 
 
@@ -60,7 +60,7 @@ def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
         f"  effective training time {e.mean:.2%}{_ranges_text(e, sites.effective if sites else None, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}"
         f"{_ranges_text(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
-        *(f"  {part}" for part in _wrap(_meaning_text(plan, made))),
+        *(f"  {part}" for part in _wrap_line(_meaning_text(plan, made))),
         f"  network {_network_text(made)}",
     ]
 
@@ -274,7 +274,7 @@ def _lever_lines(made: Forecast) -> list[str]:
     return [*text_table(rows, right=(1, 2, 3)), "the same failures with one change; worth at the median price"]
 
 
-def _wrap(text: str) -> list[str]:
+def _wrap_line(text: str) -> list[str]:
     if text.startswith(" ") or "  " in text:  # a table
         return [text]
     return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

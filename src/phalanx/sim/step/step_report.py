@@ -82,10 +82,10 @@ class SimulatedStep:
 
 def step_report(plan: Plan, fabric: Fabric | None, transport: PathTransport | None = None) -> SimulatedStep:
     """The plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
-    return _report(ask_plan(plan), fabric, transport or PathTransport())
+    return _simulated_step(ask_plan(plan), fabric, transport or PathTransport())
 
 
-def _report(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
+def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)

@@ -143,11 +143,11 @@ def _reason_lines(report: SimulatedStep) -> list[str]:
 
 def _moves_text(line: Line, least_s: float) -> str:
     moved = {"order": line.order_s, "network": line.network_s}
-    return ", ".join(f"{name} {_signed_seconds(seconds)}" for name, seconds in moved.items() if abs(seconds) >= least_s)
-
-
-def _signed_seconds(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+    return ", ".join(
+        f"{name} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+        for name, seconds in moved.items()
+        if abs(seconds) >= least_s
+    )
 
 
 def break_text(kind: str, found: Sequence[Aftermath]) -> str:
