@@ -28,7 +28,7 @@ def show_decisions(one: Decisions, *, width: int | None = None) -> str:
 
 def _planes_text(one: Decisions, width: int | None) -> str:
     head = (
-        "planes", "switch", "up", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
+        "planes", "switch", "uplinks", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
         "optics per host", "near", "NIC link", "T0-T1",
     )  # fmt: skip
     rows = [_plane_row(row, f"  {row.planes}") for row in one.planes]

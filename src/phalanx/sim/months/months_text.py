@@ -205,7 +205,7 @@ def _loss_lines(plan: Plan, made: Forecast) -> list[str]:
             (
                 one.on_loss,
                 f"{one.effective.mean:.2%}",
-                format_seconds(one.lost_s),
+                format_seconds(one.lost_s) if one.lost_s else "-",
                 format_count(one.lost_tokens),
                 chosen,
             )
