@@ -45,9 +45,12 @@ def columns_text(found: list[dict[str, Any]]) -> str:
         ("over time", [one["bars"] for one in found]),
         ("done, mean", [_time_text(one["mean_s"]) for one in found]),
         ("done, 99 %", [_time_text(one["p99_s"]) for one in found]),
-        ("done, last", [_last_time(one) for one in found]),
+        ("done, last", [_finish_text(one, "tail_s") for one in found]),
         ("without failure", [_time_text(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
-        ("delay, at most", [_later_text(one) for one in found] if first["failed"] else []),
+        (
+            "delay, at most",
+            [_finish_text(one, "later_s", less_s=one["healthy_tail_s"]) for one in found] if first["failed"] else [],
+        ),
         ("packets lost", [f"{one['lost']:,}" for one in found]),
         ("flows affected", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
         ("victim gets", [_victim_text(one) for one in found] if "victim_share" in first else []),
@@ -76,7 +79,7 @@ def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
     whole_cells = [_time_text(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
     rows = [("no failure", whole_cells + [_part_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
     for name, found in done.items():
-        cells = [_last_time(one) for one in found] + [f"{one['lost']:,}" for one in found]
+        cells = [_finish_text(one, "tail_s") for one in found] + [f"{one['lost']:,}" for one in found]
         rows.append((name, cells + [_part_of(one["touched_flows"], one["flows"]) for one in found]))
     whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
     table = _cell_table([("", names * len(groups)), *whole])
@@ -95,15 +98,8 @@ def _cell_table(rows: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def _head_line(one: dict[str, Any], *, broken: bool = True) -> str:
-    size, total = format_bytes(one["bytes_per_flow"]), format_bytes(one["bytes_total"])
-    flows = f"{plural(one['flows'], 'flow')} of {size}, {total} in all"
-    head = f"{one['fabric']}: {one['traffic']}, {flows}, {one['engine']} engine"
-    if not broken:
-        return head
-    how = f"losing {one['loss']:.2%}" if one["loss"] else f"at {one['left']:.0%}"
-    denied = f"; denied: {', '.join(one['denied'])}" if one["denied"] else ""
-    what = f"{', '.join(one['failed'])} {how}" if one["failed"] else "nothing"
-    return f"{head}\n  failed: {what}{denied}"
+    head = f"{_flow_head(one)}, {one['engine']} engine"
+    return f"{head}\n  failed: {_broken_text(one)}" if broken else head
 
 
 def job_hint(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
@@ -120,21 +116,13 @@ def _time_text(value: float | None, none: str = "-") -> str:
     return "never" if math.isinf(value) else "-" if math.isnan(value) else format_seconds(value)
 
 
-def _last_time(one: dict[str, Any]) -> str:
+def _finish_text(one: dict[str, Any], key: str, *, less_s: float = 0.0) -> str:
     """When all was done; packets stop being simulated some time after the last failure is over."""
-    if math.isinf(one["tail_s"]) and one["stopped"]:
+    if math.isinf(one[key]) and one["stopped"]:
         return "-"
-    if math.isinf(one["tail_s"]) and "simulated_s" in one:
-        return f">{format_seconds(one['simulated_s'])}"
-    return _time_text(one["tail_s"])
-
-
-def _later_text(one: dict[str, Any]) -> str:
-    if math.isinf(one["later_s"]) and one["stopped"]:
-        return "-"
-    if math.isinf(one["later_s"]) and "simulated_s" in one:
-        return f">{format_seconds(one['simulated_s'] - one['healthy_tail_s'])}"
-    return _time_text(one["later_s"])
+    if math.isinf(one[key]) and "simulated_s" in one:
+        return f">{format_seconds(one['simulated_s'] - less_s)}"
+    return _time_text(one[key])
 
 
 def _gbps_text(value: float | None) -> str:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from phalanx.hardware.probe import usual_path
 from phalanx.hardware.types import Machine
 from phalanx.io.codec import from_json_values, json_text
 from phalanx.io.files import read_bounded, replace_text
+from phalanx.io.packages import installed_version
 from phalanx.units import plural
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
@@ -71,12 +71,7 @@ class TimedLayout:
 
 def machine_identity(machine: Machine) -> dict[str, object]:
     """What must be the same for a measurement to hold."""
-    known = {}
-    for name in ("torch", "phalanx"):
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            known[name] = ""
+    known = {name: installed_version(name) for name in ("torch", "phalanx")}
     return {"processor": machine.cpu_model, "cores": machine.usable_cores, **known}
 
 

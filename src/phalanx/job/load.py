@@ -100,7 +100,9 @@ def _build_job(draft: Draft) -> Job:
     sections = {name: _table_values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
     _fill_fixed(draft, sections["parallel"])
     _fill_sequence(draft, sections["data"], preset, max_positions=model.max_positions)
-    _fill_tokens(draft, sections["data"], preset)
+    if "tokens" not in sections["data"] and preset is not None and "tokens" in preset.train:
+        sections["data"]["tokens"] = preset.train["tokens"]
+        draft.origins["data.tokens"] = _preset_origin(preset)
     _fill_batch(draft, sections["batch"], preset, sequence=sections["data"].get("sequence"))
     example = 'ramp = [{ until_tokens = "100B", global_tokens = "4M" }]'
     _fill_list(draft, sections["batch"], "batch.ramp", RampStage, example=example)
@@ -173,12 +175,6 @@ def _fill_sequence(draft: Draft, data: dict[str, Any], preset: Preset | None, *,
         draft.origins["data.sequence"] = Origin(kind="derived", where="model.max_positions")
     else:
         data["sequence"] = Data().sequence
-
-
-def _fill_tokens(draft: Draft, data: dict[str, Any], preset: Preset | None) -> None:
-    if "tokens" not in data and preset is not None and "tokens" in preset.train:
-        data["tokens"] = preset.train["tokens"]
-        draft.origins["data.tokens"] = _preset_origin(preset)
 
 
 def _preset_origin(preset: Preset) -> Origin:

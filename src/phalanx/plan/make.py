@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cpu_steps import CpuStep, cpu_times
 from phalanx.hardware.types import Cluster
+from phalanx.io.packages import installed_version
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.auto_settings import compression_pays
@@ -151,7 +151,7 @@ def _make_plan(
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
         schema=SCHEMA,
-        version=_own_version(),
+        version=installed_version("phalanx") or "unknown",
         job=job,
         cluster=cluster,
         layout=layout,
@@ -320,13 +320,6 @@ def _host_memory(request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
         return ()
     what = f"offloaded {layout.offload} state of {state / 1e12:.1f} TB does not fit the hosts' {room / 1e12:.1f} TB"
     return (Problem(where=request.cluster.name, what=what, fix="use more hosts"),)
-
-
-def _own_version() -> str:
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 # Plan for this machine's own cores, and time the layout that is chosen before the plan is shown.

@@ -48,7 +48,8 @@ def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             replace_text(path, found.to_json())
-            _drop_oldest(folder)
+            for old in sorted(folder.glob("*.json"), key=lambda one: one.stat().st_mtime)[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
     return found
 
 
@@ -87,10 +88,3 @@ def _planner_files() -> list[tuple[str, int, int]]:
 
 
 _COUNTED = (".py", ".csv", ".json", ".toml")
-
-
-def _drop_oldest(folder: Path) -> None:
-    """Drop the oldest beyond MOST_KEPT."""
-    known = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in known[:-MOST_KEPT]:
-        path.unlink(missing_ok=True)

@@ -35,7 +35,9 @@ def find_contradictions(plan: Plan) -> Iterator[str]:
     yield from _size_conflicts(plan)
     yield from _memory_conflicts(plan)
     yield from _reliability_conflicts(plan)
-    yield from _duration_conflicts(plan)
+    wall_s, training_s = plan.duration.wall_s, plan.duration.training_s
+    if wall_s < training_s:
+        yield f"duration.wall_s is {wall_s:.4g} s, shorter than its training_s of {training_s:.4g} s"
 
 
 def _nan_values(value: Any, name: str) -> Iterator[str]:
@@ -104,12 +106,6 @@ def _reliability_conflicts(plan: Plan) -> Iterator[str]:
     statement = effective_time(known.blocking_s, known.interval_s, known.mtbf_s, lost_s=known.lost_s)
     if not _nearly_equal(statement, known.effective_time):
         yield f"reliability.effective_time is {known.effective_time:.4g}, and its own parts give {statement:.4g}"
-
-
-def _duration_conflicts(plan: Plan) -> Iterator[str]:
-    wall_s, training_s = plan.duration.wall_s, plan.duration.training_s
-    if wall_s < training_s:
-        yield f"duration.wall_s is {wall_s:.4g} s, shorter than its training_s of {training_s:.4g} s"
 
 
 def _nearly_equal(one: float, other: float, *, or_none: bool = False) -> bool:

@@ -112,18 +112,12 @@ def _clos_fabrics(wish: DesignRequest) -> Iterator[Fabric]:
     ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
     for switch, planes in _port_configurations(wish):
         for ratio in ratios:
-            for rails in _rail_choices(wish):
+            for rails in (wish.rails,) if wish.rails is not None else [one for one in RAILS if wish.gpus % one == 0]:
                 fabric = _smallest_fabric(
                     wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails)
                 )
                 if fabric is not None:
                     yield fabric
-
-
-def _rail_choices(wish: DesignRequest) -> tuple[int, ...]:
-    if wish.rails is not None:
-        return (wish.rails,)
-    return tuple(one for one in RAILS if wish.gpus % one == 0)
 
 
 def _smallest_fabric(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:

@@ -217,7 +217,18 @@ def _make_economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]
 # The choice among designs as a paragraph and a small table.
 
 
-_HEAD = ("   choice", "switch", "planes", "tiers", "uplinks", "rails", "to buy", "per GPU", "MW", "GPU-hours lost a day")
+_HEAD = (
+    "   choice",
+    "switch",
+    "planes",
+    "tiers",
+    "uplinks",
+    "rails",
+    "to buy",
+    "per GPU",
+    "MW",
+    "GPU-hours lost a day",
+)
 
 
 def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:

@@ -32,7 +32,9 @@ def _judge_levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limi
     statement = f"mean utilization {value:.0%}: reported, not judged"
     # NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level.
     if not all(one.endswith("-sm") for one in monitor.utilization_sources) or limits.number("mean") <= NOT_JUDGED:
-        return (exempt(f"{statement} ({_low_reason(evidence, monitor)})"),)
+        shared = "ranks that share cores cannot all be busy"
+        other = f"no published level for {', '.join(monitor.utilization_sources)}"
+        return (exempt(f"{statement} ({shared if evidence.profile.name == 'cpu-gloo' else other})"),)
     if wall_s(log) < limits.number("least_wall_s"):
         return (exempt(f"{statement} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
     return (_judge_mean(evidence, value, limits.number("mean")), _judge_hour(evidence, monitor, limits.number("hour")))
@@ -105,12 +107,6 @@ def _judge_hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outc
         impact=evidence.loses_once(HOUR_S * (1 - value), "devices without work in that hour"),
         fix="look at that hour in phalanx web: data, checkpoints, or a recovery that did not end",
     )
-
-
-def _low_reason(evidence: Evidence, monitor: MonitorFacts) -> str:
-    if evidence.profile.name == "cpu-gloo":
-        return "ranks that share cores cannot all be busy"
-    return f"no published level for {', '.join(monitor.utilization_sources)}"
 
 
 RULE = Rule(

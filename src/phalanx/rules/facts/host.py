@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
 from phalanx.io.files import free_bytes
+from phalanx.io.packages import installed_version
 from phalanx.record.provenance import redact
 
 
@@ -73,13 +73,7 @@ def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path()
 
 def installed_packages(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Versions, read from the package metadata: nothing is imported."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in names if (found := installed_version(name))}
 
 
 def collective_variables(environ: Mapping[str, str]) -> dict[str, str]:

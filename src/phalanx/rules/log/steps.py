@@ -289,7 +289,8 @@ class NoiseSteps:
         errors = [means.error for means in self._means if means.compared]
         return NoiseFacts(
             count=self._count,
-            gap_steps=_whole_steps(self._gaps.quantile(0.99)),
+            # Steps are whole: a bin of the histogram is not.
+            gap_steps=None if (gap := self._gaps.quantile(0.99)) is None else float(round(gap)),
             last=self._last,
             growth=self._last / early if early and self._last is not None else None,
             has_parts=self._parts > 0,
@@ -338,8 +339,3 @@ class Means:
             trace = self._decay * trace + (1 - self._decay) * parts[0] / usual
             squared = self._decay * squared + (1 - self._decay) * parts[1] / usual
         self._state = (trace, squared, sized)
-
-
-def _whole_steps(steps: float | None) -> float | None:
-    """Steps are whole: a bin of the histogram is not."""
-    return None if steps is None else float(round(steps))
