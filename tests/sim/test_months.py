@@ -81,7 +81,7 @@ def scripted(monkeypatch, policy, *failures, days=1.0):
     gaps = [late - early for early, late in itertools.pairwise([0.0, *(second for second, _ in failures)])]
     by_name = {one.name: one for one in policy.mix}
     script = [*zip(gaps, [by_name[name] for _, name in failures], strict=True), (math.inf, SOFTWARE)]
-    monkeypatch.setattr(run_module, "arrivals", lambda *_, **__: iter(script))
+    monkeypatch.setattr(run_module, "failure_arrivals", lambda *_, **__: iter(script))
     return simulate_run(policy, days=days, random=np.random.default_rng(0))
 
 

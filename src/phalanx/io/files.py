@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    temporary = path.parent / f".phalanx-{secrets.token_hex(8)}.tmp"  # short: the name itself may be of full length
+    temporary = path.parent / f".phalanx-{os.urandom(8).hex()}.tmp"  # short: the name itself may be of full length
     try:
         with temporary.open("xb") as stream:  # with the mode the umask gives, which tempfile.mkstemp does not
             if mode is not None:
