@@ -217,9 +217,9 @@ def main() -> None:
     if args.write and logs is not None:
         write(profile, scales(fitting, profile))
         from phalanx.plan.physics import shipped_table
-        from phalanx.plan.prediction import _table
+        from phalanx.plan.prediction import _uncertainty_table
 
-        for kept in (shipped_table, shipped_profiles, _table):
+        for kept in (shipped_table, shipped_profiles, _uncertainty_table):
             kept.cache_clear()
         profile = shipped_profiles()["phalanx"]
     page = report(members, profile)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+from math import isqrt
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
@@ -23,6 +25,17 @@ def parse_count(text: str) -> float:
         raise ValueError(f"{text!r} is not a number such as 512, 8B or 15T")
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match.group(2).lower()]
     return float(match.group(1).replace("_", "")) * scale
+
+
+@cache
+def all_divisors(number: int) -> tuple[int, ...]:
+    """Divisors in order; for numbers above 1e10 only those that have a partner below 1e5.
+
+    >>> all_divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [size for size in range(1, min(isqrt(number), 100_000) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def plural(count: float, noun: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tiny_dataset import write_dataset
 
-from phalanx.api.drills import DrillCall, _shrink, keep_record
+from phalanx.api.drills import DrillCall, _shrink_faults, keep_record
 from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.hardware.cluster import resolve_cluster
@@ -176,7 +176,7 @@ def test_a_failing_schedule_is_made_small_and_printed_as_a_command(
     monkeypatch.setattr(perform, "perform_drill", fake)
     scene = perform.DrillSettings(plan=None, runs=Path(), hosts=1, spares=0, environ={}, minutes=30.0)  # type: ignore[arg-type]
     call = DrillCall(job="job.toml", spares=2, tell=note)
-    _shrink(call, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
+    _shrink_faults(call, scene, faults, SimpleNamespace(numbers=SimpleNamespace(wall_s=60.0)))  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines() == [
         "looking for the smallest schedule that fails, for up to 120 s",
         "2 of 40 faults are enough:",

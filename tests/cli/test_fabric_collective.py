@@ -24,7 +24,7 @@ def test_one_size_lists_every_pair_with_the_pick_first(capsys: pytest.CaptureFix
     assert "*  NVLSTree   Simple" in out
     assert out.count("LL128") == 2
     assert "64 MiB takes 752 µs by links and NICs (80% of systems: 594 µs to 2.93 ms; 177.1 GB/s busbw)" in out
-    assert "The range holds 80 % of systems" in out
+    assert "The range covers 80 % of systems" in out
     assert err == ""
 
 
@@ -63,7 +63,7 @@ def test_other_devices_and_all_to_all_have_only_the_fit(tmp_path: Path, capsys: 
     assert "algorithm" not in out
     assert "1 GiB takes" in out
     out, _ = call(capsys, "8xH100:8", "--kind", "alltoall", "--bytes", "1MiB", "--fit", str(path))
-    assert "fits speak from 16 MiB on" in out
+    assert "the fit holds from 16 MiB on" in out
 
 
 def test_a_log_of_another_collective_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_nics_hosts_and_switches_change_the_time(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["H100:1"], "one rank has nobody to talk to"),
+        (["H100:1"], "one rank needs no collective"),
         (["8xH100", "--kind", "all-redoce"], "use all-reduce"),
         (["8xH100", "--kind", "all-to-all"], "it is sends and receives"),
         (["8xH100", "--bytes", "0"], "--bytes: a message of 0 bytes"),

@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 
 def test_one_of_each_kind(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabric_design, "_step", lambda _, fabric: row(fabric))
+    monkeypatch.setattr(fabric_design, "_job_step", lambda _, fabric: row(fabric))
     made = job_steps(plan, FOUND, Prices(), note)
     kinds = [(nominal_ratio(one), one.rails, one.planes == 1) for one in made.steps_s]
     assert len(set(kinds)) == len(kinds) == 12
@@ -52,7 +52,7 @@ def test_ctrl_c_keeps_what_is_finished(
         done.append(fabric)
         return row(fabric)
 
-    monkeypatch.setattr(fabric_design, "_step", step)
+    monkeypatch.setattr(fabric_design, "_job_step", step)
     made = job_steps(plan, FOUND, Prices(), note)
     assert made.interrupted
     assert list(made.steps_s) == done
@@ -70,12 +70,12 @@ def test_a_design_the_engine_refuses_is_left_out(plan: Plan, monkeypatch: pytest
             raise mistake("x", "too large")
         return row(fabric)
 
-    monkeypatch.setattr(fabric_design, "_step", step)
+    monkeypatch.setattr(fabric_design, "_job_step", step)
     assert all(one.planes > 1 for one in job_steps(plan, FOUND, Prices(), note).steps_s)
 
     def never(_: Plan, fabric: Fabric) -> JobStep:
         raise mistake("x", f"{fabric.name} is too large")
 
-    monkeypatch.setattr(fabric_design, "_step", never)
+    monkeypatch.setattr(fabric_design, "_job_step", never)
     with pytest.raises(UserError, match="is too large"):
         job_steps(plan, FOUND, Prices(), note)

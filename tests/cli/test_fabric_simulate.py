@@ -33,7 +33,7 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_text_names_rates_times_and_stalled_flows(capsys: pytest.CaptureFixture[str]) -> None:
     out = call(capsys, "simulate", "clos2:64x800G/8p/16", "--fail", "transceiver:3")
     assert "permutation, 64 flows of 2.00 MB, 128 MB in all" in out
-    assert "broken: transceiver:3 at 0%" in out
+    assert "failed: transceiver:3 at 0%" in out
     assert "last never" in out
     assert "2 flows without a working path" in out
 
@@ -174,7 +174,7 @@ def test_scenarios_are_one_table_or_a_line_each(capsys: pytest.CaptureFixture[st
     fabric = "clos2:64x800G/8p/16/wide"
     text = call(capsys, "simulate", fabric, "--scenario", "t1-reboot")
     assert "t1-reboot: a T1 switch stops" in text
-    assert "broken: t1:0/0@50us at 0%" in text
+    assert "failed: t1:0/0@50us at 0%" in text
     assert "time to recover" in text
     assert "█" in text
     assert "phalanx sim JOB --fabric clos2:64x800G/8p/16/wide --break t1" in text

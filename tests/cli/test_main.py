@@ -79,8 +79,8 @@ def test_wrong_calls(capsys: pytest.CaptureFixture[str], arguments: list[str], m
 
 def verb_that(monkeypatch: pytest.MonkeyPatch, action: object) -> None:
     module = ModuleType("fake_verb")
-    module.configure = lambda parser: None  # type: ignore[attr-defined]
-    module.run = action  # type: ignore[attr-defined]
+    module.configure_parser = lambda parser: None  # type: ignore[attr-defined]
+    module.run_command = action  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_verb", module)
     monkeypatch.setitem(cli.VERBS, "fake", ("fake_verb", "", "a verb of the test"))
 
@@ -123,8 +123,8 @@ import sys
 from phalanx.cli import main as cli
 from types import ModuleType
 module = ModuleType("fake_verb")
-module.configure = lambda parser: None
-module.run = lambda args: print("x" * 10_000_000) or 0
+module.configure_parser = lambda parser: None
+module.run_command = lambda args: print("x" * 10_000_000) or 0
 sys.modules["fake_verb"] = module
 cli.VERBS["fake"] = ("fake_verb", "", "")
 sys.exit(cli.main(["fake"]))

@@ -15,7 +15,7 @@ from phalanx.errors import UserError
 
 def parser_of(verb: str) -> Parser:
     parser = Parser(prog=f"phalanx {verb}")
-    import_module(VERBS[verb][0]).configure(parser)
+    import_module(VERBS[verb][0]).configure_parser(parser)
     return parser
 
 

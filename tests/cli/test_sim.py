@@ -78,7 +78,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
     assert high / low < 1.2 * luck
     own = ("--set", "fault.detect_s=20", "--set", "fault.restart_s=200")
     assert found(*own)["sites"] is None
-    assert "are your own, so the ranges show run-to-run luck only" in " ".join(page(*own).split())
+    assert "are your own, so the ranges show run-to-run variation only" in " ".join(page(*own).split())
     text = JOB.replace("failures_per_host_day = 0.5", "detect_s = 30")
     (tmp_path / "job.toml").write_text(text)
     anyone = found()
@@ -89,7 +89,7 @@ def test_the_range_of_sites_and_its_luck_are_told_apart(job, tmp_path, capsys):
     assert low < anyone["effective"]["mean"] < high
     out = page()
     assert out.count("(80% of sites: ") == 2
-    assert out.count("; of which run-to-run luck: ") == 2
+    assert out.count("; of which run-to-run variation: ") == 2
     cluster = tmp_path / "own.toml"
     cluster.write_text(
         'name = "own"\naccelerator = "H100"\ndomain_devices = 8\ndomains = 64\nfailures_per_host_day = 0.004\n'

@@ -77,7 +77,7 @@ def test_mistakes(job, options, message, capsys):
 
 
 def test_a_missing_part_is_told_before_anything_is_simulated(job, capsys, monkeypatch):
-    monkeypatch.setattr(report, "_report", None)
+    monkeypatch.setattr(report, "_simulated_step", None)
     assert main(["sim", job, "--break", "t1"]) == 2
     assert "non-blocking has one tier" in capsys.readouterr().err
 

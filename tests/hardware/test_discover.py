@@ -98,9 +98,7 @@ def test_a_gpu_nobody_can_ask_is_a_note(two_sockets: Path) -> None:
     )
     machine = discover(root=two_sockets, environ={})
     if not machine.gpus:  # this test may itself run where NVML works
-        expected = (
-            "1 NVIDIA GPU(s) on PCIe cannot be asked: install the driver and pip install nvidia-ml-py to see them"
-        )
+        expected = "1 NVIDIA GPU on PCIe cannot be queried: install the driver and pip install nvidia-ml-py to see them"
         assert expected in machine.notes
 
 

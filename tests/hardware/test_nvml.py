@@ -105,7 +105,7 @@ def test_visible_devices_are_respected() -> None:
 
 
 def test_nvidia_smi_stands_in_when_pynvml_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.hardware.nvml._load", lambda: None)
+    monkeypatch.setattr("phalanx.hardware.nvml._load_library", lambda: None)
     line = "0, GPU-ab, NVIDIA H200, 143771, 00000000:1B:00.0, 5, 16\n"
     view = see_gpus(ask=lambda: line)
     assert (view.gpus[0].name, view.gpus[0].nvlinks, view.gpus[0].memory_bytes) == ("NVIDIA H200", -1, 143771 << 20)

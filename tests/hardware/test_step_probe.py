@@ -88,10 +88,10 @@ def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:
 
 def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, _ = worker
-    monkeypatch.setattr(step_probe, "_load", lambda cores: 8.0)
+    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 8.0)
     assert "busy (8.0 processes per core)" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
-    monkeypatch.setattr(step_probe, "_load", lambda cores: 0.5)
+    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 0.5)
     assert measure("local", environ, told)
     assert measure("local", environ, told) == []
 
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.Monk
     def interrupted(one):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step_probe, "_sample", interrupted)
+    monkeypatch.setattr(step_probe, "_read_sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measure("local", environ, told)
     with pytest.raises(ProcessLookupError):
@@ -138,6 +138,31 @@ def test_a_plan_uses_what_was_measured(worker, monkeypatch: pytest.MonkeyPatch) 
     assert made.prediction.step_s != other.prediction.step_s
     assert made.prediction.step_s_low < made.prediction.step_s < made.prediction.step_s_high
     assert sum(made.prediction.breakdown_s.values()) == pytest.approx(made.prediction.step_s)
+
+
+def test_the_fit_is_kept_and_made_again_when_it_no_longer_belongs_to_the_measurement(worker, monkeypatch) -> None:
+    environ, told, _ = worker
+    measure("local", environ, told)
+    fits, fit = [], step_probe.fit_rates
+    monkeypatch.setattr(step_probe, "fit_rates", lambda *given, **more: fits.append(given) or fit(*given, **more))
+
+    def rates():
+        return step_probe.measured_rates(discover(), environ)[0]
+
+    first = rates()
+    assert rates() == first  # to the last bit
+    assert len(fits) == 1
+    steps = step_probe.steps_path(discover(), environ)
+    kept = steps.with_name(steps.name.replace(".steps.", ".rates."))
+    for damaged in ("{", "[]", kept.read_text().replace('"cores"', '"cars"')):
+        kept.write_text(damaged)
+        assert rates() == first
+    assert len(fits) == 4
+    steps.write_text(steps.read_text().replace('"seconds": 0.5', '"seconds": 0.7'))
+    second = rates()
+    assert second != first
+    assert rates() == second
+    assert len(fits) == 5
 
 
 def test_the_chosen_layout_is_timed_once_and_the_prediction_passes_through_it(worker) -> None:
@@ -184,5 +209,5 @@ def test_the_worker_times_a_plan_with_fewer_micro_batches() -> None:
     sets += ["model.ffn=64", "data.sequence=32", "batch.global_tokens=1024"]
     made = make_plan(load(FIRST_RUN, overrides=sets), resolve_cluster("local-cpu:2"))
     assert made.layout.accumulation > 2
-    (found,) = step_probe._run_worker(["--plan", "2", "2"], step_probe._seconds, os.environ, made.to_json())
+    (found,) = step_probe._run_worker(["--plan", "2", "2"], step_probe._read_seconds, os.environ, made.to_json())
     assert found["seconds"] > 0

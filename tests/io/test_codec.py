@@ -10,20 +10,19 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 import pytest
-from msgspec import Meta
 
 from phalanx.errors import MOST_UNKNOWN, UserError
-from phalanx.io.codec import from_json_values, from_message, json_text, json_values
+from phalanx.io.codec import Bounds, from_json_values, from_message, json_text, json_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
     JSON_PROPERTIES: ClassVar = ("bits",)
 
-    name: Annotated[str, Meta(max_length=4)]
-    nbytes: Annotated[int, Meta(ge=1)]
+    name: Annotated[str, Bounds(max_length=4)]
+    nbytes: Annotated[int, Bounds(ge=1)]
     seconds: float = math.inf  # until it fails
-    shares: tuple[Annotated[float, Meta(gt=0, le=1)], ...] = ()
+    shares: tuple[Annotated[float, Bounds(gt=0, le=1)], ...] = ()
     by_rank: dict[int, str] = field(default_factory=dict)
 
     @property

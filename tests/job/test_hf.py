@@ -78,6 +78,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-05,
         "rope_theta": 10000.0,
+        "sliding_window": 4096,
         "vocab_size": 32000,
     },
     "qwen3-8b": {
@@ -90,6 +91,8 @@ CONFIGS: dict[str, dict[str, object]] = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
         "vocab_size": 151936,
     },
     "qwen3-30b-a3b": {

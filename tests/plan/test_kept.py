@@ -45,7 +45,7 @@ def test_another_job_cluster_or_planner_is_planned_anew(asked, monkeypatch: pyte
     request()
     assert request("batch.global_sequences=128").job.batch.global_sequences == 128
     assert request(spec="8xH100:4").layout.devices == 32
-    monkeypatch.setattr(kept, "_code", lambda: [("plan/step.py", 1, 2)])
+    monkeypatch.setattr(kept, "_planner_files", lambda: [("plan/step.py", 1, 2)])
     request()
     assert len(searches) == 4
 

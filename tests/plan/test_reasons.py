@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.plan.reasons import PARTS, _faster, crossing_point, explain_alternative, slowest_part
+from phalanx.plan.reasons import PARTS, _why_not_taken, crossing_point, explain_alternative, slowest_part
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import search_layouts
 
@@ -78,5 +78,5 @@ def test_the_head_is_compared_together_with_the_other_matrix_products(make_ask):
 
 def test_a_faster_layout_at_the_edge_of_memory_says_that_this_is_why(make_ask):
     request = make_ask(cluster="8xH100:4")
-    reason, _ = _faster(request, search_layouts(request).best.layout, (0.8, 0.99))
+    reason, _ = _why_not_taken(request, search_layouts(request).best.layout, (0.8, 0.99))
     assert reason == "fills 99.0% of the usable memory, too close to the limit"

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from phalanx.plan.space import (
     build_space,
     device_splits,
-    divisors,
     expert_sizes,
     micro_batches,
     possible_schedules,
     tensor_sizes,
 )
+from phalanx.units import all_divisors
 
 
 def layouts(space, every=1):
@@ -26,7 +26,7 @@ def legal_cells(grid):
 
 @given(st.integers(1, 3000))
 def test_divisors_are_exactly_those(number):
-    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+    assert all_divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -62,6 +62,25 @@ def test_check_tells(tmp_path, capsys):
     )
 
 
+def test_full_attention_in_place_of_a_sliding_window_is_said_and_not_refused(tmp_path, capsys):
+    def warnings(*overrides):
+        resolved = load("examples/llama-3-8b-64xH100.toml", overrides=["model.preset=mistral-7b", *overrides])
+        made = make_plan(resolved, resolve_cluster("8xH100:8"))
+        assert trainer_problems(made.job, made.layout, made.cluster) == []
+        return [text for text in made.warnings if "sliding-window attention over 4,096 tokens" in text]
+
+    (told,) = warnings()
+    assert "planned, and trained by `phalanx train`, with full attention over sequences of 8,192" in told
+    assert "use data.sequence = 4096 or less" in told
+    assert warnings("data.sequence=4096") == []
+    assert warnings("model.sliding_window=0") == []
+    (theirs,) = warnings("parallel.framework=megatron-core")
+    assert "phalanx train" not in theirs
+    job, words = written(tmp_path, ["model.preset=mistral-7b"])
+    main(["check", job, *words])
+    assert "it is planned, and trained by `phalanx train`, with full attention" in capsys.readouterr().out
+
+
 def test_train_refuses_before_it_starts(tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
     job, words = written(tmp_path, ["parallel.compression=topk"])

@@ -9,7 +9,7 @@ from rules.kit import evidence
 from rules.toy import rule
 
 from phalanx.rules.edition import all_rules, find_rule
-from phalanx.rules.explain import answer, here
+from phalanx.rules.explain import explain_evidence, target_section
 from phalanx.rules.rule_page import SECTIONS, rule_index, rule_page, rule_pages, rule_sections
 
 DOCS = Path(__file__).parents[2] / "docs" / "rules"
@@ -42,7 +42,7 @@ def test_the_index_names_every_rule() -> None:
 
 
 def test_explained_with_the_numbers_of_a_job() -> None:
-    told = here(answer(find_rule("CKP001"), evidence("checkpoint.interval_s=86400")))
+    told = target_section(explain_evidence(find_rule("CKP001"), evidence("checkpoint.interval_s=86400")))
     assert told.startswith("# CKP001 on ")
     assert "**fail** (error), " in told
     assert "job.toml" in told
@@ -54,5 +54,5 @@ def test_explained_with_the_numbers_of_a_job() -> None:
 
 
 def test_waivers_are_explained_after_all_other_rules() -> None:
-    told = here(answer(find_rule("SPC001"), evidence()))
+    told = target_section(explain_evidence(find_rule("SPC001"), evidence()))
     assert "**pass**: 0 waivers" in told

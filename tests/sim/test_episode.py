@@ -196,7 +196,7 @@ def test_nothing_waits_for_a_failure_after_the_end() -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, advance = [], run_episode.__globals__["_advance"]
+    stages, advance = [], run_episode.__globals__["_advance_stage"]
 
     def stop_in_the_second(*args: object) -> None:
         stages.append(1)
@@ -204,7 +204,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         advance(*args)
 
-    monkeypatch.setattr("phalanx.sim.episode._advance", stop_in_the_second)
+    monkeypatch.setattr("phalanx.sim.episode._advance_stage", stop_in_the_second)
     found = run(EDGE, replace(PORT, at_s=1e-3), flows=traffic_matrix.make_flows([0, 1], [60, 61], [1e6, 2e9]))
     assert found.stopped == "interrupted"
     assert np.isfinite(found.times_s).tolist() == [True, False]

@@ -288,7 +288,7 @@ def test_planned_maintenance_saves_first(monkeypatch):
 def test_a_failure_after_maintenance_finds_what_it_saved(monkeypatch):
     def once(run):
         if run.clock.now_s == 0:
-            run.clock.after(1_500.0, run._maintain)
+            run.clock.after(1_500.0, run._begin_maintenance)
 
     monkeypatch.setattr(run_module._Run, "_next_planned", once)
     one = scripted(monkeypatch, ALONE, (2_000.0, "software"))

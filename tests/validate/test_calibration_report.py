@@ -142,7 +142,7 @@ def test_torn_and_foreign_lines_are_skipped(run):
         '{"event": "step", "duration_s": Infinity}', '{"event": "step"}', step(2.0), '{"event": "step", "durat',
     ]  # fmt: skip
     folder, _ = run(lines)
-    assert list(fieldwork._durations(folder)) == [2.0] * 5
+    assert list(fieldwork._step_durations(folder)) == [2.0] * 5
     assert calibrate_run(folder).measurements == 1
 
 
@@ -177,13 +177,13 @@ def test_a_run_far_off_writes_factors_that_plan_takes(run, tmp_path, make_job):
 def test_bytes_that_are_no_text_do_not_stop_it(run):
     folder, _ = run([])
     (folder / "events-0.jsonl").write_bytes(b"\xff\xfe{\n" + "\n".join([step(2.0)] * 5).encode())
-    assert list(fieldwork._durations(folder)) == [2.0] * 5
+    assert list(fieldwork._step_durations(folder)) == [2.0] * 5
 
 
 def test_only_the_first_rank_counts(run):
     folder, _ = run([step(2.0)] * 5)
     (folder / "events-1.jsonl").write_text("\n".join([step(50.0)] * 50))
-    assert list(fieldwork._durations(folder)) == [2.0] * 5
+    assert list(fieldwork._step_durations(folder)) == [2.0] * 5
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

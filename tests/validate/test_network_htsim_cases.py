@@ -105,11 +105,13 @@ def test_a_slow_link_makes_the_tail_later_and_only_what_ends_in_time_counts() ->
 
 def test_a_slow_link_has_a_short_queue_as_in_uet_htsim() -> None:
     made = case("-tm perm_16n_16c_2MB.cm -sender_cc_only -paths 128 -failed 1")
-    faults = network_htsim._faults(made)
+    faults = network_htsim._case_faults(made)
     assert [(one.part, one.number, one.port, one.left) for one in faults] == [("t1_fall", 0, 0, 0.25)]
     long = tuple(replace(one, short=False) for one in faults)
     whole, short = (
-        run_connections(fabric_of(made), flows_of(made.sent), transport=network_htsim._transport(made), faults=some)
+        run_connections(
+            fabric_of(made), flows_of(made.sent), transport=network_htsim._case_transport(made), faults=some
+        )
         for some in (long, faults)
     )
     assert short.trimmed > whole.trimmed
@@ -118,7 +120,7 @@ def test_a_slow_link_has_a_short_queue_as_in_uet_htsim() -> None:
 
 def test_two_tiers_have_slow_t1s() -> None:
     made = case(f"{PERMUTATION} -topo leaf_spine_1024.topo -failed 3")
-    assert [(one.part, one.number) for one in network_htsim._faults(made)] == [("t1", 0), ("t1", 1), ("t1", 2)]
+    assert [(one.part, one.number) for one in network_htsim._case_faults(made)] == [("t1", 0), ("t1", 1), ("t1", 2)]
 
 
 def test_credits_of_several_senders_have_a_last_end_only() -> None:

@@ -67,7 +67,7 @@ def test_ctrl_c_prints_what_was_finished(
         return replace(run_connections(*args, **named), stopped="interrupted")  # type: ignore[arg-type]
 
     monkeypatch.setattr(network_htsim, "run_connections", halfway)
-    network_htsim._run.cache_clear()
+    network_htsim._run_case.cache_clear()
     assert main(["backtest", claims]) == 130
     out = capsys.readouterr().out
     assert "not attempted: interrupted" in out

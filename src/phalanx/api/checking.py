@@ -61,6 +61,8 @@ def check(
     >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
     {'BAT'}
     """
+    from phalanx.rules.foreign.detect import trainer_of_file
+
     request = _check_request(
         overrides=overrides,
         cluster=cluster,
@@ -83,7 +85,7 @@ def check(
     if not isinstance(target, str | Path):
         return _check_value(target, request, **applied)
     path = Path(target)
-    if path.is_file() and not is_plan(path) and not _is_foreign(path, request):
+    if path.is_file() and not is_plan(path) and not (request.source or trainer_of_file(path)):
         # whether the files of a job fit it; no rule reads files of that size
         warn(look_at_files(load(path, overrides=request.overrides), tell).warnings, tell)
     progress = ReadProgress(str(target), tell)
@@ -144,12 +146,6 @@ def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
         source=given.get("source", ""),
         waivers=Path(waivers) if waivers else None,
     )
-
-
-def _is_foreign(path: Path, request: Request) -> bool:
-    from phalanx.rules.foreign.detect import trainer_of_file
-
-    return bool(request.source or trainer_of_file(path))
 
 
 class ReadProgress:

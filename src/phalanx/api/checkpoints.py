@@ -74,7 +74,7 @@ class CheckpointTable(PublicResult):
         lines = [f"{self.root}: {plural(len(self.checkpoints), 'checkpoint')}, {format_bytes(whole)}"]
         if self.checkpoints:
             lines += text_table(
-                [HEAD, *(_cells(one, self.verified) for one in self.checkpoints)], right=(0, 1, 2, 3, 4)
+                [HEAD, *(_checkpoint_cells(one, self.verified) for one in self.checkpoints)], right=(0, 1, 2, 3, 4)
             )
         for one in self.checkpoints:
             lines += [f"damaged: {text}" for text in one.entry.damage]
@@ -95,7 +95,7 @@ class CheckpointTable(PublicResult):
         }
 
 
-def _cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
+def _checkpoint_cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
     entry = one.entry
     state = "damaged" if entry.damage else "intact, every byte" if verified else "intact"
     return (

@@ -112,11 +112,11 @@ def build(
     recipe = Recipe(
         origins=origins,
         tokenizer=Path(tokenizer) if tokenizer else None,
-        vocab=_count("--vocab", vocab, VOCAB),
+        vocab=_parse_count("--vocab", vocab, VOCAB),
         heldout=heldout,
         reading=Reading(field=field, split_on=split_on),
         end_of_text=end_of_text,
-        shard_tokens=_count("--shard-tokens", shard_tokens, SHARD_TOKENS),
+        shard_tokens=_parse_count("--shard-tokens", shard_tokens, SHARD_TOKENS),
     )
     manifest = build_dataset(recipe, Path(out), on_stderr)
     if not manifest.total("tokens", "heldout") and heldout:
@@ -146,7 +146,7 @@ def _data_origin(text: str) -> TextOrigin:
         raise mistake(text, f'"{tail}" is not a weight', fix="write SOURCE=2, or SOURCE alone for 1") from None
 
 
-def _count(option: str, text: Count | None, default: int) -> int:
+def _parse_count(option: str, text: Count | None, default: int) -> int:
     if text is None or isinstance(text, int):
         return default if text is None else text
     try:

@@ -169,7 +169,7 @@ def drill(
     outcome = perform_drill(scene, parsed)
     found = DrillPage(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
     if outcome.broken and call.chaos and call.shrink:
-        _shrink(call, scene, parsed, outcome)
+        _shrink_faults(call, scene, parsed, outcome)
     return found
 
 
@@ -291,7 +291,7 @@ def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome,
     return path
 
 
-def _shrink(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault], outcome: DrillOutcome) -> None:
+def _shrink_faults(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault], outcome: DrillOutcome) -> None:
     """Look for the smallest schedule that fails, and tell the command that plays it."""
     from phalanx.train.drill.perform import perform_drill
     from phalanx.train.drill.schedule import shrink_schedule

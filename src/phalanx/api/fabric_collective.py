@@ -86,7 +86,7 @@ def collective(
     wanted, sizes = _operation_of(kind), parse_sizes(str(nbytes), "--bytes")
     found = _with_nic(cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster), nic_gbps)
     if found.devices < 2:
-        raise mistake(f"cluster {found.name}", "one rank has nobody to talk to", fix="use 8xH100, or 8xH100:16")
+        raise mistake(f"cluster {found.name}", "one rank needs no collective", fix="use 8xH100, or 8xH100:16")
     measured = _read_measurements(str(fit), wanted, found) if fit else None
     comm = _nccl_model(found, wanted, nvls=nvls, cpu=cpu, sharp=sharp, has_fit=bool(fit))
     line = _fit_points(measured.points, found, wanted) if measured else None

@@ -262,7 +262,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
             break
         tell(f"step on {fabric.name}")
         try:
-            steps[fabric] = _step(plan, fabric)
+            steps[fabric] = _job_step(plan, fabric)
         except UserError as error:  # too large for the engine: the others may not be
             refused = error
         except KeyboardInterrupt:
@@ -301,7 +301,7 @@ def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
     return picks
 
 
-def _step(plan: Plan, fabric: Fabric) -> JobStep:
+def _job_step(plan: Plan, fabric: Fabric) -> JobStep:
     from phalanx.sim.step.step_report import step_report
 
     report = step_report(plan, fabric)

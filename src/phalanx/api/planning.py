@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.jobs import AnyJob, look_at_files, read_job
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent
 from phalanx.errors import mistake
-from phalanx.hardware.cluster import resolve_cluster
+from phalanx.hardware.cluster import LOCAL_SPEC, resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.plan.make import make_plan
+from phalanx.plan.make import make_plan, plan_here
 from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.units import plural
 
@@ -64,14 +64,13 @@ def plan(
     def make() -> Plan:
         return make_plan(resolved, cluster, calibration=note, hopeless=hopeless)
 
-    if not measure or isinstance(cluster, Cluster):
+    target = "" if isinstance(cluster, Cluster) else str(cluster or resolved.job.cluster.target).strip()
+    if not measure or not LOCAL_SPEC.match(target):  # only this machine can be measured
         made = make()
     else:
-        from phalanx.plan.make import plan_here
-
-        if cluster is not None:
+        if cluster is not None and not isinstance(cluster, Cluster):
             resolve_cluster(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
-        made = plan_here(make, str(cluster or resolved.job.cluster.target), environ=os.environ, tell=tell)
+        made = plan_here(make, target, environ=os.environ, tell=tell)
     if not found.warnings:
         return made
     return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))

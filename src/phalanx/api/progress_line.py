@@ -60,7 +60,7 @@ class ProgressLine:
             self.note(remark)
         if self._display is not None:
             self._display.stop()
-        line = self._line()
+        line = self._progress_text()
         if line not in (self._shown, self._waiting) or (self._display is not None and line != self._waiting):
             self._tell(line)
 
@@ -72,7 +72,7 @@ class ProgressLine:
         self._at_s = now
         for remark in self._follower.read():
             self.note(remark)
-        line = self._line()
+        line = self._progress_text()
         if line == self._shown:
             return
         self._shown = line
@@ -88,7 +88,7 @@ class ProgressLine:
         else:
             self._tell(text)
 
-    def _line(self) -> str:
+    def _progress_text(self) -> str:
         progress = self._follower.progress
         return self._waiting if progress is None else progress.line()
 

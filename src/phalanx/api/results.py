@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.errors import Problem
 from phalanx.io.codec import json_values
 from phalanx.io.notebook import one_line_repr, text_as_html
+from phalanx.io.packages import installed_version
 
 Tell = Callable[[str], None]  # takes a line of progress or advice; the command line prints it on stderr
 Overrides = Sequence[str] | Mapping[str, object]  # ["parallel.tensor=8"] or {"parallel.tensor": 8}
@@ -53,9 +54,4 @@ class PublicResult(ABC):
 
 def own_version() -> str:
     """Of the installed package; `unknown` in a source tree that was never installed."""
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms, needed by few calls
-
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "unknown"
+    return installed_version("phalanx") or "unknown"

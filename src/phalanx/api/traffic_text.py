@@ -45,16 +45,19 @@ def columns_text(found: list[dict[str, Any]]) -> str:
         ("over time", [one["bars"] for one in found]),
         ("done, mean", [_time_text(one["mean_s"]) for one in found]),
         ("done, 99 %", [_time_text(one["p99_s"]) for one in found]),
-        ("done, last", [_last_time(one) for one in found]),
+        ("done, last", [_finish_text(one, "tail_s") for one in found]),
         ("without failure", [_time_text(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
-        ("later, at most", [_later_text(one) for one in found] if first["failed"] else []),
+        (
+            "delay, at most",
+            [_finish_text(one, "later_s", less_s=one["healthy_tail_s"]) for one in found] if first["failed"] else [],
+        ),
         ("packets lost", [f"{one['lost']:,}" for one in found]),
-        ("flows touched", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
+        ("flows affected", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
         ("victim gets", [_victim_text(one) for one in found] if "victim_share" in first else []),
     ]
     if any(one["finished_flows"] < one["flows"] for one in found):
         rows.append(("flows unfinished", [f"{one['flows'] - one['finished_flows']:,}" for one in found]))
-    return "\n".join([_head_line(first), *_table([row for row in rows if row[1]])])
+    return "\n".join([_head_line(first), *_cell_table([row for row in rows if row[1]])])
 
 
 def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -69,18 +72,18 @@ def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
-    """One line for each scenario: when all was done, packets lost and flows touched, by way of sending."""
+    """One line for each scenario: when all was done, packets lost and flows affected, by way of sending."""
     first = next(iter(done.values()))
     names = [str(one["transport"]).rpartition(", ")[2] for one in first]
-    groups = ("done, last", "packets lost", "flows touched")
+    groups = ("done, last", "packets lost", "flows affected")
     whole_cells = [_time_text(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
     rows = [("no failure", whole_cells + [_part_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
     for name, found in done.items():
-        cells = [_last_time(one) for one in found] + [f"{one['lost']:,}" for one in found]
+        cells = [_finish_text(one, "tail_s") for one in found] + [f"{one['lost']:,}" for one in found]
         rows.append((name, cells + [_part_of(one["touched_flows"], one["flows"]) for one in found]))
     whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
-    table = _table([("", names * len(groups)), *whole])
-    places = [table[0].find(names[0], at) for at in _word_starts(table[0], names[0])]
+    table = _cell_table([("", names * len(groups)), *whole])
+    places = [at for at in range(len(table[0])) if table[0].startswith(names[0], at)]
     head = " " * len(table[0])
     for group, place in zip(groups, places, strict=True):
         head = head[:place] + group + head[place + len(group) :]
@@ -90,24 +93,13 @@ def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([_head_line(first[0], broken=False), head.rstrip(), *table])
 
 
-def _word_starts(text: str, word: str) -> list[int]:
-    return [at for at in range(len(text)) if text.startswith(word, at)]
-
-
-def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
+def _cell_table(rows: list[tuple[str, list[str]]]) -> list[str]:
     return text_table([(name, *cells) for name, cells in rows], right=range(1, 1 + len(rows[0][1])), indent=2)
 
 
 def _head_line(one: dict[str, Any], *, broken: bool = True) -> str:
-    size, total = format_bytes(one["bytes_per_flow"]), format_bytes(one["bytes_total"])
-    flows = f"{plural(one['flows'], 'flow')} of {size}, {total} in all"
-    head = f"{one['fabric']}: {one['traffic']}, {flows}, {one['engine']} engine"
-    if not broken:
-        return head
-    how = f"losing {one['loss']:.2%}" if one["loss"] else f"at {one['left']:.0%}"
-    denied = f"; denied: {', '.join(one['denied'])}" if one["denied"] else ""
-    what = f"{', '.join(one['failed'])} {how}" if one["failed"] else "nothing"
-    return f"{head}\n  broken: {what}{denied}"
+    head = f"{_flow_head(one)}, {one['engine']} engine"
+    return f"{head}\n  failed: {_broken_text(one)}" if broken else head
 
 
 def job_hint(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
@@ -124,21 +116,13 @@ def _time_text(value: float | None, none: str = "-") -> str:
     return "never" if math.isinf(value) else "-" if math.isnan(value) else format_seconds(value)
 
 
-def _last_time(one: dict[str, Any]) -> str:
+def _finish_text(one: dict[str, Any], key: str, *, less_s: float = 0.0) -> str:
     """When all was done; packets stop being simulated some time after the last failure is over."""
-    if math.isinf(one["tail_s"]) and one["stopped"]:
+    if math.isinf(one[key]) and one["stopped"]:
         return "-"
-    if math.isinf(one["tail_s"]) and "simulated_s" in one:
-        return f">{format_seconds(one['simulated_s'])}"
-    return _time_text(one["tail_s"])
-
-
-def _later_text(one: dict[str, Any]) -> str:
-    if math.isinf(one["later_s"]) and one["stopped"]:
-        return "-"
-    if math.isinf(one["later_s"]) and "simulated_s" in one:
-        return f">{format_seconds(one['simulated_s'] - one['healthy_tail_s'])}"
-    return _time_text(one["later_s"])
+    if math.isinf(one[key]) and "simulated_s" in one:
+        return f">{format_seconds(one['simulated_s'] - less_s)}"
+    return _time_text(one[key])
 
 
 def _gbps_text(value: float | None) -> str:
@@ -180,12 +164,12 @@ def settled_text(found: dict[str, Any]) -> str:
     never = "not yet" if found["stopped"] else "never"
     lines = [
         _flow_head(found),
-        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; broken: {_broken_text(found)}",
+        f"  routing   {found['spread']}, {paths}, recovery {found['recovery']}; failed: {_broken_text(found)}",
         f"  rate      mean {found['rate_mean']:.3f} of line rate, median {found['rate_median']:.3f}, "
         f"slowest 1 % {found['rate_p1']:.3f}, slowest {found['rate_slowest']:.3f}",
         f"  links     {found['full_links']:,} full, {found['idle_links']:,} idle",
-        f"  done      mean {_seconds(found['mean_s'], never)}, 99 % {_seconds(found['p99_s'], never)}, "
-        f"last {_seconds(found['tail_s'], never)}",
+        f"  done      mean {_seconds_or(found['mean_s'], never)}, 99 % {_seconds_or(found['p99_s'], never)}, "
+        f"last {_seconds_or(found['tail_s'], never)}",
     ]
     if "victim_rate" in found:
         lines.append(f"  victim    {found['victim_rate']:.3f} of line rate")
@@ -213,12 +197,12 @@ def packet_text(one: dict[str, Any]) -> str:
         ("packets lost", f"{one['lost']:,}" + (f", {one['dropped']:,} dropped" if one["dropped"] else "")),
         ("packets trimmed", f"{one['trimmed']:,}"),
         ("ports paused", f"{one['paused_share']:.1%} of the time" if one["paused_share"] else ""),
-        ("flows touched", f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss"),
+        ("flows affected", f"{one['touched_flows']:,}, {one['touched_by_loss_flows']:,} by loss"),
     ]
     if one["finished_flows"] < one["flows"]:
         rows.append(("flows unfinished", f"{one['flows'] - one['finished_flows']:,}"))
     table = text_table([row for row in rows if row[1]], right=(1,), indent=2)
-    return "\n".join([_flow_head(one), f"  broken: {_broken_text(one)}", *table])
+    return "\n".join([_flow_head(one), f"  failed: {_broken_text(one)}", *table])
 
 
 def _planes_text(one: dict[str, Any]) -> str:
@@ -238,5 +222,5 @@ def _last_packet(one: dict[str, Any]) -> str:
     return format_seconds(one["tail_s"])
 
 
-def _seconds(value: float, never: str) -> str:
+def _seconds_or(value: float, never: str) -> str:
     return never if value == float("inf") else format_seconds(value)

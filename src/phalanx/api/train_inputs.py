@@ -138,7 +138,7 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
 
     resolved = None
     if call.job is not None:
-        resolved = _load(call.job, call)
+        resolved = _load_job(call.job, call)
     if call.plan is not None or resolved is None:
         assert call.plan is not None
         where = Path("plan.json") if isinstance(call.plan, Plan) else Path(call.plan)
@@ -157,7 +157,7 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
     return plan_here(lambda: prepare.plan_for_run(asked), target, environ=os.environ, tell=call.tell), asked
 
 
-def _load(job: AnyJob, call: TrainCall) -> ResolvedJob:
+def _load_job(job: AnyJob, call: TrainCall) -> ResolvedJob:
     """The job with the settings of the call in it; a job in memory is changed as its file would be."""
     from phalanx.train import prepare
 

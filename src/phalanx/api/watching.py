@@ -73,7 +73,7 @@ class BackgroundCheck:
         self._changed = threading.Condition()
         self._over = False
         # A daemon: Ctrl-C does not wait for a verdict nobody is going to read.
-        threading.Thread(target=self._work, daemon=True, name="phalanx-check").start()
+        threading.Thread(target=self._judge_on, daemon=True, name="phalanx-check").start()
 
     @property
     def known(self) -> KnownVerdicts:
@@ -90,13 +90,15 @@ class BackgroundCheck:
                 self._changed.wait(left_s)
         return self._known
 
-    def _work(self) -> None:
+    def _judge_on(self) -> None:
         try:
-            self._judge()
+            self._judge_run()
         except Exception as error:  # a fault of ours must not end the watching
-            self._tell(KnownVerdicts(trouble=f"could not be worked out ({type(error).__name__})", is_last=True))
+            self._publish_verdicts(
+                KnownVerdicts(trouble=f"could not be worked out ({type(error).__name__})", is_last=True)
+            )
 
-    def _judge(self) -> None:
+    def _judge_run(self) -> None:
         from phalanx.rules.live import LiveCheck
 
         check = LiveCheck(self._run)
@@ -105,12 +107,12 @@ class BackgroundCheck:
             over, began_s = self._over, time.monotonic()
             verdicts = check.look()
             last = verdicts.is_last or (over and verdicts.is_settled)
-            self._tell(KnownVerdicts(verdicts=verdicts, is_last=last))
+            self._publish_verdicts(KnownVerdicts(verdicts=verdicts, is_last=last))
             with self._changed:
                 if not self._over:
                     self._changed.wait(max(LEAST_S, REST * (time.monotonic() - began_s)))
 
-    def _tell(self, known: KnownVerdicts) -> None:
+    def _publish_verdicts(self, known: KnownVerdicts) -> None:
         with self._changed:
             self._known = known
             self._changed.notify_all()

@@ -7,7 +7,7 @@ import argparse
 import phalanx
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx agent`."""
     parser.add_argument("run", metavar="RUN", help="the run folder, on a file system that all hosts share")
     parser.add_argument(
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-code", action="store_true", help="run the code that the run's job names")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Join and stay until the run is over."""
     names = ("slots", "address", "host", "election", "allow_code")
     phalanx.join_run(args.run, **{name: getattr(args, name) for name in names})

@@ -11,7 +11,7 @@ from phalanx.errors import mistake
 from phalanx.units import plural
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx backtest`."""
     parser.add_argument(
         "table",
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Predict, write, score, print."""
     found = phalanx.backtest(
         args.table, calibration=args.calibrate, draw=args.draw, seed=args.seed, simulate=args.simulate, tell=note

@@ -9,7 +9,7 @@ from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx calibrate`."""
     parser.add_argument(
         "measured",
@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Fit, write, print."""
     found = phalanx.calibrate(args.measured)
     found.write(args.out)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx check`."""
     parser.add_argument(
         "targets",
@@ -88,9 +88,9 @@ def evidence_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """0 clean, 1 findings, 2 a target that cannot be checked; the others are checked all the same."""
-    form = _form(args)
+    form = _output_form(args)
     if args.out and not Path(args.out).parent.is_dir():  # a report of a long log must not be lost to a misspelt name
         what, fix = "its folder does not exist", "make the folder, or name another --out"
         raise mistake(f"--out {args.out[:200]}", what, fix=fix)
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
-            if _edits(args):
+            if _edits_file(args):
                 fixed = phalanx.fix(target, unsafe=args.unsafe_fixes, write=not args.diff, tell=note, **options)
                 if args.diff:  # a pipe may end in `patch`
                     sys.stdout.write(visible(fixed.diff) if sys.stdout.isatty() else fixed.diff)
@@ -115,16 +115,16 @@ def run(args: argparse.Namespace) -> int:
             failures.append(error)
             note(str(error))
     if reports and not (args.diff and form == "text"):
-        _print(form, reports, args)
+        _print_reports(form, reports, args)
     return max([*(one.exit_code for one in reports), *(error.exit_code for error in failures)])
 
 
-def _form(args: argparse.Namespace) -> str:
+def _output_form(args: argparse.Namespace) -> str:
     if args.json and args.format not in (None, "json"):
         raise mistake("phalanx check", f"--json and --format {args.format} exclude each other", fix="give one of them")
     elsewhere = {"--set": args.overrides, "--cluster": args.cluster, "--profile": args.profile, "--plan": args.plan}
     for option, value in elsewhere.items():
-        if _edits(args) and value:
+        if _edits_file(args) and value:
             raise mistake(
                 "phalanx check",
                 f"{option} and --fix exclude each other",
@@ -134,15 +134,15 @@ def _form(args: argparse.Namespace) -> str:
     return "json" if args.json else args.format or "text"
 
 
-def _edits(args: argparse.Namespace) -> bool:
+def _edits_file(args: argparse.Namespace) -> bool:
     return bool(args.fix or args.unsafe_fixes or args.diff)
 
 
-def _print(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
+def _print_reports(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
     from phalanx.rules.formats.render import render_reports
 
     if form == "text" and not args.out and on_colour_terminal():
-        _paint(reports, verbose=args.verbose)
+        _paint_reports(reports, verbose=args.verbose)
         return
     version = phalanx.__version__ if form == "sarif" else ""
     text = render_reports(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
@@ -155,7 +155,7 @@ def _print(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) 
     note(f"wrote {args.out}")
 
 
-def _paint(reports: Sequence[CheckReport], *, verbose: bool) -> None:
+def _paint_reports(reports: Sequence[CheckReport], *, verbose: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 

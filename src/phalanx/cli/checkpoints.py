@@ -9,7 +9,7 @@ from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx checkpoints`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, or a folder that phalanx export wrote")
     parser.add_argument("--checksum", action="store_true", help="read every byte and compare it with its digest")
@@ -17,6 +17,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """List; exit 1 when something is damaged or gone."""
     return show(phalanx.checkpoints(args.run, checksum=args.checksum, tell=note), as_json=args.json)

@@ -10,7 +10,7 @@ from phalanx.cli.output import note, print_json, say, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx cluster`."""
     parser.add_argument(
         "spec",
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print the machine or the cluster."""
     if args.list:
         found = phalanx.accelerators(hardware=args.hardware)

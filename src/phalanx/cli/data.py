@@ -10,7 +10,7 @@ from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx data`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _configure_build(verbs.add_parser("build", help="build a dataset folder from text, .jsonl or .parquet files"))
@@ -67,7 +67,7 @@ def _configure_build(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Build, show or check."""
     if args.what == "verify":
         note("note: phalanx data verify is now called phalanx data checksum")

@@ -9,7 +9,7 @@ from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx diff`."""
     what = "a run folder, a plan (JSON) or a job file (TOML)"
     parser.add_argument("a", metavar="A", help=what)
@@ -24,6 +24,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print the differences; exit 0 when there are none, 1 when there are."""
     return show(phalanx.diff(args.a, args.b, within=args.within, tell=note), as_json=args.json)

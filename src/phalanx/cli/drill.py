@@ -14,7 +14,7 @@ WHERE = "phalanx drill"
 SUITES = ("standard", "outside")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx drill`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as examples/drill.toml")
     add_set(parser)
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """0 when every verdict holds, 1 when one does not or could not be judged."""
     if args.suite is not None and args.suite not in SUITES and not args.job:  # --suite JOB, as before 0.7
         args.suite, args.job = "standard", args.suite
@@ -119,11 +119,11 @@ def _check_call(args: argparse.Namespace) -> None:
     if args.read_record:
         of_chaos = {"--rate": args.rate is not None, "--seed": args.seed is not None, "--no-shrink": args.no_shrink}
         given = {**of_chaos, **of_run, "--suite": args.suite, "--set": args.overrides}
-        _refuse(given, "--read-record", why="--read-record runs nothing", fix="leave it out")
+        _refuse_options(given, "--read-record", why="--read-record runs nothing", fix="leave it out")
     if args.suite is not None and args.suite not in SUITES:
         raise mistake(WHERE, f"--suite {args.suite[:60]} is unknown", fix=f"use one of {', '.join(SUITES)}")
     if args.suite:  # the same for everybody, or its records could not be compared
-        _refuse(
+        _refuse_options(
             {**of_run, "--hosts": args.hosts != 1, "--spares": args.spares, "--no-replay": args.no_replay},
             "--suite",
             why="the suite says itself what happens, and when",
@@ -153,10 +153,10 @@ def _check_outside(args: argparse.Namespace) -> None:
         "--ranks-per-gpu": args.ranks_per_gpu is not None,
     }
     why = "it damages files, and so has a job and data of its own"
-    _refuse(given, "--suite outside", why=why, fix="leave it out; --only, --list, --runs and --json go with it")
+    _refuse_options(given, "--suite outside", why=why, fix="leave it out; --only, --list, --runs and --json go with it")
 
 
-def _refuse(given: dict[str, object], beside: str, *, why: str, fix: str) -> None:
+def _refuse_options(given: dict[str, object], beside: str, *, why: str, fix: str) -> None:
     idle = [name for name, value in given.items() if value]
     if idle:
         raise mistake(WHERE, f"{' and '.join(idle)} with {beside}", why=why, fix=fix)

@@ -10,7 +10,7 @@ from phalanx.cli.output import note, print_json, say_page
 from phalanx.cli.parser import add_json, add_set
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx explain`."""
     parser.add_argument("rule", metavar="RULE", help="id or name of a rule, e.g. CKP001 or interval-daly")
     parser.add_argument("target", metavar="TARGET", nargs="?", help="a job file, a plan or a run whose numbers to show")
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print the page. The exit code says nothing about the job: that is what check is for."""
     page = phalanx.explain(args.rule, args.target, overrides=args.overrides, tell=note, **evidence_options(args))
     if args.json:

@@ -9,7 +9,7 @@ from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx export`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
     parser.add_argument("out", metavar="OUT", help="the folder to write: safetensors, config.json, tokenizer.json")
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Export one checkpoint."""
     made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, tell=note)
     if not args.json:

@@ -22,7 +22,7 @@ ENGINES = ("fluid", "packets")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Sub-commands of `phalanx fabric`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _configure_design(verbs.add_parser("design", help="list the fabrics that connect N GPUs, and recommend one"))
@@ -50,10 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Design, decide, show, simulate, export or time a collective."""
-    own = {"design": _design, "decisions": _decisions, "show": _show}
-    return {**own, "simulate": _simulate, "export": _export, "collective": _collective}[args.what](args)
+    own = {"design": _run_design, "decisions": _run_decisions, "show": _run_show}
+    return {**own, "simulate": _run_simulate, "export": _run_export, "collective": _run_collective}[args.what](args)
 
 
 def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCatalogue, *, as_json: bool) -> int:
@@ -120,7 +120,7 @@ def _configure_design(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _design(args: argparse.Namespace) -> int:
+def _run_design(args: argparse.Namespace) -> int:
     names = ("gpus", "nic_gbps", "switch", "tiers", "planes", "oversubscription", "rails", "catalogue", "job")
     money = ("cluster", "overrides", "gpu_hour_usd", "kwh_usd", "years", "recovery_s", "top")
     found = phalanx.fabric.design(**{name: getattr(args, name) for name in (*names, *money)}, tell=note)
@@ -160,7 +160,7 @@ def _configure_decisions(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _decisions(args: argparse.Namespace) -> int:
+def _run_decisions(args: argparse.Namespace) -> int:
     if args.picture is not None and Path(args.picture).suffix.lower() != ".svg":
         what = f"--picture {args.picture[:80]} does not end in .svg"
         fix = "use a name such as decisions.svg"
@@ -175,7 +175,7 @@ def _decisions(args: argparse.Namespace) -> int:
     return _show_folded(found, as_json=args.json)
 
 
-def _show(args: argparse.Namespace) -> int:
+def _run_show(args: argparse.Namespace) -> int:
     if args.fabric is None:
         return _show_folded(phalanx.fabric.catalogue(), as_json=args.json)
     return _show_folded(phalanx.fabric.show(args.fabric, tell=note), as_json=args.json)
@@ -263,7 +263,7 @@ def _configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _simulate(args: argparse.Namespace) -> int:
+def _run_simulate(args: argparse.Namespace) -> int:
     names = ("traffic", "nbytes", "cm", "engine", "seed", "routing", "paths", "fail", "left", "loss", "deny")
     more = ("recovery", "converge", "compare", "scenario", "wire", "transport", "pfc", "dcqcn", "each_plane", "cpu")
     try:
@@ -274,7 +274,7 @@ def _simulate(args: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _export(args: argparse.Namespace) -> int:
+def _run_export(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in ("topo", "cm", "traffic", "nbytes", "seed")}
     return show(phalanx.fabric.export(args.fabric, tell=note, **options), as_json=args.json)
 
@@ -302,7 +302,7 @@ def _configure_collective(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _collective(args: argparse.Namespace) -> int:
+def _run_collective(args: argparse.Namespace) -> int:
     found = phalanx.fabric.collective(
         args.cluster,
         args.kind,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_LISTED = 12
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx import`."""
     parser.add_argument("file", metavar="FILE", help="a configuration file of torchtitan, Megatron-LM, DeepSpeed, …")
     parser.add_argument(
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Translate, write, and say what could not be translated."""
     made = phalanx.import_job(
         args.file,
@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
         overrides=args.overrides,
     )
     code = show(made, as_json=args.json)
-    _notes(made)
+    _note_unmapped(made)
     return code
 
 
-def _notes(made: ImportedJob) -> None:
+def _note_unmapped(made: ImportedJob) -> None:
     found = made.converted
     total = len(found.mapped) + len(found.irrelevant) + len(found.unmapped)
     note(

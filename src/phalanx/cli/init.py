@@ -12,7 +12,7 @@ from phalanx.job.template import TINY
 LOCAL = "local"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx init`."""
     parser.add_argument("path", metavar="PATH", nargs="?", default="job.toml", help="file to write (default: job.toml)")
     parser.add_argument("--model", metavar="PRESET", default=TINY, help=f"a model preset (default: {TINY})")
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Write the file and say what to do next."""
     made = phalanx.init(args.path, model=args.model, cluster=args.cluster, force=args.force)
     code = show(made, as_json=args.json)

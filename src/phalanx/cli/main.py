@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from phalanx.cli.signals import CommandSignals
     from phalanx.errors import PhalanxError
 
-# verb -> (module with `configure(parser)` and `run(args) -> exit code`, the public functions it prints, help)
+# verb -> (module with `configure_parser(parser)` and `run_command(args) -> exit code`, public functions, help)
 VERBS: dict[str, tuple[str, str, str]] = {
     "init": ("phalanx.cli.init", "init", "write a commented job file for this machine or a cluster"),
     "show": ("phalanx.cli.show", "show", "print every value of a job and where it came from"),
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # we are the program, and stay it until the interpreter is gone
             stop.listen()
-        stop.code = _run(stop, list(sys.argv[1:] if argv is None else argv))
+        stop.code = _run_verb(stop, list(sys.argv[1:] if argv is None else argv))
         return stop.code
     except Terminated:
         die_of_sigterm()
@@ -118,10 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop.unwound()
 
 
-def _run(stop: CommandSignals, arguments: list[str]) -> int:
+def _run_verb(stop: CommandSignals, arguments: list[str]) -> int:
     """The exit code of the verb, however it ends but by SIGTERM."""
     try:
-        code = _dispatch(arguments)
+        code = _dispatch_verb(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -136,7 +136,7 @@ def _run(stop: CommandSignals, arguments: list[str]) -> int:
         if stop.received:
             print(f"stopped by Ctrl-C ({type(error).__name__})", file=sys.stderr)
             return INTERRUPTED
-        return _failed(error)
+        return _report_failure(error)
 
 
 def _drop_output() -> None:
@@ -144,27 +144,27 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _failed(error: Exception) -> int:
+def _report_failure(error: Exception) -> int:
     from phalanx.errors import PhalanxError
 
     if isinstance(error, PhalanxError):
         print(error, file=sys.stderr)
         return error.exit_code
-    if isinstance(error, OSError) and error.filename is None and _full(error):
+    if isinstance(error, OSError) and error.filename is None and _is_full(error):
         _drop_output()
         print(f"phalanx: cannot write the output: {error.strerror}", file=sys.stderr)
         return 3
-    return _apologise(error)
+    return _report_bug(error)
 
 
-def _full(error: OSError) -> bool:
+def _is_full(error: OSError) -> bool:
     """A full disk, quota or file-size limit, or a failing device, behind stdout."""
     import errno
 
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch_verb(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage(), end="")
         return 0
@@ -178,7 +178,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"note: phalanx {verb} is now called phalanx {FORMER_NAMES[verb]}", file=sys.stderr)
         verb = FORMER_NAMES[verb]
     if verb not in VERBS:
-        raise _unknown(verb)
+        raise _unknown_verb(verb)
     from importlib import import_module
 
     from phalanx.cli.parser import Parser
@@ -186,8 +186,8 @@ def _dispatch(arguments: list[str]) -> int:
     module_name, _, help_line = VERBS[verb]
     module = import_module(module_name)
     parser = Parser(prog=f"phalanx {verb}", description=help_line, epilog=_see_also(verb))
-    module.configure(parser)
-    return int(module.run(parser.parse_args(rest)))
+    module.configure_parser(parser)
+    return int(module.run_command(parser.parse_args(rest)))
 
 
 def _see_also(verb: str) -> str | None:
@@ -209,7 +209,7 @@ def usage() -> str:
     )
 
 
-def _unknown(verb: str) -> PhalanxError:
+def _unknown_verb(verb: str) -> PhalanxError:
     from phalanx.errors import mistake, nearest
 
     close = nearest(verb, VERBS)
@@ -218,7 +218,7 @@ def _unknown(verb: str) -> PhalanxError:
     return mistake("phalanx", f'there is no {kind} "{verb[:60]}"', fix=fix)
 
 
-def _apologise(error: Exception) -> int:
+def _report_bug(error: Exception) -> int:
     if os.environ.get("PHALANX_DEBUG") == "1":
         import traceback
 

@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 INTERVAL_S = 15.0
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx metrics`."""
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run folder")
     parser.add_argument("--listen", metavar="HOST:PORT", help="serve /metrics for Prometheus, e.g. on 127.0.0.1:9400")
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print, serve, push or write the numbers."""
     if args.grafana:
         print(phalanx.grafana(), end="")

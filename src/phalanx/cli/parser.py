@@ -69,9 +69,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake in the call."""
-        raise mistake(self.prog, message, fix=f"{self._hint(message)}{self.prog} --help lists the options")
+        raise mistake(self.prog, message, fix=f"{self._nearest_hint(message)}{self.prog} --help lists the options")
 
-    def _hint(self, message: str) -> str:
+    def _nearest_hint(self, message: str) -> str:
         head, _, rest = message.partition("unrecognized arguments: ")
         if head or not rest.startswith("-"):
             return ""
@@ -84,17 +84,17 @@ class Parser(argparse.ArgumentParser):
         for text in getattr(found, "overrides", None) or ():
             key = text.partition("=")[0].strip()
             if key in given and given[key] != text:
-                raise self._twice(f"--set {given[key]}", f"--set {text}")
+                raise self._given_twice(f"--set {given[key]}", f"--set {text}")
             given[key] = text
         for option, keys in STANDS_FOR.items():
             for key in keys:
                 if key in given and option in self.given:
-                    raise self._twice(self.given[option], f"--set {given[key]}")
+                    raise self._given_twice(self.given[option], f"--set {given[key]}")
 
-    def _twice(self, first: str, second: str) -> UserError:
+    def _given_twice(self, first: str, second: str) -> UserError:
         return mistake(
             self.prog,
-            f"{_short(first)} and {_short(second)} are both given",
+            f"{_short_text(first)} and {_short_text(second)} are both given",
             why="they set the same thing, and only one can hold",
             fix="leave one of them out",
         )
@@ -105,11 +105,11 @@ def _note_value(parser: argparse.ArgumentParser, action: argparse.Action, option
     text = " ".join([option, *words])
     if isinstance(parser, Parser):
         if action.dest in parser.given:
-            raise parser._twice(parser.given[action.dest], text)
+            raise parser._given_twice(parser.given[action.dest], text)
         parser.given[action.dest] = text
 
 
-def _short(text: str) -> str:
+def _short_text(text: str) -> str:
     return one_line(text if len(text) <= 80 else text[:79] + "…")
 
 

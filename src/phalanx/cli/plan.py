@@ -15,7 +15,7 @@ from phalanx.units import plural
 MOST_COMPARED = 8  # side by side on a page
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx plan`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Plan one job, or compare several."""
     jobs = [*([args.job] if args.job else []), *args.compare]
     if not jobs:

@@ -10,7 +10,7 @@ from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx probe`."""
     add_json(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the profile")
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Measure, store, print."""
     found = phalanx.probe(out=args.out, seconds=args.seconds, disk=args.disk, engine=args.engine, tell=note)
     note(f"profile stored in {found.path}; {found.note}")

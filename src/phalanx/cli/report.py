@@ -11,7 +11,7 @@ from phalanx.cli.parser import add_json
 from phalanx.errors import mistake
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx report`."""
     parser.add_argument("run", metavar="RUN", help="a run folder, made by phalanx train")
     parser.add_argument(
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Write what was asked for, and say where; both files into the run folder where nothing was."""
     if [args.html, args.markdown].count("-") + args.json > 1:
         raise mistake("phalanx report", "two results for one stdout", fix="give one of them a file")

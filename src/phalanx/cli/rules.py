@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 from phalanx.units import plural
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx rules`."""
     parser.add_argument("--select", metavar="RULES", default="", help="only these rules or groups, e.g. CKP,FLT001")
     parser.add_argument("--profile", metavar="NAME", help="only the rules of a hardware profile, with its limits")
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """List, or write the pages."""
     if args.json and args.format not in (None, "json"):
         raise mistake("phalanx rules", f"--json and --format {args.format} exclude each other", fix="give one of them")

@@ -9,14 +9,14 @@ from phalanx.cli import output
 from phalanx.cli.parser import add_json, add_set
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx show`."""
     parser.add_argument("job", metavar="JOB", help="the job file, such as job.toml, or the folder of a run")
     add_set(parser)
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print the table, or the same as JSON."""
     found = phalanx.show(args.job, overrides=args.overrides)
     output.warn(found.resolved.warnings)

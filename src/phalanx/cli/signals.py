@@ -33,17 +33,17 @@ class CommandSignals:
     def listen(self) -> None:
         """Take what nobody ignores: under nohup, or in the background of a script, a signal may be switched off."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            atexit.register(self._end)  # what is registered first runs last
+            signal.signal(signal.SIGINT, self._note_signal)
+            atexit.register(self._end_process)  # what is registered first runs last
             sys.unraisablehook = self._raise_again
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGTERM, self._note_signal)
 
     def unwound(self) -> None:
         """The command is over: from here on there is nothing to interrupt but the interpreter's own end."""
         self._unwinding_s = time.monotonic()
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         """The last thing that runs: from here on Ctrl-C changes nothing.
 
         The interpreter would reset handlers; and where the first one passed through an `exec` of a text, as when a
@@ -62,10 +62,10 @@ class CommandSignals:
             return
         number = signal.SIGINT if issubclass(lost.exc_type, KeyboardInterrupt) else signal.SIGTERM
         self._unwinding_s = None
-        signal.signal(signal.SIGALRM, lambda _, frame: self._note(number, frame))
+        signal.signal(signal.SIGALRM, lambda _, frame: self._note_signal(number, frame))
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         self.received = True
         if self._unwinding_s is None:

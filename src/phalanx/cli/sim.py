@@ -13,7 +13,7 @@ BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")
 ROUTINGS = ("spray", "ecmp")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx sim`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="use this cluster instead of the job's, e.g. 8xH100:16")
@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Simulate what was asked for."""
     from phalanx.api.simulating import StepSimulation
 

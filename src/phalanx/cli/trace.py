@@ -13,7 +13,7 @@ from phalanx.io.files import write_text
 MOST_RANKS = 64  # of --all-ranks (phalanx.api.proofs)
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx trace`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="trace on this cluster instead of the job's, e.g. 8xH100:16")
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Trace, print, and exit 1 when ranks would hang, the plan is off or does not fit."""
     found = phalanx.trace(
         args.job,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.record.run import Run
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx train`."""
     parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml")
     add_set(parser)
@@ -47,14 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Train, resume, or report."""
     if args.report:
         named = [name for name, value in (("JOB", args.job), ("--resume", args.resume)) if value]
         if named:
             what = f"{' and '.join([*named, '--report'])} exclude each other"
             raise mistake("phalanx train", what, fix="give one of them")
-        return _report(phalanx.run(args.report), as_json=args.json)
+        return _print_report(phalanx.run(args.report), as_json=args.json)
     names = ("job", "plan", "resume", "cluster", "steps", "runs", "name", "hosts", "spares", "join", "address")
     options = {name: getattr(args, name) for name in (*names, "ranks_per_gpu", "allow_code", "overrides")}
     options |= {"measure": not args.no_probe, "check": not args.no_check}
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"{ranks} would train {steps}: {plan.layout.name}")
         return 0
     made = phalanx.train(**options)
-    _report(made, as_json=args.json)
+    _print_report(made, as_json=args.json)
     note(f"check this run: phalanx check {made.path}")
     status = made.status()
     if status.get("message"):
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     return int(status.get("exit_code", 0))
 
 
-def _report(made: Run, *, as_json: bool) -> int:
+def _print_report(made: Run, *, as_json: bool) -> int:
     if as_json:
         print_json(made.summary())
     else:

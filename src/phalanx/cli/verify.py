@@ -11,7 +11,7 @@ from phalanx.cli.parser import add_job, add_json, add_ranks_per_gpu
 PRECISIONS = ("float64", "fp32", "bf16", "fp8")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx verify`."""
     add_job(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="verify the layout for this cluster instead of the job's")
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """0 when the layout is proven, 1 when something differs."""
     names = ("cluster", "plan", "device", "ranks_per_gpu", "compile", "precision", "full_size", "steps", "timeout")
     options = {name: getattr(args, name) for name in (*names, "allow_code")}

@@ -26,29 +26,29 @@ SHOWN = 6  # remarks on the screen
 FIRST = 20  # remarks of before that plain lines begin with
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx watch`."""
     parser.add_argument("run", metavar="RUN", help="a run folder; the run may be finished")
     parser.add_argument("--plain", action="store_true", help="print lines for a log instead of a full screen")
     parser.add_argument("--json", action="store_true", help="print a JSON object per line whenever something changes")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Follow the run until it ends or Ctrl-C; both are a good end."""
     looks = phalanx.watch(args.run, every_s=JSON_S if args.json else REDRAW_S)
     try:
         if args.json:
-            _objects(looks)
+            _follow_objects(looks)
         elif args.plain or not sys.stdout.isatty():
-            _lines(looks)
+            _follow_lines(looks)
         else:
-            _screen(looks, name=phalanx.run(args.run).name)
+            _follow_screen(looks, name=phalanx.run(args.run).name)
     except KeyboardInterrupt:
         pass
     return 0
 
 
-def _lines(looks: Iterator[RunLook]) -> None:
+def _follow_lines(looks: Iterator[RunLook]) -> None:
     shown, due_s = "", 0.0
     broken: set[str] = set()  # rules that were told of
     first, over = True, False
@@ -64,15 +64,15 @@ def _lines(looks: Iterator[RunLook]) -> None:
             say(line, flush=True)
             shown, due_s = line, time.monotonic() + PLAIN_S
         if over:  # the second look at a run that is over has the verdicts on the whole
-            _judged(look.check, broken, last=True)
+            _tell_verdicts(look.check, broken, last=True)
             _last_words(view)
             return
         over = view.over
         if not over:
-            _judged(look.check, broken)
+            _tell_verdicts(look.check, broken)
 
 
-def _judged(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> None:
+def _tell_verdicts(known: KnownVerdicts, broken: set[str], *, last: bool = False) -> None:
     """Rules that are newly broken, each once; at the end how many there are of each verdict."""
     from phalanx.io.values import printable
 
@@ -103,7 +103,7 @@ def _last_words(view: View) -> None:
     say(f"{printable(view.state, most=40)}{why}", flush=True)
 
 
-def _objects(looks: Iterator[RunLook]) -> None:
+def _follow_objects(looks: Iterator[RunLook]) -> None:
     shown, over = "", False
     for look in looks:
         if look.view.over and not over:
@@ -115,7 +115,7 @@ def _objects(looks: Iterator[RunLook]) -> None:
             shown = line
 
 
-def _screen(looks: Iterator[RunLook], *, name: str) -> None:
+def _follow_screen(looks: Iterator[RunLook], *, name: str) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 

@@ -24,9 +24,15 @@ def frame(
     view: View, remarks: Sequence[str], *, name: str, width: int, height: int, check: KnownVerdicts | None = None
 ) -> list[Text]:
     """At most `height` lines of at most `width` columns, the most important first."""
-    blocks = [_head(view, name), _curves(view, width), _check(check), _ranks(view, width), _time(view, width)]
-    blocks.append(_rest(view))
-    blocks.append([_quiet(f"  {printable(line)}") for line in remarks])
+    blocks = [
+        _head_lines(view, name),
+        _curve_lines(view, width),
+        _check_lines(check),
+        _rank_lines(view, width),
+        _time_lines(view, width),
+    ]
+    blocks.append(_other_lines(view))
+    blocks.append([_quiet_text(f"  {printable(line)}") for line in remarks])
     lines: list[Text] = []
     for block in blocks:
         lines += [*([Text("")] if lines and block else []), *block]
@@ -36,7 +42,7 @@ def frame(
     return lines[: max(1, height)]
 
 
-def _head(view: View, name: str) -> list[Text]:
+def _head_lines(view: View, name: str) -> list[Text]:
     s, p = view.summary, view.progress
     colour = {"done": "green", "failed": "red", "gone": "red", "stopped": "yellow"}.get(view.state, "cyan")
     first = Text.assemble((printable(name, most=100), "bold"), "  ", (printable(view.state, most=20), colour))
@@ -47,62 +53,68 @@ def _head(view: View, name: str) -> list[Text]:
     ranks = plural(s.world, "rank")
     what = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
     why = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "gone") else []
-    return [first, _quiet(printable(what)), *why]
+    return [first, _quiet_text(printable(what)), *why]
 
 
-def _curves(view: View, width: int) -> list[Text]:
+def _curve_lines(view: View, width: int) -> list[Text]:
     s, p = view.summary, view.progress
     room = max(0, min(60, width - 62)) if width >= NARROW else 0
     if p is None:
         return [Text("no step was finished yet" if not view.over else "no step was finished")]
     rows = [
         ("loss", f"{p.loss:.4f}" if p.loss is not None else "-", view.loss, ""),
-        ("tokens/s", *_rate(view, p.tokens_per_s)),
+        ("tokens/s", *_rate_now(view, p.tokens_per_s)),
     ]
-    lines = [_row(name, value, sparkline(values, room), beside) for name, value, values, beside in rows]
+    lines = [_curve_row(name, value, sparkline(values, room), beside) for name, value, values, beside in rows]
     if s.mfu.measured is not None:
-        lines.append(_row("MFU", f"{s.mfu.measured:.1%}", "", _beside(s.mfu, _percent)))
+        lines.append(_curve_row("MFU", f"{s.mfu.measured:.1%}", "", _beside_plan(s.mfu, _percent_text)))
     if s.memory_bytes.measured is not None:
-        lines.append(_row("memory", format_bytes(s.memory_bytes.measured), "", _beside(s.memory_bytes, format_bytes)))
+        lines.append(
+            _curve_row("memory", format_bytes(s.memory_bytes.measured), "", _beside_plan(s.memory_bytes, format_bytes))
+        )
     if s.noise_scale is not None:
-        lines.append(_row("noise", f"{format_count(s.noise_scale)} samples", "", ""))
+        lines.append(_curve_row("noise", f"{format_count(s.noise_scale)} samples", "", ""))
     if s.effective_time.measured is not None:
         recent = f", {view.effective.last_hour[-1]:.1%} in {view.effective.window}" if view.effective.t else ""
         share = f"{s.effective_time.measured:.1%}{recent}"
-        lines.append(_row("effective", share, "", _beside(s.effective_time, _percent)))
+        lines.append(_curve_row("effective", share, "", _beside_plan(s.effective_time, _percent_text)))
     return lines
 
 
-def _rate(view: View, now: float | None) -> tuple[str, Sequence[float | None], str]:
+def _rate_now(view: View, now: float | None) -> tuple[str, Sequence[float | None], str]:
     """Tokens per second now; the plan is compared with the mean, and of a run that is over that is all there is."""
     mean = view.summary.tokens_per_s
     if view.over or now is None or mean.measured is None:
-        return _or(mean.measured, format_count), view.tokens_per_s, _beside(mean, format_count)
-    parts = [f"mean {format_count(mean.measured)}", _beside(mean, format_count)]
+        return (
+            "-" if mean.measured is None else format_count(mean.measured),
+            view.tokens_per_s,
+            _beside_plan(mean, format_count),
+        )
+    parts = [f"mean {format_count(mean.measured)}", _beside_plan(mean, format_count)]
     return f"{format_count(now)} now", view.tokens_per_s, ", ".join(part for part in parts if part)
 
 
-def _row(name: str, value: str, drawn: str, beside: str) -> Text:
+def _curve_row(name: str, value: str, drawn: str, beside: str) -> Text:
     line = Text.assemble((f"{name:<{LABEL}}", "dim"), (f"{value:<9} ", "bold"))
     line.append(f"{drawn}  " if drawn else "", "cyan")
     return line.append(beside, "dim")
 
 
-def _check(known: KnownVerdicts | None) -> list[Text]:
+def _check_lines(known: KnownVerdicts | None) -> list[Text]:
     """The verdicts of the training specification, and the worst of what it found."""
     if known is None:
         return []
-    lines = [_labelled("check", known.line() or "reading the record …")]
+    lines = [_labelled_text("check", known.line() or "reading the record …")]
     problems = known.problems()
     for one in problems[:MOST_TOLD]:
         what = f"{one.severity} {one.rule.id} {one.rule.slug}: {printable(one.outcome.what)}"
         lines.append(Text(f"{'':<{LABEL}}{what}", "red" if one.severity == "error" else "yellow"))
     if len(problems) > MOST_TOLD:
-        lines.append(_quiet(f"{'':<{LABEL}}and {len(problems) - MOST_TOLD} more: phalanx check RUN"))
+        lines.append(_quiet_text(f"{'':<{LABEL}}and {len(problems) - MOST_TOLD} more: phalanx check RUN"))
     return lines
 
 
-def _ranks(view: View, width: int) -> list[Text]:
+def _rank_lines(view: View, width: int) -> list[Text]:
     known = [one for one in view.summary.ranks if one.compute_s is not None]
     if len(known) < 2:
         return []
@@ -112,12 +124,14 @@ def _ranks(view: View, width: int) -> list[Text]:
     most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
     cut = f"the {len(shown)} slowest of {plural(len(known), 'rank')}" if len(known) > len(shown) else "ranks"
     lines = [
-        _quiet(f"{cut}: computing █, not computing ░ (other ranks, stages, transfers), own time over that of peers")
+        _quiet_text(
+            f"{cut}: computing █, not computing ░ (other ranks, stages, transfers), own time over that of peers"
+        )
     ]
-    return lines + [_rank(one, score.get(one.rank), most, width, slow=one.rank in slow) for one in shown]
+    return lines + [_rank_line(one, score.get(one.rank), most, width, slow=one.rank in slow) for one in shown]
 
 
-def _rank(one: RankTime, score: float | None, most: float, width: int, *, slow: bool) -> Text:
+def _rank_line(one: RankTime, score: float | None, most: float, width: int, *, slow: bool) -> Text:
     room = 24 if width >= NARROW else 8
     compute, wait = one.compute_s or 0.0, one.wait_s or 0.0
     drawn = two_part_bar(compute / most, wait / most, room)
@@ -127,8 +141,8 @@ def _rank(one: RankTime, score: float | None, most: float, width: int, *, slow: 
     return line.append(f"  {one.place}" + ("  straggler" if slow else ""), "red" if slow else "dim")
 
 
-def _time(view: View, width: int) -> list[Text]:
-    lines = [_brief(one) for one in time_section(view.summary).brief]
+def _time_lines(view: View, width: int) -> list[Text]:
+    lines = [_brief_text(one) for one in time_section(view.summary).brief]
     book = view.summary.ledger
     if lines and book is not None and book.effective and width >= NARROW:
         drawn = text_bar(book.effective, min(60, width - LABEL - 2))
@@ -136,41 +150,39 @@ def _time(view: View, width: int) -> list[Text]:
     return lines
 
 
-def _rest(view: View) -> list[Text]:
+def _other_lines(view: View) -> list[Text]:
     s = view.summary
     lines = []
     if view.saved_step is not None:
         age = f", {format_seconds(view.saved_age_s)} ago" if view.saved_age_s is not None else ""
         size = f", {format_bytes(s.checkpoint_bytes)}" if s.checkpoint_bytes else ""
-        lines.append(_labelled("checkpoint", f"step {view.saved_step:,}{age}{size}"))
-    lines += [_brief(one) for one in cost_section(s).brief]
+        lines.append(_labelled_text("checkpoint", f"step {view.saved_step:,}{age}{size}"))
+    lines += [_brief_text(one) for one in cost_section(s).brief]
     for one in view.scores.named[:3]:
         lines.append(Text.assemble((f"{'straggler':<{LABEL}}", "dim"), (one.text, "red")))
-    return lines + [_brief(line) for section in (incident_section(s), damage_section(s)) for line in section.brief]
+    return lines + [_brief_text(line) for section in (incident_section(s), damage_section(s)) for line in section.brief]
 
 
-def _brief(line: BriefLine) -> Text:
-    return Text(f"{line.label:<{LABEL}}{line.text}", "yellow") if line.is_alarm else _labelled(line.label, line.text)
+def _brief_text(line: BriefLine) -> Text:
+    return (
+        Text(f"{line.label:<{LABEL}}{line.text}", "yellow") if line.is_alarm else _labelled_text(line.label, line.text)
+    )
 
 
-def _labelled(name: str, text: str) -> Text:
+def _labelled_text(name: str, text: str) -> Text:
     return Text.assemble((f"{name:<{LABEL}}", "dim"), text)
 
 
-def _quiet(text: str) -> Text:
+def _quiet_text(text: str) -> Text:
     return Text(text, "dim")
 
 
-def _or(value: float | None, show: object) -> str:
-    return show(value) if value is not None and callable(show) else "-"
-
-
-def _beside(pair: Pair, show: object) -> str:
+def _beside_plan(pair: Pair, show: object) -> str:
     if pair.predicted is None or not callable(show):
         return ""
     error = f" ({pair.error:+.1%})" if pair.error is not None else ""
     return f"planned {show(pair.predicted)}{error}"
 
 
-def _percent(value: float) -> str:
+def _percent_text(value: float) -> str:
     return f"{value:.1%}"

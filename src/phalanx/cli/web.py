@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.api.serving import WebAddress
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx web`."""
     parser.add_argument("runs", metavar="RUNS", help="a folder of runs such as runs/, or one run")
     parser.add_argument(
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
 
     def serving(address: WebAddress) -> None:

@@ -23,7 +23,7 @@ from phalanx.io.toml import TomlFile, read_toml
 
 _DOMAINS = re.compile(r"^\s*(-?\d{1,12})\s*[xX*]\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")
 _DEVICES = re.compile(r"^\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")
-_LOCAL = re.compile(r"^local(-cpu)?\s*(?::\s*(-?\d{1,12}))?$")
+LOCAL_SPEC = re.compile(r"^local(-cpu)?\s*(?::\s*(-?\d{1,12}))?$")
 FORMS = (
     "write 8xH100:16 (16 domains of 8), H100:64 (64 devices), local, local:4 (4 ranks of this machine), "
     "or the path of a .toml file"
@@ -55,7 +55,7 @@ def resolve_cluster(
     text = str(spec).strip()
     if not text:
         raise mistake("cluster", "the spec is empty", why="it must name what to run on", fix=FORMS)
-    here = _LOCAL.match(text)
+    here = LOCAL_SPEC.match(text)
     if here:
         # Discovery reads /proc and may load NVML: only a caller who asks for this machine pays for that.
         from phalanx.hardware.local import local_cluster

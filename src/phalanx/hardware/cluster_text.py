@@ -31,7 +31,7 @@ def cluster_rows(cluster: Cluster) -> Rows:
     failures_text = f"{rate}: one every {format_seconds(86400 / per_day)}" if per_day else rate
     return [
         ("devices", f"{cluster.devices:,} x {device.name} ({device.vendor} {device.family})"),
-        ("peak", _peaks(device)),
+        ("peak", _peak_text(device)),
         ("best matmul", _matmul_text(cluster)),
         (
             "memory",
@@ -48,7 +48,7 @@ def cluster_rows(cluster: Cluster) -> Rows:
     ]
 
 
-def _peaks(device: Accelerator) -> str:
+def _peak_text(device: Accelerator) -> str:
     named = (
         ("bf16", device.peak_bf16_flops),
         ("fp8", device.peak_fp8_flops),

@@ -13,11 +13,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
 
+from phalanx.io.codec import Bounds
+
 Floats = NDArray[np.float64]
-Rate = Annotated[float, Meta(gt=0)]  # finite
+Rate = Annotated[float, Bounds(gt=0)]  # finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from phalanx.hardware.nvml import GpuView, see_gpus
 from phalanx.hardware.types import Machine, Nic
+from phalanx.units import plural
 
 _PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _NO_LIMIT = 1 << 60  # cgroup v1 writes 2^63 rounded to a page for "unlimited"
@@ -158,5 +159,6 @@ def _unseen_gpus(root: Path, seen: GpuView) -> tuple[str, ...]:
         "AMD": "name them, such as 8xMI300X, instead of local",
     }
     return tuple(
-        f"{count} {vendor} GPU(s) on PCIe cannot be asked: {cures[vendor]}" for vendor, count in counts.items()
+        f"{plural(count, f'{vendor} GPU')} on PCIe cannot be queried: {cures[vendor]}"
+        for vendor, count in counts.items()
     )

@@ -12,7 +12,7 @@ from phalanx.hardware.catalog import find_accelerator
 from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
-from phalanx.hardware.step_probe import kept_rates
+from phalanx.hardware.step_probe import measured_rates
 from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.units import plural
 
@@ -62,7 +62,7 @@ def machine_cluster(
     else:
         cluster = _cpu_cluster(machine, ranks or machine.usable_cores, environ, files)
     if not machine.gpus:
-        rates, taken_at = kept_rates(machine, environ)
+        rates, taken_at = measured_rates(machine, environ)
         if rates is not None:
             reported = f"steps measured on {taken_at[:10]}"
             remark = reported if measured is None else f"{remark}; {reported}"

@@ -42,7 +42,7 @@ def see_gpus(
     ask: Callable[[], str] | None = None,
 ) -> GpuView:
     """The GPUs; `visible` is CUDA_VISIBLE_DEVICES, `library` and `ask` stand in for pynvml and nvidia-smi in tests."""
-    nvml = library if library is not None else _load()
+    nvml = library if library is not None else _load_library()
     if nvml is None:
         return _from_nvidia_smi(root, visible, (ask or _ask_nvidia_smi)())
     try:
@@ -58,7 +58,7 @@ def see_gpus(
         _try_call(nvml.nvmlShutdown, default=None)
 
 
-def _load() -> Any:
+def _load_library() -> Any:
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -201,7 +201,7 @@ class GpuMeter:
     @classmethod
     def open(cls, uuid: str, *, library: Any = None) -> GpuMeter:
         """The GPU with this UUID; without NVML, or without such a GPU, a meter that answers None to everything."""
-        nvml = library if library is not None else _load()
+        nvml = library if library is not None else _load_library()
         if nvml is None or _try_call(_is_initialised, nvml, default=None) is None:
             return cls(None, None)
         handle = _try_call(nvml.nvmlDeviceGetHandleByUUID, uuid, default=None)
@@ -209,22 +209,22 @@ class GpuMeter:
 
     def energy_j(self) -> float | None:
         """Joules since the driver was loaded."""
-        taken_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        taken_mj = self._ask_driver("nvmlDeviceGetTotalEnergyConsumption")
         return None if taken_mj is None else float(taken_mj) / 1e3
 
     def temperature_c(self) -> float | None:
         """Of the chip."""
-        value = self._ask("nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
+        value = self._ask_driver("nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
         return None if value is None else float(value)
 
     def memory_bytes(self) -> tuple[int, int] | None:
         """Used by everybody on this GPU, and what it has."""
-        found = self._ask("nvmlDeviceGetMemoryInfo")
+        found = self._ask_driver("nvmlDeviceGetMemoryInfo")
         return None if found is None else (int(found.used), int(found.total))
 
     def has_gpm(self) -> bool:
         """Whether the GPU measures its own activity: Hopper and newer."""
-        support = self._ask("nvmlGpmQueryDeviceSupport")
+        support = self._ask_driver("nvmlGpmQueryDeviceSupport")
         return bool(support is not None and support.isSupportedDevice)
 
     def gpm_sample(self) -> Any:
@@ -246,7 +246,7 @@ class GpuMeter:
         """Give a sample back."""
         _try_call(lambda: self._nvml.nvmlGpmSampleFree(sample), default=None)
 
-    def _ask(self, question: str, *args: Any) -> Any:
+    def _ask_driver(self, question: str, *args: Any) -> Any:
         if self._nvml is None:
             return None
         return _try_call(lambda: getattr(self._nvml, question)(self._handle, *args), default=None)

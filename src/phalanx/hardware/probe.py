@@ -20,11 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Annotated, Any
 
-from msgspec import Meta
-
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.types import Machine
-from phalanx.io.codec import from_json_values, json_text, json_values
+from phalanx.io.codec import Bounds, from_json_values, json_text, json_values
 from phalanx.io.files import read_text, replace_text
 from phalanx.units import MIB, format_bytes
 
@@ -217,9 +215,9 @@ def _worker_failure(folder: Path, what: str, ranks: Sequence[int]) -> SystemFail
 VERSION = 1
 
 
-Text = Annotated[str, Meta(max_length=500)]
-Size = Annotated[int, Meta(ge=0, le=10**30)]
-Quantity = Annotated[float, Meta(ge=0, le=1e30)]
+Text = Annotated[str, Bounds(max_length=500)]
+Size = Annotated[int, Bounds(ge=0, le=10**30)]
+Quantity = Annotated[float, Bounds(ge=0, le=1e30)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +229,7 @@ class MachineProfile:
     engine: Text  # "numpy 2.4.6", "torch 2.11.0"
     device: Text  # "cpu" or "cuda"
     device_name: Text
-    ranks: Annotated[int, Meta(ge=1, le=10**7)]
+    ranks: Annotated[int, Bounds(ge=1, le=10**7)]
     precision: Text  # of the matmul: "fp32" on CPUs, "bf16" on GPUs
     matmul_flops: Quantity  # best over sizes
     matmul_by_size: tuple[tuple[Size, Quantity], ...]  # (n, FLOP/s) of n x n x n

@@ -53,12 +53,12 @@ class Ring:
         for step in range(self.ranks - 1):
             target = chunks[(self.rank - step - 1) % self.ranks]
             incoming = scratch[: len(target)]
-            self._exchange(chunks[(self.rank - step) % self.ranks], incoming)
+            self._exchange_bytes(chunks[(self.rank - step) % self.ranks], incoming)
             target += incoming
         for step in range(self.ranks - 1):
-            self._exchange(chunks[(self.rank + 1 - step) % self.ranks], chunks[(self.rank - step) % self.ranks])
+            self._exchange_bytes(chunks[(self.rank + 1 - step) % self.ranks], chunks[(self.rank - step) % self.ranks])
 
-    def _exchange(self, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]) -> None:
+    def _exchange_bytes(self, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]) -> None:
         """Send and receive at once; doing one after the other would deadlock once socket buffers are full."""
         to_send, to_fill = outgoing.view(np.uint8).data, incoming.view(np.uint8).data
         while to_send or to_fill:

@@ -8,11 +8,11 @@ in the same file. GPUs are not measured here: their profile is fitted on real st
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,15 +21,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import UserError
+from phalanx.hardware.cluster import LOCAL_SPEC
 from phalanx.hardware.cpu_steps import CpuRates, CpuStep, fit_rates
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import usual_path
 from phalanx.hardware.types import Machine
+from phalanx.io.codec import from_json_values, json_text
 from phalanx.io.files import read_bounded, replace_text
+from phalanx.io.packages import installed_version
 from phalanx.units import plural
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
@@ -39,7 +43,6 @@ MOST_BYTES = 1 << 20
 MOST_TIMED = 24  # layouts; the newest are kept
 BUSY = 1.5  # processes per core
 SWITCH = "PHALANX_PROBE"  # "0" measures nothing, as --no-probe
-_LOCAL = re.compile(r"^local(-cpu)?\s*(?::\s*\d+)?$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +71,7 @@ class TimedLayout:
 
 def machine_identity(machine: Machine) -> dict[str, object]:
     """What must be the same for a measurement to hold."""
-    known = {}
-    for name in ("torch", "phalanx"):
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            known[name] = ""
+    known = {name: installed_version(name) for name in ("torch", "phalanx")}
     return {"processor": machine.cpu_model, "cores": machine.usable_cores, **known}
 
 
@@ -89,19 +87,23 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
         data = json.loads(read_bounded(path, MOST_BYTES).decode())
         if data["format"] != FORMAT or data["identity"] != machine_identity(machine):
             return None
-        found = [_sample(one) for one in data["samples"]]
+        found = [_read_sample(one) for one in data["samples"]]
         return MeasuredSteps(
             steps=tuple(step for step, _ in found),
             seconds=tuple(seconds for _, seconds in found),
             taken_at=str(data["taken_at"])[:40],
             load=float(data["load"]),
-            timed=tuple(_timed_layout(one) for one in data["timed"][-MOST_TIMED:]),
+            timed=tuple(
+                TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
+                for one in data["timed"][-MOST_TIMED:]
+                for step, seconds in [_read_sample(one)]
+            ),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
+def _read_sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
     values = {item.name: float(one["step"][item.name]) for item in fields(CpuStep)}
     seconds = float(one["seconds"])
     if not all(math.isfinite(value) and 0 <= value < 1e12 for value in (*values.values(), seconds)) or seconds <= 0:
@@ -109,19 +111,30 @@ def _sample(one: Mapping[str, Any]) -> tuple[CpuStep, float]:
     return CpuStep(**values), seconds
 
 
-def _timed_layout(one: Mapping[str, Any]) -> TimedLayout:
-    step, seconds = _sample(one)
-    return TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
+def measured_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRates | None, str]:
+    """The constants of this machine's cores, and the date they were measured; None where they were not.
 
-
-def kept_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRates | None, str]:
-    """The constants of this machine's cores, and the date they were measured; None where they were not."""
+    Fitting them takes 0.1 to 0.3 s, more than the rest of a small plan: the fit is kept beside what it was made of.
+    """
     found = read_steps(machine, environ)
     if found is None or not found.steps:
         return None, ""
+    path = usual_path(machine.hostname, environ).with_suffix(".rates.json")
+    formula = resources.files("phalanx.hardware").joinpath("cpu_steps.py").read_bytes()
+    made_of = repr((found.steps, found.seconds, found.timed, machine.usable_cores)).encode()
+    digest = hashlib.sha256(formula + made_of).hexdigest()
+    try:
+        known = json.loads(read_bounded(path, MOST_BYTES).decode())
+        if known["made_of"] == digest:
+            return from_json_values(CpuRates, known["rates"], str(path)), found.taken_at
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
+        pass  # not fitted yet, or damaged
     steps = (*found.steps, *(one.step for one in found.timed))
     seconds = (*found.seconds, *(one.seconds for one in found.timed))
-    return fit_rates(steps, seconds, machine.usable_cores, timed=len(found.timed)), found.taken_at
+    rates = fit_rates(steps, seconds, machine.usable_cores, timed=len(found.timed))
+    with contextlib.suppress(OSError):  # a folder that cannot be written: fitted again next time
+        replace_text(path, json_text({"made_of": digest, "rates": rates}, indent=1) + "\n")
+    return rates, found.taken_at
 
 
 def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]) -> None:
@@ -129,13 +142,13 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
 
     A measurement that fails is told, and the plan goes on without it. Ctrl-C ends the measurement and is passed on.
     """
-    written = _LOCAL.match(target.strip())
+    written = LOCAL_SPEC.match(target.strip())
     if not written or environ.get(SWITCH) == "0" or importlib.util.find_spec("torch") is None:
         return
     machine = discover(environ=environ)
     if machine.gpus and not written.group(1):
         return
-    load = _load(machine.usable_cores)
+    load = _busy_processes(machine.usable_cores)
     known = read_steps(machine, environ)
     # What was measured beside busy neighbours is measured again once they are gone.
     if known is not None and not (known.load > BUSY and load < known.load / 2.0):
@@ -148,7 +161,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     )
     began_s = time.monotonic()
     try:
-        samples = _run_worker([str(machine.usable_cores)], _sample, environ)
+        samples = _run_worker([str(machine.usable_cores)], _read_sample, environ)
         taken_at = datetime.now(UTC).isoformat(timespec="seconds")
         _keep_measurement(machine, {"taken_at": taken_at, "load": load, "samples": samples, "timed": []}, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
@@ -169,15 +182,15 @@ def time_layout(
     known = read_steps(machine, environ)
     if known is None or environ.get(SWITCH) == "0":
         return False
-    load = _load(machine.usable_cores)
+    load = _busy_processes(machine.usable_cores)
     before = [one for one in known.timed if one.step == step]
     if any(not (one.load > BUSY and load < one.load / 2.0) for one in before):
         return False
     tell(f"timing {name} on this machine for a few seconds, once (--no-probe plans without)")
     try:
         arguments = ["--plan", str(int(step.count)), str(machine.usable_cores)]
-        (found,) = _run_worker(arguments, _seconds, environ, plan_json)
-        timed = TimedLayout(step=step, seconds=_seconds(found), load=load)
+        (found,) = _run_worker(arguments, _read_seconds, environ, plan_json)
+        timed = TimedLayout(step=step, seconds=_read_seconds(found), load=load)
         others = [one for one in known.timed if one.step != step]
         data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
         _keep_measurement(
@@ -189,7 +202,7 @@ def time_layout(
     return True
 
 
-def _seconds(found: Mapping[str, Any]) -> float:
+def _read_seconds(found: Mapping[str, Any]) -> float:
     seconds = float(found["seconds"])
     if not 0.0 < seconds < LIMIT_S:
         raise ValueError(f"a step of {seconds} s")
@@ -235,7 +248,7 @@ def _step_worker(arguments: list[str], environ: Mapping[str, str], given: str) -
             process.stdout.close()
 
 
-def _load(cores: int) -> float:
+def _busy_processes(cores: int) -> float:
     try:
         return os.getloadavg()[0] / cores
     except OSError:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
-
 from phalanx.hardware.cpu_steps import CpuRates
+from phalanx.io.codec import Bounds
 
-Count = Annotated[int, Meta(ge=1)]
-Quantity = Annotated[float, Meta(ge=0)]  # finite
+Count = Annotated[int, Bounds(ge=1)]
+Quantity = Annotated[float, Bounds(ge=0)]  # finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,12 +26,12 @@ def write_checksums(folder: Path, digests: Mapping[str, str]) -> None:
 
 def add_checksums(folder: Path, digests: Mapping[str, str]) -> None:
     """Let these digests count beside those that are there: before files are replaced. Raises OSError."""
-    known = {(digest, name) for name, found in _known(folder).items() for digest in found}
+    known = {(digest, name) for name, found in _known_digests(folder).items() for digest in found}
     lines = sorted(known | {(digest, name) for name, digest in digests.items()}, key=lambda one: one[::-1])
     replace_text(folder / CHECKSUMS, "".join(f"{digest}  {name}\n" for digest, name in lines))
 
 
-def _known(folder: Path) -> dict[str, set[str]]:
+def _known_digests(folder: Path) -> dict[str, set[str]]:
     try:
         return read_checksums(folder)
     except (UserError, FileNotFoundError):
@@ -57,17 +57,17 @@ def read_checksums(folder: Path) -> dict[str, set[str]]:
     except FileNotFoundError:
         raise
     except (OSError, FileTooLargeError, ValueError) as error:
-        raise _damaged(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise _damaged_file(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     found: dict[str, set[str]] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         match = _LINE.fullmatch(line)
         if match is None:
-            raise _damaged(path, f"line {number} is not a digest, two spaces and a file name")
+            raise _damaged_file(path, f"line {number} is not a digest, two spaces and a file name")
         found.setdefault(match.group(2), set()).add(match.group(1))
     return found
 
 
-def _damaged(path: Path, what: str) -> UserError:
+def _damaged_file(path: Path, what: str) -> UserError:
     return mistake(
         str(path),
         what,

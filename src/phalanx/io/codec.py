@@ -24,6 +24,16 @@ from phalanx.errors import MOST_UNKNOWN, Problem, UserError, nearest
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What `Annotated` says of a number or a text: the four words of msgspec.Meta that we use, without its import."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    max_length: int = 0  # of a text
+
+
 def json_values(value: Any) -> Any:
     """A value as JSON can hold it: dataclasses become objects, infinities and NaN null, sets sorted lists.
 
@@ -72,7 +82,7 @@ def from_message(kind: type[T], data: Any) -> T:
 def from_json_values(kind: type[T], data: Any, where: str = "plan", *, noun: str = "plan", fix: str = "") -> T:
     """The value of type `kind` that `data` describes; raises UserError naming each entry that is wrong.
 
-    Bounds are declared with the type: `Annotated[float, msgspec.Meta(ge=0)]` is a finite number from 0.
+    Bounds are declared with the type: `Annotated[float, Bounds(ge=0)]` is a finite number from 0.
     """
     reader = _Reader(noun=noun, fix=fix or f"write the {noun} again with this version")
     value: T = reader.read(kind, data, where)
@@ -154,7 +164,7 @@ class _Reader:
             return self._refuse(where, data, f"a list of {len(arguments)}")
         return tuple(self.read(one, item, where) for one, item in zip(arguments, data, strict=True))
 
-    def _bounded(self, kind: Any, meta: Any, data: Any, where: str) -> Any:
+    def _bounded(self, kind: Any, meta: Bounds, data: Any, where: str) -> Any:
         """A number, finite and within its bounds; or a text that is not too long."""
         if kind is str:
             good = isinstance(data, str) and len(data) <= meta.max_length

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    temporary = path.parent / f".phalanx-{secrets.token_hex(8)}.tmp"  # short: the name itself may be of full length
+    temporary = path.parent / f".phalanx-{os.urandom(8).hex()}.tmp"  # short: the name itself may be of full length
     try:
         with temporary.open("xb") as stream:  # with the mode the umask gives, which tempfile.mkstemp does not
             if mode is not None:
@@ -106,14 +105,14 @@ def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            tomls = [name for name in _names(path) if name.endswith((".toml", ".json"))]
+            tomls = [name for name in _folder_names(path) if name.endswith((".toml", ".json"))]
             inside = f"name a file in it, such as {path / tomls[0]}" if tomls else ""
             raise mistake(str(path), f"is a folder, not a {noun}", fix=inside)
         if not stat.S_ISREG(mode):
             raise mistake(str(path), f"is a device or pipe, not a {noun}", fix="name a regular file")
         raw = read_bounded(path, most_bytes)
     except FileNotFoundError as error:
-        raise _missing(path, noun) from error
+        raise _missing_file(path, noun) from error
     except NotADirectoryError as error:
         raise mistake(str(path), f"is not there: {path.parent} is a file, not a folder") from error
     except FileTooLargeError as error:
@@ -123,7 +122,7 @@ def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -
         raise mistake(repr(str(path)), "is not a file name") from error
     except OSError as error:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
-    return _decode(raw, path, noun)
+    return _decode_text(raw, path, noun)
 
 
 MOST_COLUMNS = 512  # of a table in CSV: the widest published one that we read has 40
@@ -138,7 +137,7 @@ def csv_columns(reader: csv.DictReader[str], where: str) -> list[str]:
     return names
 
 
-def _decode(raw: bytes, path: Path, noun: str) -> str:
+def _decode_text(raw: bytes, path: Path, noun: str) -> str:
     if b"\0" in raw:
         line = raw[: raw.index(b"\0")].count(b"\n") + 1
         raise mistake(
@@ -152,16 +151,25 @@ def _decode(raw: bytes, path: Path, noun: str) -> str:
         raise mistake(f"{path}:{line}", what, why=f"a {noun} is UTF-8 text", fix="save the file as UTF-8") from error
 
 
-def _missing(path: Path, noun: str) -> UserError:
-    close = nearest(path.name, _names(path.parent))
+def _missing_file(path: Path, noun: str) -> UserError:
+    close = nearest(path.name, _folder_names(path.parent))
     fix = f"did you mean {path.parent / close}?" if close else ""
     if not close and noun == "job file":
         fix = f"phalanx init {path} writes one"
     return mistake(str(path), f"there is no such {noun}", fix=fix)
 
 
-def _names(folder: Path) -> list[str]:
+def _folder_names(folder: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in folder.iterdir())[:10_000]
     except OSError:
         return []
+
+
+def free_bytes(folder: Path) -> float | None:
+    """What may still be written below a folder; None where nobody can tell."""
+    try:
+        found = os.statvfs(folder)
+        return float(found.f_bavail * found.f_frsize)
+    except OSError:
+        return None

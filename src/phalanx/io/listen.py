@@ -48,13 +48,13 @@ def parse_address(text: str, *, where: str = "--listen") -> Address:
 
 def is_loopback(address: Address, *, where: str = "--listen") -> bool:
     """Whether only this machine reaches it."""
-    return _loopback(_resolve(address, where=where)[1])
+    return _is_loopback(_resolve_address(address, where=where)[1])
 
 
 def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> socket.socket:
     """A listening socket; raises UserError for an address that others reach while no token guards it."""
-    family, numeric = _resolve(address, where=where)
-    if not guarded and not _loopback(numeric):
+    family, numeric = _resolve_address(address, where=where)
+    if not guarded and not _is_loopback(numeric):
         raise mistake(
             f"{where} {address}",
             "this address can be reached from other machines, and there is no token",
@@ -114,14 +114,14 @@ def kept_token(path: Path) -> str:
     """The token in a file that only its owner reads; made if it is not there."""
     if not path.exists():
         try:
-            _keep(path, read_token("auto"))
+            _keep_token(path, read_token("auto"))
         except OSError as error:
             what = f"cannot be written: {error.strerror or error}"
             raise SystemFailure(Problem(where=str(path), what=what, fix="make room in the run folder")) from error
     return read_token(str(path))
 
 
-def _keep(path: Path, token: str) -> None:
+def _keep_token(path: Path, token: str) -> None:
     """Whole or not at all: whoever is killed here leaves no empty file, which would be refused ever after."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     made = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -140,7 +140,7 @@ def _keep(path: Path, token: str) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _loopback(numeric: str) -> bool:
+def _is_loopback(numeric: str) -> bool:
     return ipaddress.ip_address(numeric.partition("%")[0]).is_loopback
 
 
@@ -152,7 +152,7 @@ def _is_literal(name: str) -> bool:
     return True
 
 
-def _resolve(address: Address, *, where: str) -> tuple[int, str]:
+def _resolve_address(address: Address, *, where: str) -> tuple[int, str]:
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

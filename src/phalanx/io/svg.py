@@ -102,39 +102,39 @@ def line_plot(
     compiled; `times` are seconds on the other axis.
     """
     xs = [x for line in lines for x in line.x]
-    ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _values(line))
+    ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _line_values(line))
     if not xs or not ys:
         return ""
-    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _values(line)]
-    low, high = _range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
+    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _line_values(line)]
+    low, high = _value_range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
     x_scale = _Scale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT)
     y_scale = _Scale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP)
     parts = [
-        *_axes(x_scale, y_scale, show=show, show_x=show_x or _whole, times=times),
-        *_marks(marks, x_scale),
-        *(piece for line in lines for piece in _line(line, x_scale, y_scale)),
+        *_draw_axes(x_scale, y_scale, show=show, show_x=show_x or "{:,.0f}".format, times=times),
+        *_draw_marks(marks, x_scale),
+        *(piece for line in lines for piece in _draw_line(line, x_scale, y_scale)),
     ]
-    drawn = [line for line in lines if any(_drawable(value) for value in line.mean)]
-    label = escape(f"{title}: {', '.join(_spoken(line, show) for line in drawn)}", quote=True)
+    drawn = [line for line in lines if any(_is_drawable(value) for value in line.mean)]
+    label = escape(f"{title}: {', '.join(_spoken_text(line, show) for line in drawn)}", quote=True)
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" class="plot">'
     return "\n".join([head, *parts, "</svg>"])
 
 
-def _spoken(line: PlotLine, show: Callable[[float], str]) -> str:
+def _spoken_text(line: PlotLine, show: Callable[[float], str]) -> str:
     """For whoever cannot see it."""
-    known = [value for value in line.mean if value is not None and _drawable(value)]
+    known = [value for value in line.mean if value is not None and _is_drawable(value)]
     return f"{line.label} from {show(known[0])} to {show(known[-1])}"
 
 
-def _drawable(value: Value) -> bool:
+def _is_drawable(value: Value) -> bool:
     return value is not None and math.isfinite(value) and abs(value) < 1e300
 
 
-def _values(line: PlotLine) -> list[float]:
-    return [value for value in (*line.low, *line.high, *line.mean) if value is not None and _drawable(value)]
+def _line_values(line: PlotLine) -> list[float]:
+    return [value for value in (*line.low, *line.high, *line.mean) if value is not None and _is_drawable(value)]
 
 
-def _range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough: bool) -> tuple[float, float]:
+def _value_range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough: bool) -> tuple[float, float]:
     """Of sorted values, and some that must be seen."""
     cut = len(values) // 100 + 1 if rough and len(values) >= 20 else 0
     low, high = min(values[cut], *kept, math.inf), max(values[-1 - cut], *kept, -math.inf)
@@ -175,7 +175,7 @@ def time_ticks(low: float, high: float) -> list[float]:
     return [number * size for number in range(math.ceil(low / size), math.floor(high / size) + 1)]
 
 
-def _axes(
+def _draw_axes(
     x_scale: _Scale, y_scale: _Scale, *, show: Callable[[float], str], show_x: Callable[[float], str], times: bool
 ) -> list[str]:
     parts = []
@@ -191,7 +191,7 @@ def _axes(
     return parts
 
 
-def _marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
+def _draw_marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
     every = max(1, math.ceil(len(marks) / MOST_MARKS))
     parts = []
     for one in marks[::every]:
@@ -204,36 +204,38 @@ def _marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
     return parts
 
 
-def _line(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _draw_line(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
     style = escape(line.style, quote=True)
     parts = []
     if line.low and line.high:
-        parts += [f'<path class="band s{style}" d="{path}"/>' for path in _band(line, x_scale, y_scale)]
-    known = [(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None and _drawable(y)]
+        parts += [f'<path class="band s{style}" d="{path}"/>' for path in _draw_band(line, x_scale, y_scale)]
+    known = [(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None and _is_drawable(y)]
     if line.dots or len(known) == 1:
         dots = [
             f'<circle class="dot s{style}" cx="{x_scale.at(x):.1f}" cy="{y_scale.at(y):.1f}" r="3"/>' for x, y in known
         ]
         return parts + dots
-    return parts + [f'<path class="line s{style}" d="{path}"/>' for path in _paths(line.x, line.mean, x_scale, y_scale)]
+    return parts + [
+        f'<path class="line s{style}" d="{path}"/>' for path in _draw_paths(line.x, line.mean, x_scale, y_scale)
+    ]
 
 
-def _paths(xs: Sequence[float], ys: Sequence[Value], x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _draw_paths(xs: Sequence[float], ys: Sequence[Value], x_scale: _Scale, y_scale: _Scale) -> list[str]:
     """A path for every stretch without a hole."""
     stretches: list[list[str]] = [[]]
     for x, y in zip(xs, ys, strict=False):
-        if y is None or not _drawable(y):
+        if y is None or not _is_drawable(y):
             stretches.append([])
         else:
             stretches[-1].append(f"{x_scale.at(x):.1f} {y_scale.at(y):.1f}")
     return ["M" + "L".join(points) for points in stretches if len(points) > 1]
 
 
-def _band(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _draw_band(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
     rows = [
         (x, low, high)
         for x, low, high in zip(line.x, line.low, line.high, strict=False)
-        if low is not None and high is not None and _drawable(low) and _drawable(high)
+        if low is not None and high is not None and _is_drawable(low) and _is_drawable(high)
     ]
     if len(rows) < 2:
         return []
@@ -260,10 +262,6 @@ def stacked_bar(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:
     box = f'viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none"'
     head = f'<svg {box} role="img" aria-label="{spoken}" class="stack">'
     return "\n".join([head, *drawn, "</svg>"])
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def _short_seconds(value: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -167,4 +166,4 @@ def sparkline(values: Sequence[float | None], room: int, *, from_zero: bool = Fa
 
 def _mean_of(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and abs(value) < MOST_DRAWN]
-    return statistics.fmean(known) if known else None
+    return math.fsum(known) / len(known) if known else None

@@ -22,7 +22,7 @@ def visible(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return _SUSPECT.sub(lambda found: _spelt(found[0]) if _acts(found[0]) else found[0], text)
+    return _SUSPECT.sub(lambda found: _spelt_out(found[0]) if _is_control(found[0]) else found[0], text)
 
 
 def visible_json(text: str) -> str:
@@ -31,7 +31,7 @@ def visible_json(text: str) -> str:
     >>> print(visible_json('{"a": "b\x9bc"}'))
     {"a": "b\u009bc"}
     """
-    return _SUSPECT.sub(lambda found: _pairs(found[0]) if _acts(found[0]) else found[0], text)
+    return _SUSPECT.sub(lambda found: _json_escape(found[0]) if _is_control(found[0]) else found[0], text)
 
 
 def one_line(text: str) -> str:
@@ -43,16 +43,16 @@ def one_line(text: str) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def _acts(char: str) -> bool:
+def _is_control(char: str) -> bool:
     return not char.isprintable() and unicodedata.category(char) != "Zs"
 
 
-def _spelt(char: str) -> str:
+def _spelt_out(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _pairs(char: str) -> str:
+def _json_escape(char: str) -> str:
     """As JSON writes it: beyond 16 bits as two."""
     raw = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{raw[at : at + 2].hex()}" for at in range(0, len(raw), 2))

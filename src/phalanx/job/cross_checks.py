@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import isqrt
+from collections.abc import Callable, Sequence
 
 from phalanx.job.draft import Draft
 from phalanx.job.schema import Job
+from phalanx.units import all_divisors
 
 Check = Callable[[Draft, Job], None]
 
@@ -26,7 +26,7 @@ def whole_heads(draft: Draft, job: Job) -> None:
     if tensor == "auto":
         return
     if heads % tensor:
-        fits = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        fits = [size for size in all_divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         draft.complain(
             "parallel.tensor",
             f"parallel.tensor = {tensor} does not divide the model's {heads} attention heads",
@@ -34,7 +34,7 @@ def whole_heads(draft: Draft, job: Job) -> None:
             fix=use_nearest(fits, tensor),
         )
     elif kv_heads % tensor and tensor % kv_heads:
-        fits = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        fits = [size for size in all_divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         draft.complain(
             "parallel.tensor",
             f"parallel.tensor = {tensor} neither divides nor is a multiple of the model's {kv_heads} key-value heads",
@@ -50,7 +50,7 @@ def grouped_heads(draft: Draft, job: Job) -> None:
             written_key(draft, "model.kv_heads", HEADS),
             f"model.kv_heads = {kv_heads} does not divide the model's {heads} attention heads",
             why="every key-value head serves the same number of query heads",
-            fix=use_nearest(divisors(heads), kv_heads),
+            fix=use_nearest(all_divisors(heads), kv_heads),
         )
 
 
@@ -122,7 +122,7 @@ def whole_experts(draft: Draft, job: Job) -> None:
             "parallel.expert",
             f"parallel.expert = {ranks} does not divide the model's {experts} experts",
             why="each expert rank must hold whole experts",
-            fix=use_nearest(divisors(experts), ranks),
+            fix=use_nearest(all_divisors(experts), ranks),
         )
 
 
@@ -194,7 +194,7 @@ def whole_sequence_slices(draft: Draft, job: Job) -> None:
             "parallel.context",
             f"parallel.context = {context} does not divide data.sequence = {sequence}",
             why="each context rank must hold an equal slice of every sequence",
-            fix=use_nearest(divisors(sequence), context),
+            fix=use_nearest(all_divisors(sequence), context),
         )
     elif job.parallel.sequence_parallel is True and tensor != "auto":
         slices = tensor * (1 if context == "auto" else context)
@@ -214,11 +214,11 @@ def whole_batches(draft: Draft, job: Job) -> None:
             written_key(draft, "batch.micro", "batch.global_sequences", "batch.global_tokens"),
             f"batch.micro = {micro} does not divide the global batch of {total:,} sequences",
             why="every step is a whole number of micro-batches",
-            fix=use_nearest(divisors(total), micro),
+            fix=use_nearest(all_divisors(total), micro),
         )
     elif data != "auto" and total % (data * (1 if micro == "auto" else micro)):
         share = f"parallel.data = {data}" + ("" if micro == "auto" else f" × batch.micro = {micro}")
-        fits = divisors(total if micro == "auto" else total // micro)
+        fits = all_divisors(total if micro == "auto" else total // micro)
         draft.complain(
             written_key(draft, "parallel.data", "batch.micro"),
             f"{share} does not divide the global batch of {total:,} sequences",
@@ -234,7 +234,7 @@ def whole_shard_groups(draft: Draft, job: Job) -> None:
             written_key(draft, "parallel.shard", "parallel.data"),
             f"parallel.shard = {shard} does not divide parallel.data = {data}",
             why="replicas form equal shard groups",
-            fix=use_nearest(divisors(data), shard),
+            fix=use_nearest(all_divisors(data), shard),
         )
 
 
@@ -304,17 +304,7 @@ def written_key(draft: Draft, *keys: str) -> str:
     return next((key for key in keys if key in draft.origins and draft.origins[key].by_hand), keys[0])
 
 
-def divisors(number: int) -> list[int]:
-    """Divisors in order; for numbers above 1e10 only those that have a partner below 1e5.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [size for size in range(1, min(isqrt(number), 100_000) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
-def use_nearest(fits: list[int], wanted: int) -> str:
+def use_nearest(fits: Sequence[int], wanted: int) -> str:
     """The valid sizes on both sides of a wrong one.
 
     >>> use_nearest([1, 2, 4, 8], 6)

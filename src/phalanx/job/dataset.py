@@ -256,18 +256,20 @@ def verify_dataset(folder: Path) -> VerifiedDataset:
     manifest = read_manifest(folder)
     check_dataset_files(folder, manifest, with_blocks=False)
     block_bytes = manifest.block_bytes or BLOCK_BYTES
-    problems = list(_changed(folder / TOKENIZER, file_sha256(folder / TOKENIZER), manifest.tokenizer_sha256))
+    problems = list(_changed_digest(folder / TOKENIZER, file_sha256(folder / TOKENIZER), manifest.tokenizer_sha256))
     blocks: dict[str, bytes] = {}
     for shard in manifest.shards:
         found, blocks[shard.file] = digest_blocks(folder / shard.file, block_bytes)
-        problems += _changed(folder / shard.file, found, shard.sha256)
-        problems += _changed(folder / shard.index_file, file_sha256(folder / shard.index_file), shard.index_sha256)
+        problems += _changed_digest(folder / shard.file, found, shard.sha256)
+        problems += _changed_digest(
+            folder / shard.index_file, file_sha256(folder / shard.index_file), shard.index_sha256
+        )
     if problems:
         raise UserError(problems)
     return _with_blocks(folder, manifest, block_bytes, blocks)
 
 
-def _changed(path: Path, found: str, wanted: str) -> Iterator[Problem]:
+def _changed_digest(path: Path, found: str, wanted: str) -> Iterator[Problem]:
     if found != wanted:
         what = f"has changed: its digest is {found[:12]}…, and the manifest says {wanted[:12]}…"
         yield Problem(where=str(path), what=what, why="training on it would not repeat", fix=REBUILD)
@@ -282,7 +284,7 @@ def _with_blocks(folder: Path, manifest: Manifest, block_bytes: int, blocks: Map
             shards = []
             for shard in source.shards:
                 path, wanted = folder / shard.block_file, blocks[shard.file]
-                if not _holds(path, wanted):
+                if not _holds_bytes(path, wanted):
                     replace_bytes(path, wanted)
                     written.append(path.name)
                 shards.append(replace(shard, blocks_sha256=hashlib.sha256(wanted).hexdigest()))
@@ -300,7 +302,7 @@ def _with_blocks(folder: Path, manifest: Manifest, block_bytes: int, blocks: Map
     return VerifiedDataset(manifest=whole, written=tuple(written))
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _holds_bytes(path: Path, data: bytes) -> bool:
     try:
         return read_bounded(path, len(data)) == data
     except (OSError, FileTooLargeError):

@@ -135,7 +135,7 @@ def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
         if parsed is None:
             continue
         for path, value in _leaf_values(*parsed):
-            _write(draft, path, value, override)
+            _write_value(draft, path, value, override)
 
 
 def _parse_override(draft: Draft, override: str) -> tuple[tuple[str, ...], object] | None:
@@ -165,7 +165,7 @@ def _leaf_values(path: tuple[str, ...], value: object) -> list[tuple[tuple[str, 
     return [leaf for key, item in value.items() for leaf in _leaf_values((*path, key), item)]
 
 
-def _write(draft: Draft, path: tuple[str, ...], value: object, override: str) -> None:
+def _write_value(draft: Draft, path: tuple[str, ...], value: object, override: str) -> None:
     table = draft.table
     for part in path[:-1]:
         inner = table.get(part)

@@ -154,6 +154,10 @@ def _optional_keys(config: Mapping[str, object], shape: Shape, path: Path) -> Sh
         found["ffn"] = config.get("n_inner") or _sum_counts(*[shape["hidden"]] * 4)
     if shape.get("experts") and "expert_ffn" not in shape:
         found["expert_ffn"] = shape["ffn"]
+    # A Mistral file names a window that is used; one of Qwen may name a window that is not, and says which.
+    windowed = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
+    if windowed and config.get("sliding_window") is not None:
+        found["sliding_window"] = config["sliding_window"]
     if config.get("attention_bias") is True:
         # Llama's switch also adds a bias to the output projection, `hidden` values a layer: under 1e-6 of any model.
         found["bias" if config.get("mlp_bias") is True else "qkv_bias"] = True

@@ -100,7 +100,9 @@ def _build_job(draft: Draft) -> Job:
     sections = {name: _table_values(draft, (name,), draft.section(name), fields(cls)) for name, cls in SECTIONS.items()}
     _fill_fixed(draft, sections["parallel"])
     _fill_sequence(draft, sections["data"], preset, max_positions=model.max_positions)
-    _fill_tokens(draft, sections["data"], preset)
+    if "tokens" not in sections["data"] and preset is not None and "tokens" in preset.train:
+        sections["data"]["tokens"] = preset.train["tokens"]
+        draft.origins["data.tokens"] = _preset_origin(preset)
     _fill_batch(draft, sections["batch"], preset, sequence=sections["data"].get("sequence"))
     example = 'ramp = [{ until_tokens = "100B", global_tokens = "4M" }]'
     _fill_list(draft, sections["batch"], "batch.ramp", RampStage, example=example)
@@ -175,12 +177,6 @@ def _fill_sequence(draft: Draft, data: dict[str, Any], preset: Preset | None, *,
         data["sequence"] = Data().sequence
 
 
-def _fill_tokens(draft: Draft, data: dict[str, Any], preset: Preset | None) -> None:
-    if "tokens" not in data and preset is not None and "tokens" in preset.train:
-        data["tokens"] = preset.train["tokens"]
-        draft.origins["data.tokens"] = _preset_origin(preset)
-
-
 def _preset_origin(preset: Preset) -> Origin:
     return Origin(kind="preset", where=f"preset {preset.name}")
 
@@ -204,7 +200,7 @@ def _fill_batch(draft: Draft, batch: dict[str, Any], preset: Preset | None, *, s
     if sequence is None or any(batch[name] is None for name in given):
         return
     if len(given) == 2:
-        _agree(draft, batch, sequence)
+        _check_batch(draft, batch, sequence)
     elif given == ["global_tokens"]:
         _sequences_from_tokens(draft, batch, sequence)
     else:
@@ -254,7 +250,7 @@ def round_batch(wanted: float) -> int:
     return max(1, round(wanted))
 
 
-def _agree(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
+def _check_batch(draft: Draft, batch: dict[str, Any], sequence: int) -> None:
     tokens, sequences = batch["global_tokens"], batch["global_sequences"]
     if tokens != sequences * sequence:
         draft.complain(

@@ -32,6 +32,7 @@ class ModelShape:
     qk_norm: bool = False
     positions: str = "rope"  # "rope", "learned" or "alibi"
     max_positions: int = 0  # rows of a learned position table
+    sliding_window: int = 0  # tokens a token attends to, itself included; 0 is all before it. Only said, not modelled
     embedding_norm: bool = False  # BLOOM: LayerNorm after the embedding
     experts: int = 0
     experts_per_token: int = 0

@@ -19,7 +19,7 @@ from phalanx.network.nccl_choice import (
 from phalanx.network.nccl_system import NcclSystem
 from phalanx.network.nccl_tables import Algorithm, Protocol
 from phalanx.network.sizes import format_size
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 STEPS = 8  # looks per doubling; a pick that holds for less than that is not worth a line
 HALVINGS = 40
@@ -137,13 +137,13 @@ def _algorithm_protocol(one: AlgorithmChoice) -> tuple[Algorithm, Protocol]:
 NONE = "-"
 # benchmarks/2026-11-16-collective-interval.md
 MODEL_NOTE = """
-The range holds 80 % of systems: without a measurement nobody knows a network's start-up, nor whether it delivers. For
-yours: --fit FILE, with the output of nccl-tests or two sizes of your own"""
+The range covers 80 % of systems: networks differ in start-up time and in the bandwidth they deliver. To narrow it,
+measure yours: --fit FILE takes the output of nccl-tests, or two sizes of your own"""
 
 
 def show_pairs(one: CollectiveAnswer) -> str:
     """Every pair at one size, the pick first."""
-    rows = [("", "algorithm", "protocol", "start-up", "transfer", "NCCL reckons", "")]
+    rows = [("", "algorithm", "protocol", "start-up", "transfer", "NCCL's estimate", "")]
     best = one.pairs[0].seconds if one.pairs else 0.0
     for place, pair in enumerate(one.pairs):
         rows.append(
@@ -173,7 +173,7 @@ def show_expected(one: CollectiveAnswer) -> str:
         for name, seconds, interval, span, rate in found
         if seconds is not None
     ]
-    return "\n".join(lines or [f"{format_size(one.nbytes)}: fits speak from 16 MiB on"])
+    return "\n".join(lines or [f"{format_size(one.nbytes)}: the fit holds from 16 MiB on"])
 
 
 def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
@@ -186,7 +186,11 @@ def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
     for one in found:
         by_model = _picked_lines(one) if modelled else []
         by_fit = (
-            [_seconds(one.fitted_s), _span_text(one.fitted_interval_s), _gigabytes_text(one.fitted_bus_bytes_per_s)]
+            [
+                _seconds_text(one.fitted_s),
+                _span_text(one.fitted_interval_s),
+                _gigabytes_text(one.fitted_bus_bytes_per_s),
+            ]
             if fitted
             else []
         )
@@ -204,7 +208,7 @@ def _picked_lines(one: CollectiveAnswer) -> list[str]:
     )
     return [
         f"{first.algorithm} {first.protocol}",
-        _seconds(one.expected_s),
+        _seconds_text(one.expected_s),
         _span_text(one.expected_interval_s),
         _gigabytes_text(one.bus_bytes_per_s),
         then,
@@ -224,7 +228,7 @@ def show_fit(fit: AlphaBeta, count: int, error: float, at_bytes: float) -> str:
     """What was fitted, and how well it meets the points."""
     said = "met exactly" if abs(error) < 5e-4 else f"worst {error:+.1%} at {format_size(at_bytes)}"
     return (
-        f"fitted on {count} sizes from 16 MiB on: start-up {format_seconds(fit.alpha_s)}, "
+        f"fitted on {plural(count, 'size')} from 16 MiB on: start-up {format_seconds(fit.alpha_s)}, "
         f"{fit.bytes_per_s / 1e9:,.1f} GB/s ({said})"
     )
 
@@ -237,5 +241,5 @@ def _gigabytes_text(rate: float | None) -> str:
     return NONE if not rate else f"{rate / 1e9:,.4g}"
 
 
-def _seconds(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     return NONE if value is None else format_seconds(value)

@@ -86,7 +86,9 @@ class Group:
     @cached_property
     def tree_bus_bytes_per_s(self) -> Floats:
         """Before c(S): 0.92 of a ring's bus; between nodes one channel per NIC, each with its limit."""
-        limit = np.where(self.domains > 1, self.per_domain * TREE_CHANNEL[self._family, self._column], np.inf)
+        limit = np.where(
+            self.domains > 1, self.per_domain * TREE_CHANNEL[self._family_index, self._domain_column], np.inf
+        )
         return np.minimum(TREE_EFFICIENCY * self.bus_bytes_per_s, limit)
 
     @cached_property
@@ -97,18 +99,18 @@ class Group:
         """
         heads = np.minimum(self.per_domain, MOST_NVLS_HEADS)
         part = self.link_bytes_per_s / (heads + 1.0)
-        inside = 2.0 * part * SWITCH_EFFICIENCY[self._family] * (heads - 1.0) / heads
+        inside = 2.0 * part * SWITCH_EFFICIENCY[self._family_index] * (heads - 1.0) / heads
         across = np.minimum(self.network_bytes_per_s, part) * np.where(self.domains <= 2, 2.0, 1.0)
-        between = np.minimum(across, SWITCH_TREE_CHANNEL[self._family, self._column])
+        between = np.minimum(across, SWITCH_TREE_CHANNEL[self._family_index, self._domain_column])
         bus: Floats = heads * np.where(self.domains > 1, np.minimum(inside, between), inside)
         return np.where((np.asarray(self.switch) > 0) & (self.per_domain > 2), bus, 0.0)
 
     @property
-    def _family(self) -> NDArray[np.intp]:
+    def _family_index(self) -> NDArray[np.intp]:
         return np.asarray(self.family, dtype=np.intp)
 
     @property
-    def _column(self) -> NDArray[np.intp]:
+    def _domain_column(self) -> NDArray[np.intp]:
         return np.asarray(np.minimum(self.domains, 3.0), dtype=np.intp) - 1
 
     @cached_property

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from msgspec import Meta
 from scipy.optimize import least_squares
 
 from phalanx.errors import mistake
-from phalanx.io.codec import from_json_values, json_values
+from phalanx.io.codec import Bounds, from_json_values, json_values
 from phalanx.io.files import read_text
 from phalanx.plan.cases import Floats
 from phalanx.plan.plan import CalibrationNote
@@ -43,7 +42,7 @@ LARGEST_FACTOR = 20.0  # either way; beyond it the measurement is of something e
 NOISE = 0.03  # least scatter: repeat runs differ under 1 %, what the model leaves out about this much more
 ROBUST_AT = 3.0  # residuals beyond this many times the noise count linearly: one bad measurement must not bend the rest
 
-Factor = Annotated[float, Meta(ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
+Factor = Annotated[float, Bounds(ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import Scores, score_layouts
-from phalanx.plan.space import build_space, device_splits, divisors, tensor_sizes
-from phalanx.units import format_bytes, plural
+from phalanx.plan.space import build_space, device_splits, tensor_sizes
+from phalanx.units import all_divisors, format_bytes, plural
 
 RELEASES = ("recompute", "zero", "shard", "micro", "offload", "sequence_parallel", "schedule", "tensor", "pipeline")
 BY_MODE = 'parallel.mode = "fixed"'  # the origin of settings that fixed mode fills in (job.load)
@@ -29,7 +29,7 @@ def no_layout(request: PlanRequest) -> UserError:
     written = " × ".join(f"{name} {size}" for name, size in sizes.items())
     if devices % product or ("data" in sizes and len(sizes) == 4 and product != devices):
         verb = "is not" if len(sizes) == 4 else "does not divide"
-        near = max(n for n in divisors(devices) if n <= product)
+        near = max(n for n in all_divisors(devices) if n <= product)
         return mistake(
             request.place(f"parallel.{next(iter(sizes))}"),
             f"{written} = {product:,} {verb} the {plural(devices, 'device')} of {request.cluster.name}",

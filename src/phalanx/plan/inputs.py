@@ -199,11 +199,13 @@ class _Look:
         """The datasets have one tokenizer, the model has a row for every token, and how often the text is seen."""
         data = self.job.data
         if data.paths:
-            self.folders = [found for path in data.paths if (found := self._manifest(self.base / path)) is not None]
+            self.folders = [
+                found for path in data.paths if (found := self._dataset_manifest(self.base / path)) is not None
+            ]
         elif data.corpus:
             folder = corpus_folder(data.corpus, cache_folder(self._environ), vocab=self.job.model.vocab)
             if (folder / MANIFEST).is_file():
-                self.folders = [found for found in (self._manifest(folder),) if found is not None]
+                self.folders = [found for found in (self._dataset_manifest(folder),) if found is not None]
             else:
                 self._compare_size(corpus_vocab(self.job.model.vocab), f'the corpus "{data.corpus}"', folder)
         if not self.folders:
@@ -224,7 +226,7 @@ class _Look:
             self._count_passes()
             self._held_out()
 
-    def _manifest(self, folder: Path) -> tuple[Path, Manifest] | None:
+    def _dataset_manifest(self, folder: Path) -> tuple[Path, Manifest] | None:
         key = self.place("data.path")
         if not folder.is_dir():
             fix = f"phalanx data build {folder} SOURCE… creates it (--corpus offline-english for sample text)"
@@ -340,10 +342,10 @@ class _Look:
                 )
             )
             return
-        self.refused.extend(self._conflict(where, ours, theirs))
-        self.warnings.extend(self._nuances(where, ours, theirs))
+        self.refused.extend(self._vocabulary_conflicts(where, ours, theirs))
+        self.warnings.extend(self._vocabulary_nuances(where, ours, theirs))
 
-    def _conflict(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
+    def _vocabulary_conflicts(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
         found = compare_vocabularies(ours, theirs)
         if not found.conflicts:
             return
@@ -360,7 +362,7 @@ class _Look:
             else "build the data with the tokenizer of the weights, or leave train.weights out",
         )
 
-    def _nuances(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
+    def _vocabulary_nuances(self, where: str, ours: Vocabulary, theirs: Vocabulary) -> Iterator[Problem]:
         found = compare_vocabularies(ours, theirs)
         if found.conflicts:
             return

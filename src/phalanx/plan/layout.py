@@ -41,17 +41,17 @@ class Layout:
         """The name without the axes that are not used and without "no-recompute", for narrow tables."""
         axes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
         used = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
-        groups = [self._zero, *([f"EP{self.expert}"] if self.expert > 1 else [])]
-        rest = [word for word in self._rest if word != "no-recompute"]
+        groups = [self._zero_text, *([f"EP{self.expert}"] if self.expert > 1 else [])]
+        rest = [word for word in self._other_words if word != "no-recompute"]
         return " ".join(["·".join([*used, f"DP{self.data}"]), *groups, *rest])
 
     @property
-    def _zero(self) -> str:
+    def _zero_text(self) -> str:
         grouped = self.zero > 0 and self.shard < self.data * self.context
         return f"ZeRO-{self.zero}" + (f"/{self.shard}" if grouped else "")
 
     @property
-    def _rest(self) -> list[str]:
+    def _other_words(self) -> list[str]:
         words = [f"mbs{self.micro_batch}", self.recompute if self.recompute != "none" else "no-recompute"]
         if self.pipeline > 1 and self.schedule in ("gpipe", "zero-bubble"):
             words.append(self.schedule)
@@ -71,5 +71,5 @@ class Layout:
         'TP8·CP1·PP16·DP128 (ZeRO-1, EP1) mbs1 full'
         """
         stages = f"PP{self.pipeline}" + (f"·VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else "")
-        head = f"TP{self.tensor}·CP{self.context}·{stages}·DP{self.data} ({self._zero}, EP{self.expert})"
-        return " ".join([head, *self._rest])
+        head = f"TP{self.tensor}·CP{self.context}·{stages}·DP{self.data} ({self._zero_text}, EP{self.expert})"
+        return " ".join([head, *self._other_words])

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,8 @@ import numpy as np
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cpu_steps import CpuStep, cpu_times
-from phalanx.hardware.step_probe import measure_first, time_layout
 from phalanx.hardware.types import Cluster
+from phalanx.io.packages import installed_version
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.auto_settings import compression_pays
@@ -33,12 +32,12 @@ from phalanx.plan.reliability import Reliability, effective_time, predict_reliab
 from phalanx.plan.request import PlanRequest, request_from_job, trains_with_phalanx
 from phalanx.plan.score import price_layouts
 from phalanx.plan.search import SearchResult, search_layouts
-from phalanx.plan.trainable import trainer_problems
+from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
 LONGEST_S = 365.0 * DAY_S  # nobody keeps a cluster on one run for longer
 BEARABLE_S = 90.0 * DAY_S  # BLOOM-176B took about 3.5 months (arXiv 2211.05100)
-POOR_PROGRESS = 0.5  # below this share of effective time a run is a way to heat the hall
+POOR_PROGRESS = 0.5  # below this share of effective time half the bill buys nothing
 
 
 def make_plan(
@@ -142,6 +141,7 @@ def _make_plan(
         *_too_long(request, lasting, layout),
         *_host_memory(request, layout),
         *_trainer_problems(job, request, layout),
+        *attention_remarks(job.model, job.data.sequence, ours=trains_with_phalanx(job)),
         *(
             [wasted]
             if (wasted := compression_pays(request, layout, where=request.place("parallel.compression")))
@@ -151,7 +151,7 @@ def _make_plan(
     price_usd = costs.usd_per_device_hour[1] if costs.usd_per_device_hour else None
     return Plan(
         schema=SCHEMA,
-        version=_version(),
+        version=installed_version("phalanx") or "unknown",
         job=job,
         cluster=cluster,
         layout=layout,
@@ -322,13 +322,6 @@ def _host_memory(request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
     return (Problem(where=request.cluster.name, what=what, fix="use more hosts"),)
 
 
-def _version() -> str:
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 # Plan for this machine's own cores, and time the layout that is chosen before the plan is shown.
 #
 # Cores differ more from each other than a formula knows, and a few seconds of the real step tell. Where the timing
@@ -344,6 +337,9 @@ def plan_here(
     make: Callable[[], Plan], target: str, *, environ: Mapping[str, str], tell: Callable[[str], None]
 ) -> Plan:
     """What `make` plans, with this machine measured where `target` means its cores."""
+    # Not at the top: discovery, NVML and worker processes are nothing a plan for another cluster needs.
+    from phalanx.hardware.step_probe import measure_first, time_layout
+
     measure_first(target, environ=environ, tell=tell)
     made = make()
     for _ in range(ROUNDS):

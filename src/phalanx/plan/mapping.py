@@ -89,7 +89,7 @@ class _Axis:
 
     @property
     def wire_s(self) -> float:
-        return self.pace * sum(load.calls * _seconds(self.group, load) for load in self.loads)
+        return self.pace * sum(load.calls * _load_seconds(self.group, load) for load in self.loads)
 
 
 def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
@@ -189,7 +189,7 @@ def _stage_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Group
 
 def _replica_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Groups) -> list[_Axis]:
     """The data axis, whole or as groups that share one sharded copy and the copies of a shard."""
-    held = _weights(c)
+    held = _stage_weights(c)
     weights, tables = float(np.max(held.dense)), float(np.max(held.embedding))
     pace = request.pace("outer_traffic")
     whole = "data" if int(np.max(g.replica.ranks)) == 1 else "shard"
@@ -213,7 +213,7 @@ def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Grou
     domains, wanted = float(np.max(g.expert.domains)), request.model.experts_per_token
     copies = domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0
     loads = [_Load(operation="all-to-all", calls=calls, nbytes=routed, network_copies=copies)]
-    shared = _sharing_loads(request, layout, c, float(np.max(_weights(c).experts)))
+    shared = _sharing_loads(request, layout, c, float(np.max(_stage_weights(c).experts)))
     return [
         _Axis(
             name="expert", group=g.expert, stride=1, loads=loads, part="expert_s", pace=request.pace("inner_traffic")
@@ -229,7 +229,7 @@ def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Grou
     ]
 
 
-def _weights(c: Cases) -> RankWeights:
+def _stage_weights(c: Cases) -> RankWeights:
     return rank_weights(c, stage_layers=np.ceil(c.layers / c.pp))
 
 
@@ -269,7 +269,7 @@ def _sharing_loads(request: PlanRequest, layout: Layout, c: Cases, weights: floa
     ]
 
 
-def _seconds(group: net.Group, load: _Load) -> float:
+def _load_seconds(group: net.Group, load: _Load) -> float:
     nbytes = np.asarray(load.nbytes)
     if load.operation == "all-reduce":
         return float(np.max(net.all_reduce(group, nbytes)))

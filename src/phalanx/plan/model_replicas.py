@@ -58,20 +58,20 @@ class ModelReplicas:
         return replace(self.layout, data=self.layout.data // self.count)
 
     @property
-    def _block(self) -> int:
+    def _block_ranks(self) -> int:
         """Ranks of one replica on one stage, which are neighbours."""
         return self.size // self.layout.pipeline
 
     def place(self, rank: int) -> tuple[int, int]:
         """(replica, rank within it) of a rank of the job."""
-        stage, inside = divmod(rank, self._block * self.count)
-        replica, near = divmod(inside, self._block)
-        return replica, stage * self._block + near
+        stage, inside = divmod(rank, self._block_ranks * self.count)
+        replica, near = divmod(inside, self._block_ranks)
+        return replica, stage * self._block_ranks + near
 
     def rank(self, replica: int, position: int) -> int:
         """The reverse."""
-        stage, near = divmod(position, self._block)
-        return (stage * self.count + replica) * self._block + near
+        stage, near = divmod(position, self._block_ranks)
+        return (stage * self.count + replica) * self._block_ranks + near
 
     def ranks(self, replica: int) -> tuple[int, ...]:
         """All ranks of a replica, by their place in it."""

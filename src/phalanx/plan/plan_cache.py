@@ -48,7 +48,8 @@ def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             replace_text(path, found.to_json())
-            _drop_oldest(folder)
+            for old in sorted(folder.glob("*.json"), key=lambda one: one.stat().st_mtime)[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
     return found
 
 
@@ -73,11 +74,13 @@ def _inputs_digest(resolved: ResolvedJob, cluster: Cluster) -> str:
     """Of everything a plan depends on; origins too, since warnings name the lines of the file."""
     origins = {key: [one.kind, one.where] for key, one in resolved.origins.items()}
     warned = [problem.render() for problem in resolved.warnings]
-    statement = json.dumps([json_values(resolved.job), json_values(cluster), origins, warned, _code()], sort_keys=True)
+    statement = json.dumps(
+        [json_values(resolved.job), json_values(cluster), origins, warned, _planner_files()], sort_keys=True
+    )
     return hashlib.sha256(statement.encode()).hexdigest()[:40]
 
 
-def _code() -> list[tuple[str, int, int]]:
+def _planner_files() -> list[tuple[str, int, int]]:
     """Every file of the planner with its size and time, so that a changed planner plans again."""
     root = Path(str(resources.files("phalanx")))
     files = sorted(path for part in PARTS for path in (root / part).rglob("*") if path.suffix in _COUNTED)
@@ -85,10 +88,3 @@ def _code() -> list[tuple[str, int, int]]:
 
 
 _COUNTED = (".py", ".csv", ".json", ".toml")
-
-
-def _drop_oldest(folder: Path) -> None:
-    """Drop the oldest beyond MOST_KEPT."""
-    known = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in known[:-MOST_KEPT]:
-        path.unlink(missing_ok=True)

@@ -231,19 +231,19 @@ def interval_features(c: Cases, times: StepTimes) -> Floats:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _uncertainty_table() -> dict[str, Any]:
     return tomllib.loads(resources.files("phalanx.plan").joinpath("uncertainty.toml").read_text("utf-8"))
 
 
 def feature_widths() -> tuple[Floats, Floats]:
     """(below, above): log widths per feature."""
-    below, above = ([float(_table()[side][name]) for name in FEATURES] for side in ("below", "above"))
+    below, above = ([float(_uncertainty_table()[side][name]) for name in FEATURES] for side in ("below", "above"))
     return np.asarray(below), np.asarray(above)
 
 
 def framework_scatter(frameworks: Sequence[str]) -> tuple[Floats, Floats]:
     """(below, above): how much wider the runs of each framework scatter than the common widths say."""
-    known = _table()["scale"]
+    known = _uncertainty_table()["scale"]
     pairs = [known.get(name, known["default"]) for name in frameworks]
     return np.asarray([p["below"] for p in pairs]), np.asarray([p["above"] for p in pairs])
 

@@ -72,7 +72,7 @@ def explain_alternative(request: PlanRequest, best: Layout, other: Candidate) ->
     slower = float(times.step_s[1] / times.step_s[0] - 1.0)
     if other.fits and slower <= 0:
         shares = tuple(float(total / usable) for total, usable in zip(memory.total, memory.usable, strict=True))
-        reason, wins_if = _faster(request, other.layout, shares)
+        reason, wins_if = _why_not_taken(request, other.layout, shares)
     elif other.fits:
         reason, wins_if = slowest_part(times, (best, other.layout)), crossing_point(request, best, other.layout)
     else:
@@ -102,7 +102,7 @@ def part_name(part: str, *layouts: Layout) -> str:
     return FETCHED if part == "shard_s" and "parameters" in kept else PARTS[part]
 
 
-def _faster(request: PlanRequest, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
+def _why_not_taken(request: PlanRequest, layout: Layout, shares: tuple[float, ...]) -> tuple[str, str]:
     """Why a layout that is as fast or faster was not taken; `shares` of memory filled: the best layout's, its own."""
     held = {"micro_batch" if name == "micro" else name: value for name, value in request.fixed.items()}
     against = [f"{name} = {value}" for name, value in held.items() if getattr(layout, name) != value]

@@ -97,12 +97,12 @@ class StageLoad:
 def rank_order(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> Iterator[Action]:
     """What a rank does in a step of `count` micro-batches, in order."""
     done: Counter[tuple[int, int]] = Counter()
-    for key in zip(*(column.tolist() for column in _order(schedule, rank, ranks, chunks, count)), strict=True):
+    for key in zip(*(column.tolist() for column in _task_columns(schedule, rank, ranks, chunks, count)), strict=True):
         yield KINDS[key[0]], key[1], done[key]
         done[key] += 1
 
 
-def _order(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> tuple[Ints, Ints]:
+def _task_columns(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> tuple[Ints, Ints]:
     """The same as two columns, kind and chunk: the n-th of a pair is that of micro-batch n."""
     single = schedule in ("1f1b", "interleaved") and chunks == 1
     if schedule == "gpipe" or (single and count < ranks):
@@ -169,7 +169,7 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
     mine = my_stages(rank, ranks, chunks, v_shaped=v_shaped)
     sizes = [len(layers[stage]) for stage in mine]
     last = mine.index(len(layers) - 1) if len(layers) - 1 in mine else -1
-    kinds, of = _order(schedule, rank, ranks, chunks, count)
+    kinds, of = _task_columns(schedule, rank, ranks, chunks, count)
     size = np.array(sizes)[of]
     forward, backward, inputs, weights = (kinds == kind for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
     # The I of the first stage does nothing: torch leaves its whole backward to its W.
@@ -183,10 +183,10 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
         "outputs": ~at_last * (1 * forward - backward - weights),
     }
     after = {name: np.cumsum(change) for name, change in changes.items()}
-    best = _fullest(after, np.flatnonzero(forward | turns), ("held", "pending", "late", "outputs"))
+    best = _fullest_moment(after, np.flatnonzero(forward | turns), ("held", "pending", "late", "outputs"))
     before = {name: after[name] - change for name, change in changes.items()}
     goes_back = np.flatnonzero(at_last & (backward | inputs))
-    at_head = _fullest(before, goes_back, ("held", "pending", "logits", "late", "outputs"))
+    at_head = _fullest_moment(before, goes_back, ("held", "pending", "logits", "late", "outputs"))
     return StageLoad(
         layers=sum(sizes),
         split_layers=sum(size for size, stage in zip(sizes, mine, strict=True) if stage)
@@ -207,7 +207,7 @@ def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, 
     )
 
 
-def _fullest(moments: dict[str, Ints], places: Ints, names: tuple[str, ...]) -> dict[str, int]:
+def _fullest_moment(moments: dict[str, Ints], places: Ints, names: tuple[str, ...]) -> dict[str, int]:
     """What is held at the place with the most layers, those pending weighted; of equals the most of each, in order."""
     weight = moments["held"] + PENDING_WEIGHT * moments["pending"]
     for values in (weight, *(moments[name] for name in names)):

@@ -145,7 +145,7 @@ def _by_layer(request: PlanRequest, table: Cases, predict: Callable[[Cases], Par
     return replace(mixed, **parts)
 
 
-def _step(request: PlanRequest, table: Cases) -> StepTimes:
+def _predict_step(request: PlanRequest, table: Cases) -> StepTimes:
     """By the constants of measured cores where this machine's are meant, else by the physics of accelerators."""
     if request.cluster.cpu is not None:
         return predict_cpu_step(table, request.cluster.cpu)
@@ -161,7 +161,7 @@ def step_seconds(request: PlanRequest, table: Cases) -> Floats:
 
 def step_times(request: PlanRequest, table: Cases) -> StepTimes:
     """The step of every case, as calibrated where the question brings measured scalars."""
-    times = _by_layer(request, table, lambda cases: _step(request, cases))
+    times = _by_layer(request, table, lambda cases: _predict_step(request, cases))
     if request.calibration is None:
         return times
     from phalanx.plan.calibrate import apply_calibration  # imports scipy: only when asked for

@@ -199,18 +199,18 @@ def _other_ideas(scores: Scores, best: Layout) -> tuple[Candidate, ...]:
     found: dict[Layout, Candidate] = {}
     fits = scores.fits
     if fits.any():
-        _add(found, _make_candidate(scores, _fastest_row(scores, np.flatnonzero(fits)), FASTEST), best)
+        _add_candidate(found, _make_candidate(scores, _fastest_row(scores, np.flatnonzero(fits)), FASTEST), best)
     for idea, mask in IDEAS.items():
         rows = np.flatnonzero(fits & mask(scores, best))
         if rows.size:
-            _add(found, _make_candidate(scores, _simplest_row(scores, rows), idea), best)
+            _add_candidate(found, _make_candidate(scores, _simplest_row(scores, rows), idea), best)
     limit = np.min(scores.step_s, where=fits, initial=np.inf)
     unfit = np.where(fits, np.inf, scores.step_s)
     cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(fits)}
     for idea, wanted in cheaper.items():
         row = _least_row(unfit, wanted & (scores.column("offload") == OFFLOAD.index(best.offload)))
         if row is not None and scores.step_s[row] < limit:
-            _add(found, _make_candidate(scores, row, idea), best)
+            _add_candidate(found, _make_candidate(scores, row, idea), best)
     return tuple(sorted(found.values(), key=lambda one: (not one.fits, one.step_s)))
 
 
@@ -219,7 +219,7 @@ def _least_row(values: np.ndarray[tuple[int], np.dtype[np.float64]], mask: Bools
     return int(rows[values[rows].argmin()]) if rows.size else None
 
 
-def _add(found: dict[Layout, Candidate], one: Candidate, best: Layout) -> None:
+def _add_candidate(found: dict[Layout, Candidate], one: Candidate, best: Layout) -> None:
     if one.layout == best:
         return
     known = found.get(one.layout)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from phalanx.plan.cases import COMPRESSION, OFFLOAD, RECOMPUTE, SCHEDULES, Floats
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import PlanRequest
+from phalanx.units import all_divisors
 
 # Larger micro-batches are legal but never tried unless fixed by hand: throughput is flat long before.
 MOST_MICRO_BATCH = 256
@@ -41,16 +41,16 @@ class Space:
 
     def grids(self) -> Iterator[Grid]:
         """All legal layouts."""
-        legal = self._legal()
+        legal = self._legal_parts()
         depths = self.base["pp"][self.of_expert.max(axis=0, initial=NO_ROW)]
         for columns in group_alike(legal):
             for rest in _by_depth(columns, depths[columns]):
                 used = [np.flatnonzero(one[:, rest].any(axis=1)) for one in legal]
                 step = max(1, GRID_CELLS // math.prod(one.size for one in used))
                 for start in range(0, rest.size, step):
-                    yield self._grid(used, rest[start : start + step], legal)
+                    yield self._make_grid(used, rest[start : start + step], legal)
 
-    def _legal(self) -> tuple[Bools, Bools, Bools, Bools]:
+    def _legal_parts(self) -> tuple[Bools, Bools, Bools, Bools]:
         """Where each way to share, to recompute, to split the sequence and the experts is legal: [way, rest].
 
         No rule looks at two of them at once, so that what is legal is a product.
@@ -69,7 +69,7 @@ class Space:
             self.of_expert != NO_ROW,
         )
 
-    def _grid(self, used: list[Ints], rest: Ints, legal: tuple[Bools, ...]) -> Grid:
+    def _make_grid(self, used: list[Ints], rest: Ints, legal: tuple[Bools, ...]) -> Grid:
         share, recompute, split, expert = (one[np.ix_(ways, rest)] for one, ways in zip(legal, used, strict=True))
         choice, base = self.product[np.ix_(*used[:3])], self.of_expert[np.ix_(used[3], rest)]
         columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}
@@ -177,25 +177,14 @@ def _allowed_sizes(request: PlanRequest, name: str, devices: int) -> list[int]:
     if name in request.fixed:
         size = int(request.fixed[name])
         return [size] if devices % size == 0 else []
-    return list(divisors(devices))
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, in order.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
+    return list(all_divisors(devices))
 
 
 def expert_sizes(request: PlanRequest, ranks: int) -> list[int]:
     """Expert sizes: whole experts per rank, whole groups within data × context × tensor."""
     if not request.model.is_moe:
         return [1]
-    sizes = [n for n in divisors(request.model.experts) if ranks % n == 0]
+    sizes = [n for n in all_divisors(request.model.experts) if ranks % n == 0]
     return [n for n in sizes if request.fixed.get("expert", n) == n]
 
 
@@ -204,7 +193,7 @@ def micro_batches(request: PlanRequest, dp: int, most: int = MOST_MICRO_BATCH) -
     share = request.global_sequences // dp
     if "micro" in request.fixed:
         return [int(request.fixed["micro"])] if share % int(request.fixed["micro"]) == 0 else []
-    return [n for n in divisors(share) if n <= most]
+    return [n for n in all_divisors(share) if n <= most]
 
 
 def possible_schedules(request: PlanRequest, pp: int, accumulation: int) -> list[tuple[int, int]]:
@@ -228,7 +217,7 @@ def _chunk_counts(request: PlanRequest, pp: int, accumulation: int) -> list[int]
     per_stage = -(-request.model.layers // pp)
     # A job for another framework may fix chunks that hold the embedding or the head alone (job/cross_checks.py).
     most = request.model.layers + (2 if "virtual_pipeline" in request.fixed and request.limits.bare_ends else 0)
-    return [n for n in divisors(per_stage) if n > 1 and pp * n <= most]
+    return [n for n in all_divisors(per_stage) if n > 1 and pp * n <= most]
 
 
 def _base_table(

@@ -30,7 +30,7 @@ SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of t
 def plan_text(plan: Plan, *, top: int = 6) -> str:
     """The page; `top` limits runners-up and Pareto points."""
     sections = [
-        ("STEP TIME", _step(plan)),
+        ("STEP TIME", _step_lines(plan)),
         ("MEMORY PER DEVICE", _memory_lines(plan)),
         ("COMMUNICATION BY AXIS", _mapping_lines(plan)),
         ("ALTERNATIVES", _alternative_lines(plan.alternatives[:top])),
@@ -38,7 +38,7 @@ def plan_text(plan: Plan, *, top: int = 6) -> str:
         ("FAILURES AND CHECKPOINTS", _failure_lines(plan)),
         ("COST AND ENERGY", _bill_lines(plan)),
         ("SEARCH", _search_lines(plan)),
-        ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap(line)]),
+        ("WARNINGS", [part for text in plan.warnings for line in text.splitlines() for part in _wrap_line(line)]),
     ]
     lines = [*_headline_lines(plan), *(f"  {line}" for line in _derived_lines(plan))]
     for title, body in sections:
@@ -88,10 +88,10 @@ def _simpler_lines(plan: Plan) -> list[str]:
     pace = "as fast" if lead < LEAST_LEAD else f"{lead:.1%} faster"
     filled = s.fastest_memory_bytes / plan.memory.usable_bytes
     if filled > FULL_MEMORY >= 1.0 - plan.memory.margin:
-        return _wrap(
+        return _wrap_line(
             f"{s.fastest.short} is {pace} on paper but fills {filled:.1%} of the memory; chose one with headroom", WIDTH
         )
-    return _wrap(f"{s.fastest.short} is {pace} on paper; chose the simpler layout", WIDTH)
+    return _wrap_line(f"{s.fastest.short} is {pace} on paper; chose the simpler layout", WIDTH)
 
 
 def _with_interval(low_s: float, middle_s: float, high_s: float) -> str:
@@ -115,7 +115,7 @@ def _derived_lines(plan: Plan) -> list[str]:
     if plan.calibration:
         scalars = ", ".join(f"{name} ×{value:.3g}" for name, value in plan.calibration.scalars.items())
         lines.append(f"calibrated with {plan.calibration.file}: {scalars}")
-    return [part for line in lines for part in _wrap(line)]
+    return [part for line in lines for part in _wrap_line(line)]
 
 
 def _assumptions_line(plan: Plan) -> str:
@@ -131,7 +131,7 @@ def _assumptions_line(plan: Plan) -> str:
     )
 
 
-def _step(plan: Plan) -> list[str]:
+def _step_lines(plan: Plan) -> list[str]:
     step_s = plan.prediction.step_s
     rows = []
     for name, seconds in plan.prediction.breakdown_s.items():
@@ -144,7 +144,7 @@ def _step(plan: Plan) -> list[str]:
     note = f"{count} of {layout.micro_batch} × {plan.job.data.sequence:,} tokens per step"
     if layout.pipeline > 1:
         note += f", {layout.schedule} schedule"
-    return [*lines, note, *_wrap(f"MFU counts {plan.prediction.mfu_convention}")]
+    return [*lines, note, *_wrap_line(f"MFU counts {plan.prediction.mfu_convention}")]
 
 
 def _memory_lines(plan: Plan) -> list[str]:
@@ -176,7 +176,7 @@ def _mapping_lines(plan: Plan) -> list[str]:
     order = "per device and step; rank order, fastest-varying first: " + ", ".join(plan.rank_order)
     if plan.layout.context > 1:
         notes.append("the data axis includes the context ranks: they share gradients")
-    return [*text_table(rows, right=(1, 2, 6, 7)), *_wrap("; ".join([order, *notes]))]
+    return [*text_table(rows, right=(1, 2, 6, 7)), *_wrap_line("; ".join([order, *notes]))]
 
 
 def format_amount(value: float) -> str:
@@ -187,9 +187,9 @@ def format_amount(value: float) -> str:
 def _alternative_lines(alternatives: Sequence[Alternative]) -> list[str]:
     lines = []
     for one in alternatives:
-        lines += _wrap(f"{one.idea}: {one.layout.short}")
+        lines += _wrap_line(f"{one.idea}: {one.layout.short}")
         pace = f"{format_seconds(one.step_s)} ({one.slower:+.1%})"
-        lines += [f"  {line}" for line in _wrap(f"{pace}: {one.reason}; {one.wins_if}", WIDTH - 6)]
+        lines += [f"  {line}" for line in _wrap_line(f"{pace}: {one.reason}; {one.wins_if}", WIDTH - 6)]
     return lines
 
 
@@ -206,7 +206,7 @@ def _pareto_lines(plan: Plan, top: int) -> list[str]:
     notes = ["training time and cost without failures and spare hosts"]
     if all(one.layout != plan.layout for one in plan.pareto):
         notes.append("the chosen layout is not on the front: it is slightly slower and simpler")
-    return [*text_table(rows, right=(0, 1, 2, 3, 4)), *_wrap("; ".join(notes))]
+    return [*text_table(rows, right=(0, 1, 2, 3, 4)), *_wrap_line("; ".join(notes))]
 
 
 def _pareto_choice(plan: Plan, top: int) -> list[ParetoPoint]:
@@ -233,11 +233,11 @@ def _failure_lines(plan: Plan) -> list[str]:
         f"{format_seconds(r.blocking_s)}, committed after {format_seconds(r.persist_s)}",
         *([_in_memory(r.memory_every, plan.prediction.step_s)] if r.memory_every else []),
         f"time lost at multiples of the optimal interval: {costs}",
-        f"effective training time {r.effective_time:.1%}{_site_range(r)}; {plural(r.spares, 'spare host')} (99% "
-        f"of days)",
+        f"effective training time {r.effective_time:.1%}{_site_range(r)}; {plural(r.spares, 'spare host')} (enough "
+        "on 99% of days)",
         *(_loss_lines(plan, r.replica_loss) if r.replica_loss is not None else []),
     ]
-    return [part for line in lines for part in _wrap(line)]
+    return [part for line in lines for part in _wrap_line(line)]
 
 
 def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
@@ -310,7 +310,7 @@ def _bill_lines(plan: Plan) -> list[str]:
         lines.append(f"{format_money(middle)}{span} at ${rate} per device-hour, spare hosts included; {b.price_source}")
     else:
         lines.append(b.price_source)
-    return [part for line in (*lines, *_energy_lines(b)) for part in _wrap(line)]
+    return [part for line in (*lines, *_energy_lines(b)) for part in _wrap_line(line)]
 
 
 def _energy_lines(b: Bill) -> list[str]:
@@ -333,7 +333,7 @@ def _search_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _wrap(text: str, width: int = WIDTH - 4) -> list[str]:
+def _wrap_line(text: str, width: int = WIDTH - 4) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

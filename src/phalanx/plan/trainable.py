@@ -180,6 +180,22 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
         yield Problem(where="model.balance", what='"bias" needs the bias it moves', fix="set router_bias = true")
 
 
+def attention_remarks(shape: ModelShape, sequence: int, *, ours: bool) -> Iterator[Problem]:
+    """What is planned (and trained, if `ours` is the trainer) otherwise than the model says, and is not refused."""
+    if shape.module or not 0 < shape.sliding_window < sequence:  # up to the window, full attention computes the same
+        return
+    trained = "planned, and trained by `phalanx train`," if ours else "planned"
+    different = "beyond the window the trained model is not the published one, and " if ours else ""
+    yield Problem(
+        where="model.sliding_window",
+        what=f"{shape.name} has sliding-window attention over {shape.sliding_window:,} tokens; it is {trained} with "
+        f"full attention over sequences of {sequence:,}",
+        why=f"{different}full attention takes longer",
+        fix=f"use data.sequence = {shape.sliding_window} or less, where both compute the same, or set "
+        "model.sliding_window = 0 if you want full attention",
+    )
+
+
 def _tensor_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
     ranks = layout.tensor
     if ranks == 1:

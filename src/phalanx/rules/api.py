@@ -89,7 +89,7 @@ def check(
 
     Raises UserError when the target is nothing that can be checked.
     """
-    chosen, ignored = _listed(select), _listed(ignore)
+    chosen, ignored = _word_list(select), _word_list(ignore)
     own = collect_own_rules(rules)
     if not allow_code:  # else the job may bring rules that match
         select_rules(chosen, ignored, own.rules)  # first: a misspelt group should not cost the reading of a log
@@ -144,7 +144,7 @@ def check_evidence(
     """`check` for evidence that is in hand."""
     own = own_rules_of(evidence, rules, allow_code=allow_code)
     chosen = rules_of(select, ignore, own)
-    if select and _names(spc001_waivers.RULE, select):
+    if select and _names_rule(spc001_waivers.RULE, select):
         # Whether a waiver is used is known when its rule was asked, chosen or not.
         report = judge(
             (*all_rules(), *own.rules), evidence, edition=EDITION, require_evidence=require_evidence, own=own
@@ -177,7 +177,7 @@ def list_rules(
     """The rules of the edition and your own; with `profile`, those that hold for that kind of hardware."""
     from phalanx.rules.profiles import find_profile
 
-    found = select_rules(_listed(select), own=collect_own_rules(rules).rules)
+    found = select_rules(_word_list(select), own=collect_own_rules(rules).rules)
     name = find_profile(profile).name if profile is not None else ""
     return tuple(one for one in found if not name or not one.profiles or name in one.profiles)
 
@@ -197,16 +197,16 @@ def base_of(run: Run, *, request: Request | None = None, today: date | None = No
 def rules_of(chosen: str, ignored: str, own: OwnRules) -> tuple[Rule, ...]:
     """The rules that are selected. SPC001 comes along for their waivers, SPC003 for the user's own rules."""
     rules = select_rules(chosen, ignored, own.rules)
-    more = [one for one in ABOUT_RULES if one not in rules and not _names(one, ignored)]
+    more = [one for one in ABOUT_RULES if one not in rules and not _names_rule(one, ignored)]
     return (*rules, *more)
 
 
-def _names(rule: Rule, words: str) -> bool:
+def _names_rule(rule: Rule, words: str) -> bool:
     """Whether a rule is among ids or their beginnings."""
     return any(word.strip() and rule.id.startswith(word.strip().upper()) for word in words.split(","))
 
 
-def _listed(words: str | Sequence[str]) -> str:
+def _word_list(words: str | Sequence[str]) -> str:
     return words if isinstance(words, str) else ",".join(words)
 
 

@@ -45,7 +45,7 @@ def find_rule(name: str, own: Iterable[Rule] = ()) -> Rule:
 
 def select_rules(chosen: str = "", ignored: str = "", own: Iterable[Rule] = ()) -> tuple[Rule, ...]:
     """Rules by comma-separated ids or beginnings of ids, as "CKP,FLT001"; raises UserError for what matches nothing."""
-    wanted, dropped, rules = _words(chosen), _words(ignored), known_rules(own)
+    wanted, dropped, rules = _split_words(chosen), _split_words(ignored), known_rules(own)
     for word in (*wanted, *dropped):
         if not any(rule.id.startswith(word) for rule in rules):
             names = [*dict.fromkeys(rule.group for rule in rules), *(rule.id for rule in rules)]
@@ -69,5 +69,5 @@ def select_rules(chosen: str = "", ignored: str = "", own: Iterable[Rule] = ()) 
     return found
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split_words(text: str) -> tuple[str, ...]:
     return tuple(word.strip().upper() for word in text.split(",") if word.strip())

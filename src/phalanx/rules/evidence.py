@@ -143,9 +143,9 @@ class Evidence:
             return at.file, at.line
         if at.startswith("plan:") or not at:
             return (self.plan_file or self.job_file or self.target), 0
-        return self._line(at)
+        return self._key_line(at)
 
-    def _line(self, key: str) -> tuple[str, int]:
+    def _key_line(self, key: str) -> tuple[str, int]:
         """Of a job key: its own line, else that of its section's first key, else the file.
 
         Another trainer's file has other sections: what stands beside the key there is about something else.

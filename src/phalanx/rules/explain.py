@@ -33,7 +33,7 @@ class Explanation:
     findings: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
-        text = f"{here(self)}\n{rule_page(self.rule)}" if self.evidence is not None else rule_page(self.rule)
+        text = f"{target_section(self)}\n{rule_page(self.rule)}" if self.evidence is not None else rule_page(self.rule)
         return text.removesuffix("\n")
 
     def __repr__(self) -> str:
@@ -73,22 +73,22 @@ def explain(
         find_rule(name, own.rules)  # first: a misspelt name should not cost the reading of a log
     evidence = evidence_of(what, request or Request(), today=today, progress=progress)
     own = own_rules_of(evidence, own.rules, allow_code=allow_code)
-    return answer(find_rule(name, own.rules), evidence)
+    return explain_evidence(find_rule(name, own.rules), evidence)
 
 
-def answer(rule: Rule, evidence: Evidence) -> Explanation:
+def explain_evidence(rule: Rule, evidence: Evidence) -> Explanation:
     """Judge one rule; its waivers count as in a check."""
     report = check_evidence(evidence, select=rule.id, rules=(rule,) if rule.origin else ())
     mine = tuple(one for one in report.findings if one.rule.id == rule.id)
     return Explanation(rule=rule, evidence=evidence, limits=limits_of(rule, evidence), findings=mine)
 
 
-def here(found: Explanation) -> str:
+def target_section(found: Explanation) -> str:
     """What the rule says of the target, in Markdown: the first part of the page."""
     assert found.evidence is not None
     lines = [f"# {found.rule.id} on {found.evidence.target}", ""]
     for one in found.findings:
-        lines += [*_finding(one, found.evidence.usd), ""]
+        lines += [*_finding_lines(one, found.evidence.usd), ""]
     devices = plural(found.evidence.devices, "device")
     size = f"{found.evidence.profile.name}, {devices}, class {found.evidence.scaling.name}"
     lines += [f"Limits for {size}:", ""] if found.limits.values else []
@@ -98,7 +98,7 @@ def here(found: Explanation) -> str:
     return "\n".join(printable(line, most=MOST_TEXT) for line in lines) + "\n"
 
 
-def _finding(finding: Finding, usd: float | None) -> Iterator[str]:
+def _finding_lines(finding: Finding, usd: float | None) -> Iterator[str]:
     outcome = finding.outcome
     word = finding.verdict if outcome.applies else "does not apply"
     level = f" ({finding.severity})" if finding.verdict == "fail" else f" ({finding.reason})" * bool(finding.reason)

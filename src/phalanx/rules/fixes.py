@@ -29,43 +29,43 @@ def edited_text(text: str, edits: Sequence[Edit], *, where: str) -> str:
     mark, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     result = body
     for edit in edits:
-        result = _put(result, edit, where)
-    _prove(body, result, edits, where)
+        result = _put_value(result, edit, where)
+    _prove_edit(body, result, edits, where)
     return mark + result
 
 
-def _put(text: str, edit: Edit, where: str) -> str:
+def _put_value(text: str, edit: Edit, where: str) -> str:
     """One value: replaced where it stands, else written after the last key of its section."""
     section, _, name = edit.key.rpartition(".")
-    document = _parse(_without_partner(text, edit.key, where), where)
+    document = _parse_toml(_without_partner(text, edit.key, where), where)
     table: Any = document
     if section:
         if section not in document:
-            return _append_section(tomlkit.dumps(document), section, f"{name} = {_value(edit, where)}")
+            return _append_section(tomlkit.dumps(document), section, f"{name} = {_toml_value(edit, where)}")
         table = document[section]
     if not isinstance(table, MutableMapping):
-        raise _refusal(where, f"{section} is no section in it")
+        raise _refused_edit(where, f"{section} is no section in it")
     if name not in table:
-        inserted = _insert(tomlkit.dumps(document), section, f"{name} = {_value(edit, where)}")
+        inserted = _insert_line(tomlkit.dumps(document), section, f"{name} = {_toml_value(edit, where)}")
         if inserted:
             return inserted
     table[name] = edit.value
     return tomlkit.dumps(document)
 
 
-def _parse(text: str, where: str) -> tomlkit.TOMLDocument:
+def _parse_toml(text: str, where: str) -> tomlkit.TOMLDocument:
     try:
         document = tomlkit.parse(text)
     except (TOMLKitError, ValueError, RecursionError) as error:
-        raise _refusal(where, f"the editor cannot read it: {str(error)[:200]}") from error
+        raise _refused_edit(where, f"the editor cannot read it: {str(error)[:200]}") from error
     if tomlkit.dumps(document) != text:
-        raise _refusal(where, "the editor would change its layout")
+        raise _refused_edit(where, "the editor would change its layout")
     return document
 
 
 def _without_partner(text: str, key: str, where: str) -> str:
     """Of two keys that say the same, as global_tokens and global_sequences, the file gives one."""
-    document: Any = _parse(text, where)
+    document: Any = _parse_toml(text, where)
     for pair in EXCLUSIVE:
         if key in pair:
             section, _, name = pair[1 - pair.index(key)].partition(".")
@@ -75,11 +75,11 @@ def _without_partner(text: str, key: str, where: str) -> str:
     return tomlkit.dumps(document)
 
 
-def _value(edit: Edit, where: str) -> str:
+def _toml_value(edit: Edit, where: str) -> str:
     try:
         return tomlkit.item(edit.value).as_string()
     except (TOMLKitError, ValueError) as error:
-        raise _refusal(where, f"{edit.key} = {edit.value!r} cannot be written") from error
+        raise _refused_edit(where, f"{edit.key} = {edit.value!r} cannot be written") from error
 
 
 def _append_section(text: str, section: str, line: str) -> str:
@@ -88,7 +88,7 @@ def _append_section(text: str, section: str, line: str) -> str:
     return f"{text}{lead}[{section}]{end}{line}{end}"
 
 
-def _insert(text: str, section: str, line: str) -> str:
+def _insert_line(text: str, section: str, line: str) -> str:
     """A new line after the last key of a section; empty where it has no lines of its own, as an inline table."""
     numbers = key_lines(text)
     rows = text.splitlines(keepends=True)
@@ -123,31 +123,31 @@ def _line_end(text: str) -> str:
     return "\r\n" if "\r\n" in text else "\n"
 
 
-def _prove(before: str, after: str, edits: Sequence[Edit], where: str) -> None:
+def _prove_edit(before: str, after: str, edits: Sequence[Edit], where: str) -> None:
     """The edited text says what it said, except for the edited keys."""
-    old, new = (_leaves(tomllib.loads(text)) for text in (before, after))
+    old, new = (_table_leaves(tomllib.loads(text)) for text in (before, after))
     allowed = {edit.key for edit in edits}
     partners = {pair[1 - pair.index(key)] for key in allowed for pair in EXCLUSIVE if key in pair}
     changed = {key for key in {**old, **new} if old.get(key) != new.get(key) or (key in old) != (key in new)}
     wrong = sorted(changed - allowed - partners)
     missing = [edit.key for edit in edits if new.get(edit.key) != edit.value]
     if wrong or missing:
-        raise _refusal(where, f"{', '.join(wrong or missing)} would not come out as meant")
+        raise _refused_edit(where, f"{', '.join(wrong or missing)} would not come out as meant")
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _table_leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted key; a list is one value."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            found |= _leaves(value, f"{name}.")
+            found |= _table_leaves(value, f"{name}.")
         else:
             found[name] = value
     return found
 
 
-def _refusal(where: str, what: str) -> UserError:
+def _refused_edit(where: str, what: str) -> UserError:
     return mistake(where, f"is not edited: {what}", fix="change it by hand: phalanx check names the values")
 
 
@@ -221,33 +221,35 @@ def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
     refused: dict[str, str] = {}  # key -> why it is left alone
     first = report = judge(())
     for number in range(MOST_ROUNDS):
-        report = judge(_sets(chosen)) if number else first
-        wanted = _wanted(report, unsafe=unsafe, refused=refused)
-        if _tear(chosen, wanted, refused):
+        report = judge(_override_texts(chosen)) if number else first
+        wanted = _wanted_remedies(report, unsafe=unsafe, refused=refused)
+        if _conflicting_keys(chosen, wanted, refused):
             chosen = []
             continue
-        new = _that_hold(_Trial(judge=judge, first=first, unsafe=unsafe), _without(chosen, wanted), wanted, refused)
+        new = _that_hold(
+            _Trial(judge=judge, first=first, unsafe=unsafe), _without_replaced(chosen, wanted), wanted, refused
+        )
         if not new:
             break
-        chosen = [*_without(chosen, new), *new]
+        chosen = [*_without_replaced(chosen, new), *new]
     else:  # they chase each other: better no edit than another one at every call
         chosen, report = [], first
         refused["*"] = f"the edits do not settle in {MOST_ROUNDS} rounds"
-    cured = max(0, _broken(first) - _broken(report))
+    cured = max(0, _count_broken(first) - _count_broken(report))
     return JobFix(remedies=tuple(chosen), cured=cured, left=tuple(dict.fromkeys(refused.values())))
 
 
-def _without(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:
+def _without_replaced(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:
     """What was chosen, less what its own rule wants otherwise now, as an interval whose optimum another edit moved."""
     again = {edit.key for remedy in newer for edit in remedy.edits}
     return [remedy for remedy in chosen if not any(edit.key in again for edit in remedy.edits)]
 
 
-def _broken(report: CheckReport) -> int:
+def _count_broken(report: CheckReport) -> int:
     return sum(one.verdict == "fail" for one in report.findings)
 
 
-def _wanted(report: CheckReport, *, unsafe: bool, refused: Mapping[str, str]) -> list[Remedy]:
+def _wanted_remedies(report: CheckReport, *, unsafe: bool, refused: Mapping[str, str]) -> list[Remedy]:
     """What the findings ask for, the worst first; of two that want the same key, the first."""
     wanted: list[Remedy] = []
     taken = set(refused)
@@ -259,7 +261,7 @@ def _wanted(report: CheckReport, *, unsafe: bool, refused: Mapping[str, str]) ->
     return wanted
 
 
-def _tear(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
+def _conflicting_keys(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
     """Whether a key that one rule had set is wanted otherwise by another; it is refused from here on."""
     owner = {edit.key: remedy.rule for remedy in chosen for edit in remedy.edits}
     asked = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
@@ -286,7 +288,11 @@ class _Trial:
             return "with which the job can no longer be planned"
         before = {one.rule.id for one in self.first.findings if _is_error(one)}
         new = [one for one in report.findings if _is_error(one) and one.rule.id not in before]
-        hopeless = [one.rule.id for one in new if not _curable(one, unsafe=self.unsafe)]
+        hopeless = [
+            one.rule.id
+            for one in new
+            if not one.outcome.edits or any(not (edit.safe or self.unsafe) for edit in one.outcome.edits)
+        ]
         return f"which breaks {', '.join(dict.fromkeys(hopeless))}" if hopeless else ""
 
 
@@ -294,30 +300,25 @@ def _is_error(finding: Finding) -> bool:
     return finding.verdict == "fail" and finding.severity == "error"
 
 
-def _curable(finding: Finding, *, unsafe: bool) -> bool:
-    edits = finding.outcome.edits
-    return bool(edits) and all(edit.safe or unsafe for edit in edits)
-
-
 def _that_hold(
     trial: _Trial, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
 ) -> list[Remedy]:
     """Remedies with which the job can be read and no longer asks for them; the others are refused from here on."""
-    if not wanted or not _complaints(trial, [*chosen, *wanted], wanted):
+    if not wanted or not _trial_complaints(trial, [*chosen, *wanted], wanted):
         return list(wanted)
     held: list[Remedy] = []
     for remedy in wanted:
-        if complaint := _complaints(trial, [*chosen, *held, remedy], [remedy]):
+        if complaint := _trial_complaints(trial, [*chosen, *held, remedy], [remedy]):
             refused |= {edit.key: complaint for edit in remedy.edits}
         else:
             held.append(remedy)
     return held
 
 
-def _complaints(trial: _Trial, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
+def _trial_complaints(trial: _Trial, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
     """Why the new remedies do not help; empty when they do."""
     try:
-        report = trial.judge(_sets(remedies))
+        report = trial.judge(_override_texts(remedies))
     except UserError:
         return f"{new[0].statement}, with which the job cannot be read"
     if harm := trial.harm(report):
@@ -331,5 +332,5 @@ def _complaints(trial: _Trial, remedies: Sequence[Remedy], new: Sequence[Remedy]
     return f"{again[0].statement}, which does not cure it" if again else ""
 
 
-def _sets(remedies: Sequence[Remedy]) -> tuple[str, ...]:
+def _override_texts(remedies: Sequence[Remedy]) -> tuple[str, ...]:
     return tuple(f"{edit.key}={as_toml(edit.value)}" for remedy in remedies for edit in remedy.edits)

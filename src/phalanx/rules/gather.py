@@ -169,8 +169,8 @@ def of_job(
     refusals: tuple[Problem, ...] = ()
     plan, cluster = made, made.cluster if made is not None else None
     if plan is None:
-        plan, refusals, cluster = _planned(resolved, request, environ)
-    profile = _profile(request, resolved.job.profile, cluster)
+        plan, refusals, cluster = _plan_job(resolved, request, environ)
+    profile = _hardware_profile(request, resolved.job.profile, cluster)
     devices = plan.layout.devices if plan is not None else (cluster.devices if cluster is not None else 1)
     return Evidence(
         target=str(resolved.path),
@@ -183,15 +183,15 @@ def of_job(
         job_file=str(resolved.path),
         plan=plan,
         refusals=refusals,
-        host=_host(request, cluster),
+        host=_host_facts(request, cluster),
         # Of our own trainer: of another one they say nothing.
-        drills=_drills(request, environ, resolved.job, plan, resolved.path.parent) if practice is None else (),
+        drills=_drill_records(request, environ, resolved.job, plan, resolved.path.parent) if practice is None else (),
         unmapped=unmapped,
         devices_said=devices if plan is None and cluster is not None else 0,
     )
 
 
-def _planned(
+def _plan_job(
     resolved: ResolvedJob, request: Request, environ: dict[str, str]
 ) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
     """The plan, or why there is none; a cluster nobody can find is the caller's mistake."""
@@ -211,13 +211,13 @@ def of_plan(
         target=str(path) if path is not None else plan.job.name,
         job=plan.job,
         practice=PHALANX,
-        profile=_profile(request, plan.job.profile, plan.cluster),
+        profile=_hardware_profile(request, plan.job.profile, plan.cluster),
         scaling=scaling_of(plan.layout.devices),
         today=today,
         plan=plan,
         plan_file=str(path) if path is not None else "",
-        host=_host(request, plan.cluster),
-        drills=_drills(request, environ, plan.job, plan, path.parent if path is not None else Path()),
+        host=_host_facts(request, plan.cluster),
+        drills=_drill_records(request, environ, plan.job, plan, path.parent if path is not None else Path()),
     )
 
 
@@ -240,15 +240,15 @@ def before_log(run: Run, request: Request, *, today: date, environ: dict[str, st
         target=str(run.path),
         job=job,
         practice=PHALANX,
-        profile=_profile(request, job.profile if job is not None else "auto", cluster),
+        profile=_hardware_profile(request, job.profile if job is not None else "auto", cluster),
         scaling=scaling_of(plan.layout.devices if plan is not None else 1),
         today=today,
         origins=resolved.origins if resolved is not None else {},
         job_file=str(run.job_toml) if resolved is not None else "",
         plan=plan,
         plan_file=str(run.plan_json) if plan is not None else "",
-        host=_host(request, cluster),
-        drills=_drills(request, environ, job, plan, run.path, beside=run.path.parent),
+        host=_host_facts(request, cluster),
+        drills=_drill_records(request, environ, job, plan, run.path, beside=run.path.parent),
         damaged=damaged,
     )
 
@@ -302,7 +302,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             target=str(path),
             job=found.resolved.job,
             practice=found.practice,
-            profile=_profile(request, found.resolved.job.profile, cluster),
+            profile=_hardware_profile(request, found.resolved.job.profile, cluster),
             scaling=scaling_of(max(1, found.devices)),
             today=today,
             origins=found.resolved.origins,
@@ -331,7 +331,7 @@ def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:
     return (*others, Unmapped(key="waiver", value="[[waiver]]", why="is not read here: give it with --waivers FILE"))
 
 
-def _profile(request: Request, wanted: str, cluster: Cluster | None) -> HardwareProfile:
+def _hardware_profile(request: Request, wanted: str, cluster: Cluster | None) -> HardwareProfile:
     if request.profile:
         return find_profile(request.profile)
     if wanted != "auto":
@@ -339,14 +339,14 @@ def _profile(request: Request, wanted: str, cluster: Cluster | None) -> Hardware
     return profile_of(cluster) if cluster is not None else PROFILES["custom"]
 
 
-def _host(request: Request, cluster: Cluster | None) -> HostFacts | None:
+def _host_facts(request: Request, cluster: Cluster | None) -> HostFacts | None:
     """This machine, where the job is to run on it: of another cluster it says nothing."""
     if not request.look or cluster is None or not cluster.name.startswith("local"):
         return None
     return this_host()
 
 
-def _drills(
+def _drill_records(
     request: Request,
     environ: dict[str, str],
     job: Job | None,

@@ -12,7 +12,7 @@ from phalanx.errors import nearest
 from phalanx.io.user_code import last_line
 from phalanx.job.schema import Waiver
 from phalanx.plan.request import trains_with_phalanx
-from phalanx.plan.trainable import trainer_problems
+from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
 from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
@@ -198,12 +198,12 @@ def judge(
     about_rules = (spc001_waivers.RULE.id, spc003_own_rules.RULE.id)
     asked = [rule for rule in rules if rule.id not in about_rules]
     ids = {rule.id for rule in rules}
-    found = [_placed(rule, evidence, outcome) for rule in asked for outcome in _outcomes(rule, evidence)]
+    found = [_placed_finding(rule, evidence, outcome) for rule in asked for outcome in _rule_outcomes(rule, evidence)]
     if spc003_own_rules.RULE.id in ids:
-        found += [_placed(spc003_own_rules.RULE, evidence, outcome) for outcome in _own_outcomes(own)]
+        found += [_placed_finding(spc003_own_rules.RULE, evidence, outcome) for outcome in _own_outcomes(own)]
     if evidence.job is not None or evidence.waivers:
         statement = spc001_waivers.RULE.id in ids
-        found = _waive(found, evidence, asked, statement=statement, whole=whole and not own.left_out)
+        found = _apply_waivers(found, evidence, asked, statement=statement, whole=whole and not own.left_out)
     return CheckReport(
         edition=edition,
         target=evidence.target,
@@ -217,19 +217,22 @@ def judge(
         unmapped=evidence.unmapped,
         notes=(
             *(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
-            *_untrainable(evidence),
+            *_trainer_notes(evidence),
         ),
         foreign=bool(evidence.their_keys),
     )
 
 
-def _untrainable(evidence: Evidence) -> list[str]:
-    """What our trainer would refuse of the plan before its first step, where the plan is for it and nothing ran yet."""
+def _trainer_notes(evidence: Evidence) -> list[str]:
+    """What our trainer would refuse or compute otherwise, where the plan is for it and nothing ran yet."""
     plan = evidence.plan
     if plan is None or evidence.has("L") or not trains_with_phalanx(plan.job):
         return []
     found = trainer_problems(plan.job, plan.layout, plan.cluster)
-    return [f"phalanx train cannot run this: {one.where}: {one.what}" for one in found]
+    return [
+        *(f"phalanx train cannot run this: {one.where}: {one.what}" for one in found),
+        *(one.what for one in attention_remarks(plan.job.model, plan.job.data.sequence, ours=True)),
+    ]
 
 
 def limits_of(rule: Rule, evidence: Evidence) -> Limits:
@@ -239,12 +242,12 @@ def limits_of(rule: Rule, evidence: Evidence) -> Limits:
     )
 
 
-def _outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
+def _rule_outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
     if rule.profiles and evidence.profile.name not in rule.profiles:
         return (exempt(f"does not apply to {evidence.profile.name}"),)
     missing = [letter for letter in rule.requires if not evidence.has(letter)]
     if missing:
-        return (_missing(missing, evidence),)
+        return (_missing_evidence(missing, evidence),)
     if rule.origin:
         return _own_answer(rule, evidence)
     try:
@@ -284,7 +287,7 @@ def _own_outcomes(own: OwnRules) -> list[Outcome]:
     return found or [passed(f"{plural(own.named, 'rule')} of your own: all asked", value=0, threshold=limit)]
 
 
-def _missing(letters: Sequence[str], evidence: Evidence) -> Outcome:
+def _missing_evidence(letters: Sequence[str], evidence: Evidence) -> Outcome:
     """Evidence that is not there, and how to get it; a file that is there and damaged is named."""
     what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in letters)}"
     damage = evidence.damaged.get(letters[0])
@@ -293,7 +296,7 @@ def _missing(letters: Sequence[str], evidence: Evidence) -> Outcome:
     return unknown(f"{what}: {damage.where} {damage.what}", fix=damage.fix)
 
 
-def _placed(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:
+def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:
     outcome = _in_their_words(evidence, outcome)
     file, line = evidence.place(outcome.at)
     return Finding(
@@ -327,7 +330,7 @@ def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
     return severity
 
 
-def _waive(
+def _apply_waivers(
     found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, statement: bool, whole: bool
 ) -> list[Finding]:
     """Open findings that a waiver covers; and, where it is `statement`, what is wrong with the waivers."""
@@ -338,7 +341,9 @@ def _waive(
         reason = settled.reasons.get(one.rule.id, "")
         waived = bool(reason) and one.verdict in ("fail", "unknown")
         result.append(replace(one, verdict="waived", reason=reason) if waived else one)
-    extra = [_placed(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if statement else []
+    extra = (
+        [_placed_finding(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if statement else []
+    )
     return [*result, *extra]
 
 
@@ -363,13 +368,13 @@ def settle_waivers(evidence: Evidence, broken: set[str], *, asked: Sequence[Rule
     outcomes: list[Outcome] = []
     for index, waiver in enumerate(evidence.all_waivers):
         if waiver.rule not in rules:
-            outcomes += [_nothing(waiver, index)] if whole else []
+            outcomes += [_empty_waiver(waiver, index)] if whole else []
         elif _is_over(waiver, evidence.today):
-            outcomes.append(_expired(waiver, index, evidence.today))
+            outcomes.append(_expired_waiver(waiver, index, evidence.today))
         elif waiver.rule in broken:
             reasons[waiver.rule] = waiver.reason
         else:
-            outcomes.append(_unused(waiver, index, rules[waiver.rule], evidence))
+            outcomes.append(_unused_waiver(waiver, index, rules[waiver.rule], evidence))
     if whole and not outcomes:
         count = len(evidence.all_waivers)
         outcomes.append(passed(f"{plural(count, 'waiver')}, each with a reason and valid"))
@@ -382,7 +387,7 @@ def _is_over(waiver: Waiver, today: date) -> bool:
     return today - date.fromisoformat(waiver.expires) > timedelta(days=days_over)
 
 
-def _nothing(waiver: Waiver, index: int) -> Outcome:
+def _empty_waiver(waiver: Waiver, index: int) -> Outcome:
     from phalanx.rules.edition import EDITION, all_rules  # at the top it would be a circle: an edition imports rules
 
     titles = {rule.id: rule.slug for rule in all_rules()}
@@ -401,7 +406,7 @@ def _nothing(waiver: Waiver, index: int) -> Outcome:
     )
 
 
-def _expired(waiver: Waiver, index: int, today: date) -> Outcome:
+def _expired_waiver(waiver: Waiver, index: int, today: date) -> Outcome:
     return failed(
         f"the waiver of {waiver.rule} expired on {waiver.expires}",
         value=waiver.expires,
@@ -412,7 +417,7 @@ def _expired(waiver: Waiver, index: int, today: date) -> Outcome:
     )
 
 
-def _unused(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outcome:
+def _unused_waiver(waiver: Waiver, index: int, rule: Rule, evidence: Evidence) -> Outcome:
     """Before the run a rule that also looks at the log may still need its waiver: said, and not held against it."""
     later = "L" in rule.uses and not evidence.has("L")
     severity: Severity = "info" if later else "warning"

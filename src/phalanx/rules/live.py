@@ -48,10 +48,10 @@ class LiveCheck:
         """Read on, and judge what is known by now."""
         self._stream.refresh(budget_bytes)
         facts = self._stream.facts()
-        report = check_evidence(with_log(self._known(), facts))
+        report = check_evidence(with_log(self._known_evidence(), facts))
         return Verdicts(report=report, bytes_left=facts.bytes_left, is_over=facts.is_over)
 
-    def _known(self) -> Evidence:
+    def _known_evidence(self) -> Evidence:
         """Job and plan: read again while one of them is missing, and on another day, when waivers may have ended."""
         base, today = self._base, self._today()
         if base is None or base.job is None or base.plan is None or base.today != today:

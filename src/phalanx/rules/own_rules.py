@@ -111,7 +111,7 @@ def collect_own_rules(
     found: dict[str, Rule] = {}
     for source in given:
         for rule in _rules_of(source, Path()):
-            _add(found, rule)
+            _add_rule(found, rule)
     left_out: list[LeftOut] = []
     for name in job_names:
         if not allow_code:
@@ -121,7 +121,7 @@ def collect_own_rules(
         _add_or_leave(found, left_out, name, lambda name=name: _rules_of(name, folder))  # type: ignore[misc]
     for name, rules, problem in installed_rules():
         if problem is not None:
-            left_out.append(_fault(name, problem))
+            left_out.append(_left_out(name, problem))
         _add_or_leave(found, left_out, name, lambda rules=rules: rules)  # type: ignore[misc]
     return OwnRules(rules=tuple(sorted(found.values(), key=lambda one: one.id)), left_out=tuple(left_out))
 
@@ -129,14 +129,14 @@ def collect_own_rules(
 @functools.cache
 def installed_rules() -> tuple[tuple[str, tuple[Rule, ...], Problem | None], ...]:
     """Rules of installed packages: name of the entry point, its rules, and why there are none."""
-    return tuple(_installed(one) for one in sorted(entry_points(group=ENTRY_POINTS), key=lambda one: one.name))
+    return tuple(_installed_rules(one) for one in sorted(entry_points(group=ENTRY_POINTS), key=lambda one: one.name))
 
 
-def _installed(point: EntryPoint) -> tuple[str, tuple[Rule, ...], Problem | None]:
+def _installed_rules(point: EntryPoint) -> tuple[str, tuple[Rule, ...], Problem | None]:
     package = point.dist.name if point.dist is not None else point.value
     name = f"{point.name} of {package}"
     try:
-        rules = tuple(_checked(rule, name, f"package {package}") for rule in _flat(point.load(), name))
+        rules = tuple(_checked_rule(rule, name, f"package {package}") for rule in _flat_rules(point.load(), name))
     except UserError as error:
         return name, (), error.problems[0]
     except (Exception, SystemExit) as error:
@@ -148,11 +148,13 @@ def _rules_of(source: RuleSource, folder: Path) -> tuple[Rule, ...]:
     """The rules that a caller or a job named. Raises UserError."""
     if isinstance(source, str):
         found = load_user_object(source, folder=folder)
-        return tuple(_checked(rule, source, source) for rule in _flat(found, source))
-    return tuple(_checked(rule, repr(source)[:60], rule.origin or "Python") for rule in _flat(source, "rules"))
+        return tuple(_checked_rule(rule, source, source) for rule in _flat_rules(found, source))
+    return tuple(
+        _checked_rule(rule, repr(source)[:60], rule.origin or "Python") for rule in _flat_rules(source, "rules")
+    )
 
 
-def _flat(found: object, name: str) -> Iterator[Rule]:
+def _flat_rules(found: object, name: str) -> Iterator[Rule]:
     """A rule, several of them, or all of a module."""
     if isinstance(found, Rule):
         yield found
@@ -174,7 +176,7 @@ def _flat(found: object, name: str) -> Iterator[Rule]:
     yield from rules
 
 
-def _checked(rule: Rule, name: str, origin: str) -> Rule:
+def _checked_rule(rule: Rule, name: str, origin: str) -> Rule:
     """The rule with its origin. Raises UserError when ids or letters are not what reports can show."""
 
     def wrong(what: str, fix: str) -> UserError:
@@ -200,7 +202,7 @@ def _checked(rule: Rule, name: str, origin: str) -> Rule:
     return replace(rule, origin=origin)
 
 
-def _add(found: dict[str, Rule], rule: Rule) -> None:
+def _add_rule(found: dict[str, Rule], rule: Rule) -> None:
     if rule.id in found and found[rule.id].check is not rule.check:
         raise mistake(
             rule.origin, f"the id {rule.id} is also that of {found[rule.id].origin}", fix="give one of them another id"
@@ -213,12 +215,12 @@ def _add_or_leave(
 ) -> None:
     try:
         for rule in load():
-            _add(found, rule)
+            _add_rule(found, rule)
     except UserError as error:
-        left_out.append(_fault(name, error.problems[0]))
+        left_out.append(_left_out(name, error.problems[0]))
 
 
-def _fault(name: str, problem: Problem) -> LeftOut:
+def _left_out(name: str, problem: Problem) -> LeftOut:
     where = f"{problem.where}: " if problem.where and problem.where != name else ""
     what = problem.what if name in problem.what else f"{name} {problem.what}"
     return LeftOut(name=name, what=f"{where}{what}", fix=problem.fix or "correct the rule", is_fault=True)

@@ -18,7 +18,7 @@ NEAR = 1e-3
 
 def require_coherent(plan: Plan, where: str) -> Plan:
     """The plan itself; raises UserError when one part of it contradicts another."""
-    found = next(contradictions(plan), "")
+    found = next(find_contradictions(plan), "")
     if found:
         raise mistake(
             where,
@@ -29,30 +29,32 @@ def require_coherent(plan: Plan, where: str) -> Plan:
     return plan
 
 
-def contradictions(plan: Plan) -> Iterator[str]:
+def find_contradictions(plan: Plan) -> Iterator[str]:
     """What does not go together."""
-    yield from (f"{name} is not a number" for name in _nans(plan, ""))
-    yield from _sizes(plan)
-    yield from _memory(plan)
-    yield from _reliability(plan)
-    yield from _duration(plan)
+    yield from (f"{name} is not a number" for name in _nan_values(plan, ""))
+    yield from _size_conflicts(plan)
+    yield from _memory_conflicts(plan)
+    yield from _reliability_conflicts(plan)
+    wall_s, training_s = plan.duration.wall_s, plan.duration.training_s
+    if wall_s < training_s:
+        yield f"duration.wall_s is {wall_s:.4g} s, shorter than its training_s of {training_s:.4g} s"
 
 
-def _nans(value: Any, name: str) -> Iterator[str]:
+def _nan_values(value: Any, name: str) -> Iterator[str]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
-            yield from _nans(getattr(value, item.name), f"{name}.{item.name}" if name else item.name)
+            yield from _nan_values(getattr(value, item.name), f"{name}.{item.name}" if name else item.name)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _nans(item, f"{name}.{key}")
+            yield from _nan_values(item, f"{name}.{key}")
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            yield from _nans(item, f"{name}[{index}]")
+            yield from _nan_values(item, f"{name}[{index}]")
     elif isinstance(value, float) and math.isnan(value):
         yield name
 
 
-def _sizes(plan: Plan) -> Iterator[str]:
+def _size_conflicts(plan: Plan) -> Iterator[str]:
     layout, have = plan.layout, plan.cluster.devices
     degrees = ("tensor", "context", "pipeline", "data", "expert", "shard", "micro_batch", "accumulation")
     yield from (f"layout.{name} is {size}" for name in degrees if (size := getattr(layout, name)) < 1)
@@ -73,44 +75,38 @@ def _sizes(plan: Plan) -> Iterator[str]:
             return
     tokens = plan.job.batch.global_sequences * plan.job.data.sequence
     statement = plan.prediction.tokens_per_s * plan.prediction.step_s
-    if not _near(statement, tokens):
+    if not _nearly_equal(statement, tokens):
         yield f"a step has {tokens:,} tokens, and prediction.tokens_per_s × step_s is {statement:,.0f}"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory_conflicts(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     if not 0.0 < memory.usable_bytes < math.inf:
         yield f"memory.usable_bytes is {memory.usable_bytes:g}"
     whole = sum(memory.parts_bytes.values())
-    if not _near(whole, memory.total_bytes):
+    if not _nearly_equal(whole, memory.total_bytes):
         yield f"parts of the memory add up to {whole:.4g} bytes, and memory.total_bytes says {memory.total_bytes:.4g}"
 
 
-def _reliability(plan: Plan) -> Iterator[str]:
+def _reliability_conflicts(plan: Plan) -> Iterator[str]:
     known, asked = plan.reliability, plan.job.checkpoint.interval_s
     interval_s = known.optimal_interval_s if asked == "auto" else float(asked)
-    if not known.interval_s > 0.0 or not _near(known.interval_s, interval_s):
+    if not known.interval_s > 0.0 or not _nearly_equal(known.interval_s, interval_s):
         source = "the optimum" if asked == "auto" else "job.checkpoint.interval_s"
         yield f"reliability.interval_s is {known.interval_s:.4g} s, and {source} {interval_s:.4g} s"
         return
     if not 0.0 <= known.effective_time <= 1.0:
         yield f"reliability.effective_time is {known.effective_time:g}, and a share is between 0 and 1"
         return
-    if not known.mtbf_s > 0.0 or not _near(
+    if not known.mtbf_s > 0.0 or not _nearly_equal(
         known.failures_per_day * known.mtbf_s, DAY_S, or_none=math.isinf(known.mtbf_s)
     ):
         yield f"reliability.mtbf_s is {known.mtbf_s:.4g} s at {known.failures_per_day:.4g} failures a day"
         return
     statement = effective_time(known.blocking_s, known.interval_s, known.mtbf_s, lost_s=known.lost_s)
-    if not _near(statement, known.effective_time):
+    if not _nearly_equal(statement, known.effective_time):
         yield f"reliability.effective_time is {known.effective_time:.4g}, and its own parts give {statement:.4g}"
 
 
-def _duration(plan: Plan) -> Iterator[str]:
-    wall_s, training_s = plan.duration.wall_s, plan.duration.training_s
-    if wall_s < training_s:
-        yield f"duration.wall_s is {wall_s:.4g} s, shorter than its training_s of {training_s:.4g} s"
-
-
-def _near(one: float, other: float, *, or_none: bool = False) -> bool:
+def _nearly_equal(one: float, other: float, *, or_none: bool = False) -> bool:
     return or_none or math.isclose(one, other, rel_tol=NEAR, abs_tol=1e-9)

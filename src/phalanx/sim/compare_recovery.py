@@ -311,7 +311,7 @@ def packet_runs(question: RecoveryQuestion) -> Iterator[RecoveryRun]:
             each_plane=question.each_plane,
         )
         late = too_late(question.broken, faults, found.simulated_s)
-        yield _run(question.fabric, transport, found, late)
+        yield _recovery_run(question.fabric, transport, found, late)
 
 
 def packet_cpu_s(question: RecoveryQuestion) -> float:
@@ -327,7 +327,7 @@ def packet_cpu_s(question: RecoveryQuestion) -> float:
     )
 
 
-def _run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> RecoveryRun:
+def _recovery_run(fabric: Fabric, transport: AnyTransport, found: PacketResult, late: list[str]) -> RecoveryRun:
     return RecoveryRun(
         name=transport.name,
         paths=paths_of(transport),

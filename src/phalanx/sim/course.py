@@ -29,7 +29,7 @@ class Course:
         end_s = min(end_s, self.over_s)
         if end_s <= begin_s:
             return None
-        return float(self._delivered(end_s) - self._delivered(begin_s)) / (end_s - begin_s) / 1e9
+        return float(self._delivered_bits(end_s) - self._delivered_bits(begin_s)) / (end_s - begin_s) / 1e9
 
     def series(self, points: int = POINTS) -> list[dict[str, float]]:
         """Means of neighbouring pieces, so many of equal count that there are at most `points`."""
@@ -45,9 +45,9 @@ class Course:
         if not self.over_s:
             return ""
         grid = np.linspace(0.0, self.over_s, width + 1)
-        rates = np.diff(self._delivered(grid))
+        rates = np.diff(self._delivered_bits(grid))
         return sparkline(rates.tolist(), width, from_zero=True)
 
-    def _delivered(self, time_s: Floats | float) -> Floats:
+    def _delivered_bits(self, time_s: Floats | float) -> Floats:
         ends, done = np.concatenate([[0.0], self.end_s]), np.concatenate([[0.0], np.cumsum(self.bits)])
         return np.asarray(np.interp(time_s, ends, done))

@@ -112,7 +112,7 @@ def run_episode(
             moving = np.isinf(account.times[parts.of_row])
             touched[case.owner[moving & (lost > 0)]] = True
             idle = _idle_paths(case, manner, stage.keeps) if stage.keeps else np.zeros(len(moving), dtype=bool)
-            _advance(account, case, parts, stage, manner, useful, lost, waits, idle)
+            _advance_stage(account, case, parts, stage, manner, useful, lost, waits, idle)
             if not np.isinf(account.times).any():
                 break
     except KeyboardInterrupt:
@@ -155,7 +155,7 @@ def _episode_stages(
         edges |= {fault.at_s, fault.until_s}
         edges |= {time for time in (fault.at_s + manner.react_s, dry_s) if time < fault.until_s}
     for begin, end in itertools.pairwise(sorted(edges)):
-        yield _stage(links, found, without, manner, begin, end)
+        yield _episode_stage(links, found, without, manner, begin, end)
 
 
 def timer_s(lost_s: Floats | float, works_s: Floats | float, timeout_s: float) -> Any:
@@ -186,7 +186,9 @@ def _loss_detected(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tu
     return fault.at_s + most / retired_per_s, max(manner.least_paths, round(balance * links.fabric.planes))
 
 
-def _stage(links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float) -> _EpisodeStage:
+def _episode_stage(
+    links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float
+) -> _EpisodeStage:
     share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
     doomed, keeps = np.zeros(links.count, dtype=bool), 0
     for fault, hit, dry_s, kept in faults:
@@ -259,7 +261,7 @@ def _went_back(survives: Floats, fabric: Fabric, wire: Wire) -> Floats:
     return np.asarray(survives / (survives + (1 - survives) * under_way))
 
 
-def _advance(
+def _advance_stage(
     account: _Account,
     case: FluidCase,
     parts: FlowParts,
@@ -281,7 +283,7 @@ def _advance(
             rates = fair_rates_of(table, case.capacity)
             rates = paused_rates(table, rates, case.capacity) if manner.pauses else rates
             rates = rates / (1 + rates * useful[rows] * waits[rows])  # the rest of the time it is silent
-            leaves = _step(account, parts, end_s, rows, rates, useful[rows], lost[rows])
+            leaves = _one_step(account, parts, end_s, rows, rates, useful[rows], lost[rows])
             if leaves is None:
                 break
             rows = rows[~leaves[parts.of_row[rows]]]
@@ -317,7 +319,7 @@ def _patient_rows(
     return np.asarray(rows[~(dead | early)]), float(due_s[early].min(initial=stage.end_s))
 
 
-def _step(
+def _one_step(
     account: _Account, parts: FlowParts, end_s: float, rows: Ints, rates: Floats, useful: Floats, lost: Floats
 ) -> NDArray[np.bool_] | None:
     """Until the next parts are done; None when the stage ended first or nothing moves."""

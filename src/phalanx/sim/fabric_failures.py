@@ -68,7 +68,7 @@ def faults_of(broken: FabricBreak) -> tuple[Fault, ...]:
     if (broken.loss or broken.left) and not broken.failed:
         option, what = ("--loss", "loses packets") if broken.loss else ("--left", "is slow")
         raise mistake(option, f"nothing is named that {what}", fix="add --fail link:0/0/0")
-    return tuple(_fault(text, broken) for text in broken.failed)
+    return tuple(_parse_fault(text, broken) for text in broken.failed)
 
 
 def denied_of(broken: FabricBreak) -> tuple[Fault, ...]:
@@ -78,7 +78,7 @@ def denied_of(broken: FabricBreak) -> tuple[Fault, ...]:
             raise mistake("--deny", f'"{text[:60]}" has a time', fix="a denylist holds from the start: leave it out")
         if text.strip().lower() == "all":
             raise mistake("--deny", "nothing would be left", fix="name parts: --deny link:0/0/0")
-    return tuple(_fault(text, UNBROKEN, "--deny") for text in broken.denied)
+    return tuple(_parse_fault(text, UNBROKEN, "--deny") for text in broken.denied)
 
 
 def broken_of(links: Links, broken: FabricBreak) -> BrokenParts:
@@ -102,7 +102,7 @@ def too_late(broken: FabricBreak, faults: Sequence[Fault], simulated_s: float) -
     return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
-def _fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fault:
+def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fault:
     word, _, when = text.strip().lower().partition("@")
     kind, numbers = _parse_part(word, text, option)
     part = PARTS[kind][1]
@@ -135,14 +135,14 @@ def _parse_part(word: str, text: str, option: str) -> tuple[str, tuple[int, ...]
 
 def _parse_time(when: str, text: str) -> tuple[float, float]:
     begin, dots, end = when.partition("..")
-    at_s = _seconds(begin, text) if begin or "@" in text else 0.0
-    until_s = _seconds(end, text) if dots else math.inf
+    at_s = _parse_seconds(begin, text) if begin or "@" in text else 0.0
+    until_s = _parse_seconds(end, text) if dots else math.inf
     if until_s <= at_s:
         raise mistake("--fail", f'"{text[:60]}" ends before it begins', fix="write t1:0/3@50us..2ms")
     return at_s, until_s
 
 
-def _seconds(text: str, whole: str) -> float:
+def _parse_seconds(text: str, whole: str) -> float:
     match = _TIME.match(text)
     if match is None:
         raise mistake("--fail", f'"{whole[:60]}" has no time after @', fix="write t1:0/3@50us or t1:0/3@50us..2ms")

@@ -192,7 +192,7 @@ def link_shares(links: Links, broken: BrokenParts) -> Floats:
     return left
 
 
-def _table(rows: tuple[tuple[int, ...], ...], limits: dict[str, int], what: str) -> Ints:
+def _number_rows(rows: tuple[tuple[int, ...], ...], limits: dict[str, int], what: str) -> Ints:
     """Rows of numbers below their limits, which are by name."""
     table = np.array(rows, dtype=np.int64).reshape(-1, len(limits))
     wrong = (table < 0) | (table >= np.array(list(limits.values())))
@@ -205,13 +205,13 @@ def _table(rows: tuple[tuple[int, ...], ...], limits: dict[str, int], what: str)
 
 
 def _nic_links(links: Links, broken: BrokenParts) -> Ints:
-    table = _table(broken.nics, {"plane": links.fabric.planes, "host": links.fabric.hosts}, "NIC port")
+    table = _number_rows(broken.nics, {"plane": links.fabric.planes, "host": links.fabric.hosts}, "NIC port")
     return np.concatenate([links.nic_up(table[:, 0], table[:, 1]), links.nic_down(table[:, 0], table[:, 1])])
 
 
 def _uplink_links(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
-    table = _table(
+    table = _number_rows(
         broken.uplinks, {"plane": f.planes, "T0": f.t0, "uplink": f.t0_up if f.tiers > 1 else 0}, "T0-T1 link"
     )
     plane, t0, port = table[:, 0], table[:, 1], table[:, 2]
@@ -220,7 +220,7 @@ def _uplink_links(links: Links, broken: BrokenParts) -> Ints:
 
 def _t0_links(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
-    table = _table(broken.t0, {"plane": f.planes, "T0": f.t0}, "T0 switch")
+    table = _number_rows(broken.t0, {"plane": f.planes, "T0": f.t0}, "T0 switch")
     home = links.host_t0(np.arange(f.hosts))
     found = [np.empty(0, dtype=np.int64)]
     for plane, t0 in table:
@@ -231,7 +231,7 @@ def _t0_links(links: Links, broken: BrokenParts) -> Ints:
 
 def _t1_links(links: Links, broken: BrokenParts) -> Ints:
     f = links.fabric
-    table = _table(broken.t1, {"plane": f.planes, "T1": f.t1 if f.tiers > 1 else 0}, "T1 switch")
+    table = _number_rows(broken.t1, {"plane": f.planes, "T1": f.t1 if f.tiers > 1 else 0}, "T1 switch")
     t0, port = (grid.ravel() for grid in np.meshgrid(np.arange(f.t0), np.arange(f.t0_up), indexing="ij"))
     home = links.t1_of(t0, port)
     found = [np.empty(0, dtype=np.int64)]

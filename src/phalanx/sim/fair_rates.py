@@ -182,7 +182,7 @@ def paused_rates(table: LinkTable, rates: Floats, capacity: Floats) -> Floats:
     first = table.start[:-1]
     row = np.repeat(np.arange(len(rates)), np.diff(table.start))
     place = np.arange(len(row)) - table.start[row]
-    held = _held(table, rates, capacity, row)
+    held = _full_entries(table, rates, capacity, row)
     nowhere = len(row)
     at = np.minimum.reduceat(np.where(held, place, nowhere), first)
     at = np.where(at == nowhere, 0, at)
@@ -200,7 +200,7 @@ def paused_rates(table: LinkTable, rates: Floats, capacity: Floats) -> Floats:
     return rates
 
 
-def _held(table: LinkTable, rates: Floats, capacity: Floats, row: np.ndarray) -> np.ndarray:
+def _full_entries(table: LinkTable, rates: Floats, capacity: Floats, row: np.ndarray) -> np.ndarray:
     """Entries at which a row gets no more because the link is full: nobody there has a higher rate."""
     load = np.bincount(table.link, weights=rates[row], minlength=len(capacity))
     most = np.zeros(len(capacity))

@@ -142,7 +142,7 @@ def solve_rates(
     case = _fluid_case(fabric, flows, routing, broken)
     rates = fair_rates_of(case.table, case.capacity, engine=engine)
     share = np.bincount(case.owner, weights=rates, minlength=len(flows)) / (fabric.nic_gbps * 1e9)
-    return Rates(share=share, load=_load(case, rates), stalled=int((share <= 0).sum()))
+    return Rates(share=share, load=_link_load(case, rates), stalled=int((share <= 0).sum()))
 
 
 def batch_of(rows: int) -> float:
@@ -218,7 +218,7 @@ def _drain_flows(
         return times, rounds, "interrupted"
 
 
-def _load(case: FluidCase, rates: Floats) -> Floats:
+def _link_load(case: FluidCase, rates: Floats) -> Floats:
     each = np.repeat(rates, np.diff(case.table.start))
     bits = np.bincount(case.table.link, weights=each, minlength=len(case.capacity))
     works = case.capacity > 0
@@ -232,7 +232,7 @@ def _queued_flows(case: FluidCase, rates: Floats, flows: int) -> NDArray[np.bool
     np.minimum.at(lowest, case.table.link, owner)
     np.maximum.at(highest, case.table.link, owner)
     full = np.zeros(len(case.capacity), dtype=bool)
-    full[: case.links] = (_load(case, rates) >= FULL) & (lowest < highest)[: case.links]
+    full[: case.links] = (_link_load(case, rates) >= FULL) & (lowest < highest)[: case.links]
     queued = np.zeros(flows, dtype=bool)
     queued[owner[full[case.table.link]]] = True
     return queued
@@ -256,10 +256,10 @@ def case_of(links: Links, routes: Routes, capacity: Floats, routing: Routing) ->
         own = np.arange(links.count, links.count + len(hops), dtype=np.int32)
         hops = np.column_stack([own, hops])
         capacity = np.concatenate([capacity, np.full(len(own), links.fabric.nic_gbps * 1e9 / routing.paths)])
-    return FluidCase(table=_table(hops), capacity=capacity, links=links.count, routes=routes)
+    return FluidCase(table=_hop_table(hops), capacity=capacity, links=links.count, routes=routes)
 
 
-def _table(hops: Hops) -> LinkTable:
+def _hop_table(hops: Hops) -> LinkTable:
     present = hops >= 0
     start = np.concatenate([[0], np.cumsum(present.sum(axis=1))])
     return LinkTable(start=start, link=hops[present], pull=np.ones(len(hops)))

@@ -110,11 +110,11 @@ def _all_to_all(use: AxisUse, ranks: int, domain: int) -> Flows | None:
     """
     away, together = use.bytes_per_step / (use.size - 1), _members_together(use, domain)
     if use.network_copies >= 1:
-        return _flows_between(*_pairs(use, range(1, use.size), ranks), away, domain)
+        return _flows_between(*_neighbour_pairs(use, range(1, use.size), ranks), away, domain)
     if _tiles_domains(use, ranks, domain):
-        pairs = _pairs(use, range(together, use.size, together), ranks)
+        pairs = _neighbour_pairs(use, range(together, use.size, together), ranks)
         return _flows_between(*pairs, away * together * use.network_copies, domain)
-    return _uneven_flows(use, *_pairs(use, range(1, use.size), ranks), ranks, domain)
+    return _uneven_flows(use, *_neighbour_pairs(use, range(1, use.size), ranks), ranks, domain)
 
 
 def _uneven_flows(use: AxisUse, source: Ints, target: Ints, ranks: int, domain: int) -> Flows | None:
@@ -137,7 +137,7 @@ def _tiles_domains(use: AxisUse, ranks: int, domain: int) -> bool:
     return whole and together < use.size and use.size % together == 0
 
 
-def _pairs(use: AxisUse, steps: range, ranks: int) -> tuple[Ints, Ints]:
+def _neighbour_pairs(use: AxisUse, steps: range, ranks: int) -> tuple[Ints, Ints]:
     """Each member and those `steps` places further in its group."""
     if ranks * len(steps) > MOST_FLOWS:
         raise mistake(

@@ -63,7 +63,7 @@ def calibrate_table(path: Path) -> CalibrationReport:
     measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
     low, high = step_interval(found.cases, found.times, found.frameworks)
     skipped = len(rows) - found.priced.size
-    return _report(str(path), found.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
+    return _fit_report(str(path), found.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
 
 
 def calibrate_run(folder: Path) -> CalibrationReport:
@@ -72,7 +72,7 @@ def calibrate_run(folder: Path) -> CalibrationReport:
     if not plan_file.is_file():
         raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
     planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
-    durations = _newest_layout(folder) or list(_durations(folder))
+    durations = _newest_layout(folder) or list(_step_durations(folder))
     kept = durations[int(len(durations) * WARM_UP_SHARE) :]
     if len(kept) < LEAST_STEPS:
         raise mistake(
@@ -82,7 +82,7 @@ def calibrate_run(folder: Path) -> CalibrationReport:
         )
     question, _ = request.request_from_job(planned.job, planned.cluster)
     _, times, _ = price_layouts(question, [planned.layout])
-    return _report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
+    return _fit_report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
 
 
 def _newest_layout(folder: Path) -> list[float]:
@@ -109,7 +109,7 @@ def _newest_layout(folder: Path) -> list[float]:
     return [one for one in found if one]
 
 
-def _durations(folder: Path) -> Iterator[float]:
+def _step_durations(folder: Path) -> Iterator[float]:
     """Step durations in the order of the first rank's events; torn or foreign lines are skipped."""
     for path in [found for found in sorted(folder.glob("events*.jsonl")) if found.is_file()][:1]:
         if path.stat().st_size > LARGEST_EVENTS_BYTES:
@@ -120,7 +120,9 @@ def _durations(folder: Path) -> Iterator[float]:
                 yield took_s
 
 
-def _report(source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0) -> CalibrationReport:
+def _fit_report(
+    source: str, times: StepTimes, measured: Floats, scatter: Floats, *, skipped: int = 0
+) -> CalibrationReport:
     fitted = fit_calibration(times, measured, scatter)
     before = np.abs(times.step_s / measured - 1.0)
     after = np.abs(apply_calibration(times, fitted).step_s / measured - 1.0)

@@ -77,7 +77,7 @@ def radix(row: Claim) -> int:
     """Ports of a switch: said, or those of a 51.2T box at the speed of a port."""
     text = words(row)
     ports = count_before(text, "ports?") or _number_after(text, r"(?:radix|k ?=) ?(\d+)")
-    if not ports and (box := _switch_ports(text)):
+    if not ports and (box := pair_before(text, "G")) and box[0] * box[1] > MOST_NIC_GBPS:
         ports = box[0]
     if not ports:
         ports = int(
@@ -129,11 +129,6 @@ def _port_gbps(text: str) -> float | None:
 def _nic_in_planes(text: str) -> tuple[int, int] | None:
     found = pair_before(text, "G")
     return found if found and found[0] * found[1] <= MOST_NIC_GBPS else None
-
-
-def _switch_ports(text: str) -> tuple[int, int] | None:
-    found = pair_before(text, "G")
-    return found if found and found[0] * found[1] > MOST_NIC_GBPS else None
 
 
 def _number_after(text: str, pattern: str) -> int | None:

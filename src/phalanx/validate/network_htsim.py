@@ -371,10 +371,10 @@ def completion(row: Claim, context: ClaimContext) -> ClaimOutcome:
     measure = row.quantity.split(" ")[0]
     if case.credits and case.sent.pattern != "permutation" and measure != "tail":
         return skipped(row, "in which order a receiver grants credits to several senders is not modelled")
-    results = [_run(case, seed) for seed in _case_seeds(case)]
+    results = [_run_case(case, seed) for seed in _case_seeds(case)]
     if stopped := [result.stopped for result in results if result.stopped]:
         return skipped(row, f"the simulation ended early: {stopped[0]}")
-    ours_us = [1e6 * _measured(result, measure, case.end_s) for result in results]
+    ours_us = [1e6 * _measured_time(result, measure, case.end_s) for result in results]
     loose = case.paths < MANY_PATHS or case.failed
     tolerance = FEW if loose else TAIL if measure == "tail" else MEAN
     if measure == "min" and case.paths >= MANY_PATHS and case.sent.listed == LISTED[CHOSEN][1]:
@@ -398,7 +398,7 @@ def _case_seeds(case: Case) -> range:
     return SEEDS if case.paths < MANY_PATHS else SEEDS[:1]
 
 
-def _measured(result: PacketResult, measure: str, end_s: float) -> float:
+def _measured_time(result: PacketResult, measure: str, end_s: float) -> float:
     """From the beginning of the run, as uet-htsim prints it ("finished at"), and only what finished before its end."""
     ends = result.start_s + result.fct_s
     ends = ends[ends <= end_s]
@@ -408,12 +408,12 @@ def _measured(result: PacketResult, measure: str, end_s: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _run(case: Case, seed: int) -> PacketResult:
+def _run_case(case: Case, seed: int) -> PacketResult:
     made = run_connections(
         fabric_of(case),
         flows_of(case.sent),
-        transport=_transport(case),
-        faults=_faults(case),
+        transport=_case_transport(case),
+        faults=_case_faults(case),
         seed=seed,
         schedule=schedule_of(case.sent),
     )
@@ -422,7 +422,7 @@ def _run(case: Case, seed: int) -> PacketResult:
     return made
 
 
-def _transport(case: Case) -> Transport:
+def _case_transport(case: Case) -> Transport:
     made = replace(
         HTSIM,
         paths=case.paths,
@@ -445,7 +445,7 @@ def _credited_transport(case: Case, made: Transport) -> Transport:
     return replace(made, controlled=False, mark_last_hop=False, window_packets=max(1.0, whole / senders))
 
 
-def _faults(case: Case) -> tuple[Fault, ...]:
+def _case_faults(case: Case) -> tuple[Fault, ...]:
     """Slow links where uet-htsim has them: three tiers, T2 to T1; two, the first T1s both ways."""
     fabric = fabric_of(case)
     if fabric.tiers == 2:
@@ -463,7 +463,7 @@ def htsim_need(row: Claim) -> NeededSimulation | None:
 
 @functools.lru_cache(maxsize=4096)
 def _needed_simulation(case: Case) -> NeededSimulation:
-    made = sketch_run(fabric_of(case), flows_of(case.sent), _transport(case), alike=True)
+    made = sketch_run(fabric_of(case), flows_of(case.sent), _case_transport(case), alike=True)
     return NeededSimulation(key=case, cpu_s=made.cost.cpu_s * len(_case_seeds(case)))
 
 

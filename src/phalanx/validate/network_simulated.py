@@ -49,24 +49,26 @@ FLUID_RADIX = 512  # of 100G, where a row names none
 
 def mean_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """Mean over flows of a permutation."""
-    return reproduced(row, _rates(row).mean, "sim/fluid, one seed", tolerance=MEAN)
+    return reproduced(row, _fluid_rates(row).mean, "sim/fluid, one seed", tolerance=MEAN)
 
 
 def slowest_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """The slowest flow of one."""
-    return reproduced(row, _rates(row).slowest, "sim/fluid, one seed", tolerance=EXTREME)
+    return reproduced(row, _fluid_rates(row).slowest, "sim/fluid, one seed", tolerance=EXTREME)
 
 
-def _rates(row: Claim) -> Rates:
+def _fluid_rates(row: Claim) -> Rates:
     text = f"{row.conditions}, {row.quantity}"
     hosts = stated(count_before(row.conditions, r"hosts?(?! per\b)"), "how many hosts")
     if hosts > FLUID_MOST_HOSTS:
         raise NotStated(f"a size that is run here: {hosts:,} hosts are more than {FLUID_MOST_HOSTS:,}")
     qps = count_before(text, "(?:QPs?|paths?)(?: per flow| over)") or 1
-    return _solve(_spec(text, hosts, count_before(text, "planes?") or 1), hosts, by_qp(qps) if qps > 1 else by_flow())
+    return _solve_spec(
+        _fabric_spec(text, hosts, count_before(text, "planes?") or 1), hosts, by_qp(qps) if qps > 1 else by_flow()
+    )
 
 
-def _spec(text: str, hosts: int, planes: int) -> str:
+def _fabric_spec(text: str, hosts: int, planes: int) -> str:
     nic = f"{hosts}x{planes * FLUID_PORT_GBPS:g}G/{planes}p"
     if found := pair_before(text, " leaf"):
         return f"clos2:{nic}/{2 * hosts // found[0]}/wide"
@@ -78,7 +80,7 @@ def _spec(text: str, hosts: int, planes: int) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _solve(spec: str, hosts: int, routing: Routing) -> Rates:
+def _solve_spec(spec: str, hosts: int, routing: Routing) -> Rates:
     return solve_rates(parse_fabric(spec), permutation(hosts, 1.0), routing=routing)
 
 
@@ -105,28 +107,28 @@ LITTLE = 0.05  # of gain from twice as many queue pairs
 
 def fraction(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """The slowest step's share of line rate."""
-    ranks, qps = _ranks(row), stated(count_before(row.quantity, "QPs?"), "how many QPs")
-    ours, *ends = (_slowest(ranks, together, min(qps, QPS[-1])) for together in (TOGETHER, *RANGE))
+    ranks, qps = _stated_ranks(row), stated(count_before(row.quantity, "QPs?"), "how many QPs")
+    ours, *ends = (_slowest_rate(ranks, together, min(qps, QPS[-1])) for together in (TOGETHER, *RANGE))
     note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]:.2f} with {RANGE[0]}, {ends[1]:.2f} with {RANGE[1]}"
     return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
 
 
 def enough(row: Claim, _: ClaimContext) -> ClaimOutcome:
     """The fewest queue pairs of which twice as many add little."""
-    ranks = _ranks(row)
-    ours, *ends = (_enough(ranks, together) for together in (TOGETHER, *RANGE))
+    ranks = _stated_ranks(row)
+    ours, *ends = (_enough_qps(ranks, together) for together in (TOGETHER, *RANGE))
     note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]} with {RANGE[0]}, {ends[1]} with {RANGE[1]}"
     return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
 
 
-def _enough(ranks: int, together: int) -> int:
+def _enough_qps(ranks: int, together: int) -> int:
     for fewer, more in pairwise(QPS):
-        if _slowest(ranks, together, more) / _slowest(ranks, together, fewer) - 1 < LITTLE:
+        if _slowest_rate(ranks, together, more) / _slowest_rate(ranks, together, fewer) - 1 < LITTLE:
             return fewer
     return QPS[-1]
 
 
-def _ranks(row: Claim) -> int:
+def _stated_ranks(row: Claim) -> int:
     ranks = stated(count_before(row.conditions, "(?:way|ranks?|GPUs?|hosts?)"), "how many ranks")
     if ranks % TOGETHER or not 2 * RANGE[1] <= ranks <= MOST:
         raise NotStated(f"a ring that is run here: {ranks:,} ranks are not 64, 72, … {MOST:,}")
@@ -134,7 +136,7 @@ def _ranks(row: Claim) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _slowest(ranks: int, together: int, qps: int) -> float:
+def _slowest_rate(ranks: int, together: int, qps: int) -> float:
     """Mean over hashes; every step leaves its T0."""
     place = np.arange(ranks)
     host = place // together * T0_DOWN + place % together
@@ -165,7 +167,7 @@ CPU_S = 6.0  # of a pair of runs, measured on 2026-11-15
 
 def lossy(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """Mean throughput of one step of a ring over T1s, as a share of the same without loss."""
-    percent, hosts = _asked(row)
+    percent, hosts = _loss_question(row)
     if reason := context.refuses(_loss_simulation(percent, hosts)):
         return skipped(row, reason)
     ours = _mean_s(hosts, 0.0) / _mean_s(hosts, percent / 100)
@@ -175,7 +177,7 @@ def lossy(row: Claim, context: ClaimContext) -> ClaimOutcome:
     return reproduced(row, ours, note, tolerance=LOSS_TOLERANCE)
 
 
-def _asked(row: Claim) -> tuple[float, int]:
+def _loss_question(row: Claim) -> tuple[float, int]:
     percent = number_matching(row.quantity, r"at ([\d.]+) percent loss")
     hosts = stated(count_before(row.conditions, "(?:GPUs?|hosts?)"), "how many GPUs")
     return min(stated(percent, "how many per cent are lost"), 99.0), max(2, min(hosts, LOSS_MOST_HOSTS))
@@ -201,7 +203,7 @@ def _mean_s(hosts: int, loss: float) -> float:
 
 def loss_need(row: Claim) -> NeededSimulation | None:
     """What a row would have simulated."""
-    return _loss_simulation(*_asked(row))
+    return _loss_simulation(*_loss_question(row))
 
 
 def _loss_simulation(percent: float, hosts: int) -> NeededSimulation:
@@ -232,18 +234,18 @@ MOST_SENDERS = 63
 
 def loss_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """What the victim loses where packets are sprayed."""
-    senders, gbps = _crowd(row)
+    senders, gbps = _incast_crowd(row)
     if reason := context.refuses(_incast_simulation("MRC", senders, gbps)):
         return skipped(row, reason)
     rates = _incast_rates(MRC, senders, gbps, 0, MRC_S)
     shares = rates[:-1].mean(axis=1) * MRC.packet_bytes / MRC.payload_bytes
     note = f"sim/packets; senders {shares.min():.1f} to {shares.max():.1f} Gb/s on the wire"
-    return reproduced(row, 100 * (1 - rates[-1].mean() / _alone(MRC, gbps)), note, tolerance=WHOLE)
+    return reproduced(row, 100 * (1 - rates[-1].mean() / _lone_rate(MRC, gbps)), note, tolerance=WHOLE)
 
 
 def share_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """What each of the crowd gets, on the wire."""
-    senders, gbps = _crowd(row)
+    senders, gbps = _incast_crowd(row)
     if reason := context.refuses(_incast_simulation("MRC", senders, gbps)):
         return skipped(row, reason)
     shares = _incast_rates(MRC, senders, gbps, 0, MRC_S)[:-1].mean(axis=1) * MRC.packet_bytes / MRC.payload_bytes
@@ -252,54 +254,59 @@ def share_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
 
 def loss_dcqcn(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """What the victim loses in the second half: the middle of all hashes that put it beside the crowd."""
-    senders, gbps = _crowd(row)
+    senders, gbps = _incast_crowd(row)
     qps = count_before(row.quantity, "QPs?") or 1
     if qps > 1 or "1-s" in row.quantity:
         return skipped(row, "a second is beyond what is simulated by packets; over 40 ms: docs/simulation/packets.md")
     if reason := context.refuses(_incast_simulation("DCQCN", senders, gbps)):
         return skipped(row, reason)
-    left = [_late(_incast_rates(ROCE, senders, gbps, seed, DCQCN_S)) / _alone(ROCE, gbps) for seed in _harmed(row)]
+    left = [
+        _late_rate(_incast_rates(ROCE, senders, gbps, seed, DCQCN_S)) / _lone_rate(ROCE, gbps)
+        for seed in _harmful_hashes(row)
+    ]
     lost = [100 * (1 - share) for share in left]
-    note = f"sim/packets, median of {_drawn(lost)}"
+    note = f"sim/packets, median of {_drawn_text(lost)}"
     return ranged(row, median(lost), note, between=(min(lost), max(lost)))
 
 
-def _pfc(pick: Callable[[list[float]], float], name: str) -> ClaimReader:
+def _pfc_reader(pick: Callable[[list[float]], float], name: str) -> ClaimReader:
     def read(row: Claim, context: ClaimContext) -> ClaimOutcome:
         """The victim's rate under pauses, over hashes that put it beside the crowd."""
-        senders, gbps = _crowd(row)
+        senders, gbps = _incast_crowd(row)
         if reason := context.refuses(_incast_simulation("PFC", senders, gbps)):
             return skipped(row, reason)
-        rates = [_late(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) for seed in _harmed(row)]
-        note = f"sim/packets, {name} of {_drawn(rates)}, median {median(rates):.0f}"
+        rates = [_late_rate(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) for seed in _harmful_hashes(row)]
+        note = f"sim/packets, {name} of {_drawn_text(rates)}, median {median(rates):.0f}"
         return ranged(row, pick(rates), note, between=(min(rates), max(rates)))
 
     return read
 
 
-def _drawn(values: list[float]) -> str:
+def _drawn_text(values: list[float]) -> str:
     spread = f"{min(values):.0f} to {max(values):.0f}"
     return f"the {len(values)} of {len(INCAST_SEEDS)} hashes that put it beside the crowd: {spread}"
 
 
-def _late(rates: Floats) -> float:
+def _late_rate(rates: Floats) -> float:
     """The victim's mean over the second half."""
     return float(rates[-1, rates.shape[1] // 2 :].mean())
 
 
-def _harmed(row: Claim) -> list[int]:
+def _harmful_hashes(row: Claim) -> list[int]:
     """Hashes with which pauses reach the victim."""
-    senders, gbps = _crowd(row)
-    alone = _alone(ROCE_PFC, gbps)
+    senders, gbps = _incast_crowd(row)
+    alone = _lone_rate(ROCE_PFC, gbps)
     found = [
-        seed for seed in INCAST_SEEDS if _late(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) < HARMED * alone
+        seed
+        for seed in INCAST_SEEDS
+        if _late_rate(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) < HARMED * alone
     ]
     if not found:
         raise NotStated(f"a hash that matters: none of {len(INCAST_SEEDS)} put the victim beside the crowd")
     return found
 
 
-def _crowd(row: Claim) -> tuple[int, float]:
+def _incast_crowd(row: Claim) -> tuple[int, float]:
     senders = stated(number_matching(row.conditions, r"(\d+) ?(?::|to) ?1 incast"), "how many to one (7:1 incast)")
     gbps = number_matching(row.conditions, r"(\d+)G\b") or 400.0
     if not 2 <= senders <= MOST_SENDERS:
@@ -307,7 +314,7 @@ def _crowd(row: Claim) -> tuple[int, float]:
     return int(senders), gbps
 
 
-def _alone(transport: Transport | Roce, gbps: float) -> float:
+def _lone_rate(transport: Transport | Roce, gbps: float) -> float:
     return gbps * transport.payload_bytes / transport.packet_bytes
 
 
@@ -339,7 +346,7 @@ def _incast_simulation(kind: str, senders: int, gbps: float) -> NeededSimulation
 
 def _incast_need(kind: str) -> SimulationNeed:
     def wanted(row: Claim) -> NeededSimulation | None:
-        return None if "1-s" in row.quantity else _incast_simulation(kind, *_crowd(row))
+        return None if "1-s" in row.quantity else _incast_simulation(kind, *_incast_crowd(row))
 
     return wanted
 
@@ -351,8 +358,8 @@ INCAST_READERS: tuple[tuple[str, ClaimReader], ...] = (
     (MRC_LOSS, loss_mrc),
     (MRC_SHARE, share_mrc),
     (DCQCN_LOSS, loss_dcqcn),
-    (PFC_LOW, _pfc(min, "least")),
-    (PFC_HIGH, _pfc(max, "most")),
+    (PFC_LOW, _pfc_reader(min, "least")),
+    (PFC_HIGH, _pfc_reader(max, "most")),
 )
 INCAST_NEEDS: tuple[tuple[str, SimulationNeed], ...] = (
     (MRC_LOSS, _incast_need("MRC")),
@@ -390,11 +397,11 @@ class Question:
 
 def slowest(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """Packets of a flow over the slots that the slowest took."""
-    question = _question(row)
+    question = _slotted_question(row)
     if reason := context.refuses(_slotted_simulation(question)):
         return skipped(row, reason)
-    fabric, _, transport = _setting(question)
-    slots = _run(question).tail_s / (8 * transport.packet_bytes / (fabric.port_gbps * 1e9))
+    fabric, _, transport = _slotted_setting(question)
+    slots = _run_slotted(question).tail_s / (8 * transport.packet_bytes / (fabric.port_gbps * 1e9))
     return reproduced(
         row, question.packets / slots, "sim/packets without window and latency", tolerance=SLOTTED_TOLERANCE
     )
@@ -402,16 +409,16 @@ def slowest(row: Claim, context: ClaimContext) -> ClaimOutcome:
 
 def trimmed(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """Share of packets that a full queue cut, in per cent."""
-    question = _question(row)
+    question = _slotted_question(row)
     if reason := context.refuses(_slotted_simulation(question)):
         return skipped(row, reason)
-    found = _run(question)
+    found = _run_slotted(question)
     scale = 100.0 if row.unit == "percent" else 1.0
     note = "sim/packets without window and latency"
     return reproduced(row, scale * found.trimmed / found.packets, note, tolerance=TRIMS)
 
 
-def _question(row: Claim) -> Question:
+def _slotted_question(row: Claim) -> Question:
     hosts = stated(count_before(row.conditions, r"hosts?(?! per\b)"), "how many hosts")
     if hosts > SLOTTED_MOST_HOSTS:
         raise NotStated(f"a size that is run here: {hosts:,} hosts are more than {SLOTTED_MOST_HOSTS:,}")
@@ -428,7 +435,7 @@ def _question(row: Claim) -> Question:
     )
 
 
-def _setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
+def _slotted_setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
     fabric = replace(parse_fabric(f"clos2:{asked.hosts}x{SLOTTED_PORT_GBPS:g}G/1p/{2 * asked.down}"), hop_s=0.0)
     mark = asked.mark / (fabric.hops + 1)  # of a round trip without latencies, in slots
     transport = replace(
@@ -448,8 +455,8 @@ def _setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
 
 
 @functools.lru_cache(maxsize=8)
-def _run(question: Question) -> PacketResult:
-    fabric, traffic, transport = _setting(question)
+def _run_slotted(question: Question) -> PacketResult:
+    fabric, traffic, transport = _slotted_setting(question)
     found = run_connections(fabric, traffic, transport=transport)
     if found.stopped == "interrupted":
         raise KeyboardInterrupt
@@ -457,12 +464,12 @@ def _run(question: Question) -> PacketResult:
 
 
 def _slotted_need(row: Claim) -> NeededSimulation | None:
-    return _slotted_simulation(_question(row))
+    return _slotted_simulation(_slotted_question(row))
 
 
 @functools.lru_cache(maxsize=64)
 def _slotted_simulation(question: Question) -> NeededSimulation:
-    made = sketch_run(*_setting(question), alike=True)
+    made = sketch_run(*_slotted_setting(question), alike=True)
     return NeededSimulation(key=("slotted", question), cpu_s=made.cost.cpu_s)
 
 

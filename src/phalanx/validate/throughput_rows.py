@@ -44,7 +44,7 @@ def row_columns(row: PublishedRun, micro_batch: float, recompute: str) -> dict[s
     zero = throughput_table.zero_stage(row)
     model_key = tuple(row.get(name, "") for name in _MODEL_COLUMNS)
     return {
-        **model_columns(_shape(model_key)),
+        **model_columns(_shape_of_key(model_key)),
         **machine_columns(published_cluster(row)),
         **degrees,
         "flash": float(throughput_table.attention_is_fused(row)),
@@ -74,7 +74,7 @@ _MODEL_COLUMNS = ("model_name", "layers", "hidden", "heads", "kv_heads", "ffn", 
 
 
 @lru_cache(maxsize=65536)
-def _shape(key: tuple[str, ...]) -> ModelShape:
+def _shape_of_key(key: tuple[str, ...]) -> ModelShape:
     return throughput_table.model_shape(dict(zip(_MODEL_COLUMNS, key, strict=True)))
 
 

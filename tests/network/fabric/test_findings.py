@@ -28,6 +28,6 @@ def test_other_boxes_and_one_plane() -> None:
     only = fabric_decisions(1000, box="Quantum-X800")
     assert decision_findings(only)[0] == "One plane of 144 ports reaches 10,368 hosts in 2 tiers"
     late = decision_findings(fabric_decisions(131072, recovery_s=60))[2]
-    assert late == "So late a bypass restarts the job: 137,106 GPU-hours lost a day"
+    assert late == "A bypass this late restarts the job: 137,106 GPU-hours lost a day"
     few = decisions_of(parse_fabric("clos2:64x800G/2p/64"))
     assert decision_findings(few)[0] == "2 planes of 64 ports reach 2,048 hosts in 2 tiers, one plane of 32 only 512"

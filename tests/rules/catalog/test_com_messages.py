@@ -13,7 +13,7 @@ SOURCE = Path(com_messages.__file__).parents[2]
 
 
 def found(*sets: str) -> dict[tuple[str, str], com_messages.Message]:
-    return {(one.axis, one.operation): one for one in com_messages.messages(evidence(*sets))}
+    return {(one.axis, one.operation): one for one in com_messages.plan_messages(evidence(*sets))}
 
 
 def test_auto_is_what_the_trainer_uses() -> None:
@@ -39,5 +39,5 @@ def test_activations_of_a_tensor_group() -> None:
 
 
 def test_gradients_come_first() -> None:
-    axes = [one.axis for one in com_messages.messages(evidence("parallel.tensor=8", "parallel.zero=1"))]
+    axes = [one.axis for one in com_messages.plan_messages(evidence("parallel.tensor=8", "parallel.zero=1"))]
     assert axes.index("tensor") > axes.index("data")

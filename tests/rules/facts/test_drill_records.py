@@ -14,7 +14,14 @@ import pytest
 from phalanx.record.drill import NAME, drill_subject, key_path, sign, store_path
 from phalanx.record.run import Run
 from phalanx.rules.facts import drill_facts as drills
-from phalanx.rules.facts.drill_facts import MOST_RECORDS, DrillFacts, find_drills, proof, proofs, why_none
+from phalanx.rules.facts.drill_facts import (
+    MOST_RECORDS,
+    DrillFacts,
+    counted_records,
+    find_drills,
+    newest_record,
+    why_none,
+)
 from phalanx.train.drill.report import MOST_STORED, drill_key, software_versions, store_record, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
@@ -220,10 +227,12 @@ def fact(**changes: Any) -> DrillFacts:
 
 def test_which_records_count() -> None:
     good, old = fact(), fact(current=False)
-    assert proofs((old, good, fact(signed=False), fact(profile="tpu"), fact(other="x")), profile="cpu-gloo") == (good,)
+    assert counted_records(
+        (old, good, fact(signed=False), fact(profile="tpu"), fact(other="x")), profile="cpu-gloo"
+    ) == (good,)
     newer = fact(clean=False)
-    assert proof((newer, good), profile="cpu-gloo", kind="kill") is newer
-    assert proof((newer, good), profile="cpu-gloo", kind="nan") is None
+    assert newest_record((newer, good), profile="cpu-gloo", kind="kill") is newer
+    assert newest_record((newer, good), profile="cpu-gloo", kind="nan") is None
 
 
 @pytest.mark.parametrize(
@@ -267,7 +276,7 @@ def test_a_drill_counts_for_its_own_job_alone(
     assert len(found) == 2
     for one in found:
         assert (one.other[: len(said)], bool(one.other)) == (said, bool(said))
-        assert bool(proofs((one,), profile="cpu-gloo")) is not bool(said)
+        assert bool(counted_records((one,), profile="cpu-gloo")) is not bool(said)
 
 
 def test_a_drill_counts_for_layouts_that_split_alike(tmp_path: Path, environ: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.hardware.probe import MachineProfile, save_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
-from phalanx.rules.facts.host import nic_paths, this_host, variables
+from phalanx.rules.facts.host import collective_variables, nic_paths, this_host
 
 
 def test_this_machine() -> None:
@@ -67,7 +67,7 @@ def test_what_the_probe_measured(tmp_path: Path) -> None:
 
 def test_variables_of_the_collectives_alone_and_without_secrets() -> None:
     environ = {"NCCL_ALGO": "Ring", "HOME": "/x", "API_TOKEN": "abcdefgh", "NCCL_NET_PLUGIN": "https://u:abcdefgh@h/x"}
-    found = variables(environ)
+    found = collective_variables(environ)
     assert list(found) == ["NCCL_ALGO", "NCCL_NET_PLUGIN"]
     assert "abcdefgh" not in str(found)
 

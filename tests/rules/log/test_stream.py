@@ -281,14 +281,14 @@ def test_few_digests_are_remembered_and_none_is_counted_that_was_not_compared(tm
     for path in run.event_files():
         edit(path, lambda event: event | ({"digest": f"{event['rank'] % 2}"} if event["event"] == "step" else {}))
     monkeypatch.setattr(agree, "MOST_HELD", 64)
-    kept = Digests._add
+    kept = Digests._add_digest
     most = []
 
     def watched(self, *args):
         kept(self, *args)
         most.append(sum(map(len, self._held.values())))
 
-    monkeypatch.setattr(Digests, "_add", watched)
+    monkeypatch.setattr(Digests, "_add_digest", watched)
     found = read_log(run).digests
     assert max(most) <= 64
     assert 10 <= found.compared <= 32

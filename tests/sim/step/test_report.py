@@ -89,7 +89,7 @@ def test_the_page(piped):
     page = step_text(step_report(piped, None))
     assert page.startswith("small: TP1·CP1·PP4·DP8")
     assert "unspecified: one non-blocking plane, 400 Gb/s per device (choose one with --fabric)" in page
-    assert "WHERE THE TIME GOES (milliseconds of the busiest stage; plan + order + network = shown)" in page
+    assert "WHERE THE TIME GOES (milliseconds of the busiest stage; exposed = plan + order + network)" in page
     assert "\n  pipeline bubble " in page
     named = step_text(step_report(piped, parse_fabric("clos2:32x400G/1p/8/3:1")))
     assert "32 NICs of 400 Gb/s, 1 plane, 2 tiers, packets over 256 paths" in named

@@ -171,7 +171,7 @@ def decisions_svg(one: Decisions) -> str:
         text_line(LEFT - 40, 34, title, "ink title"),
         text_line(LEFT - 40, 57, summary, "soft"),
         *_hosts_panel(one),
-        *_load(one),
+        *_draw_loads(one),
         *_lost_panel(one),
         text_line(LEFT - 40, HEIGHT - 16, SOURCES, "soft small"),
         "</svg>",
@@ -217,7 +217,7 @@ def _two_bars(row: PlaneRow, left: float, slot: float, axis: Axis, wanted: int) 
     return marks, numbers
 
 
-def _load(one: Decisions) -> list[str]:
+def _draw_loads(one: Decisions) -> list[str]:
     """Panel 2: busiest link over mean against units per link, for one T0 and for the fabric."""
     x0, fabric = LEFT + GAP, one.fabric
     across = Axis(low=1, high=PACKETS, start=x0, end=x0 + PANEL_W)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.io.tables import folded_table
-from phalanx.network.fabric.decisions import Decisions, PlaneRow, RecoveryRow
+from phalanx.network.fabric.decisions import Decisions, PlaneRow
 from phalanx.network.fabric.fabric_text import (
     counted_ratios,
     decision_findings,
@@ -28,7 +28,7 @@ def show_decisions(one: Decisions, *, width: int | None = None) -> str:
 
 def _planes_text(one: Decisions, width: int | None) -> str:
     head = (
-        "planes", "switch", "up", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
+        "planes", "switch", "uplinks", "2 tiers", "3 tiers", "4 tiers", "tiers", "hops", "switches", "per host", "full",
         "optics per host", "near", "NIC link", "T0-T1",
     )  # fmt: skip
     rows = [_plane_row(row, f"  {row.planes}") for row in one.planes]
@@ -104,7 +104,11 @@ def _latency_text(one: Decisions, width: int | None) -> str:
         )
         for row in one.recoveries
     ]
-    remarks = [_row_remark(one, row) for row in one.recoveries]
+    remarks = [
+        ("  chosen" if row.recovery_s == one.recovery_s else "")
+        + ("  connections give up, the job restarts" if row.restarts else "")
+        for row in one.recoveries
+    ]
     lines = [line + end for line, end in zip(folded_table([head, *rows]).splitlines(), ["", *remarks], strict=True)]
     if width is not None and max(map(len, lines)) > width:
         noted = [(*row, remark.strip()) for row, remark in zip(rows, remarks, strict=True)]
@@ -129,8 +133,3 @@ def _infiniband_limits(fabric: Fabric) -> list[str]:
         f"  InfiniBand: above T0 no sooner than {format_seconds(SHIELD_S)} (SHIELD), and a lost NIC link or T0 "
         "restarts the job; both are in the table",
     ]
-
-
-def _row_remark(one: Decisions, row: RecoveryRow) -> str:
-    chosen = "  chosen" if row.recovery_s == one.recovery_s else ""
-    return chosen + ("  connections give up, the job restarts" if row.restarts else "")

@@ -69,12 +69,12 @@ def design_fabrics(wish: DesignRequest) -> tuple[Design, ...]:
     are more of everything. Raises UserError with the nearest workable choices where nothing fits.
     """
     _check_wish(wish)
-    found = [_count(fabric) for fabric in _fitting_fabrics(wish)]
+    found = [_make_design(fabric) for fabric in _fitting_fabrics(wish)]
     if not found:
         raise _nothing_reaches(wish)
     best = _on_front(found)
     marked = [replace(one, pareto=flag) for one, flag in zip(found, best, strict=True)]
-    return tuple(sorted(marked, key=_rank))
+    return tuple(sorted(marked, key=_design_order))
 
 
 def _check_wish(wish: DesignRequest) -> None:
@@ -112,18 +112,12 @@ def _clos_fabrics(wish: DesignRequest) -> Iterator[Fabric]:
     ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
     for switch, planes in _port_configurations(wish):
         for ratio in ratios:
-            for rails in _rail_choices(wish):
+            for rails in (wish.rails,) if wish.rails is not None else [one for one in RAILS if wish.gpus % one == 0]:
                 fabric = _smallest_fabric(
                     wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails)
                 )
                 if fabric is not None:
                     yield fabric
-
-
-def _rail_choices(wish: DesignRequest) -> tuple[int, ...]:
-    if wish.rails is not None:
-        return (wish.rails,)
-    return tuple(one for one in RAILS if wish.gpus % one == 0)
 
 
 def _smallest_fabric(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
@@ -137,7 +131,7 @@ def _smallest_fabric(wish: DesignRequest, switch: Switch, shape: ClosShape) -> F
     return None
 
 
-def _count(fabric: Fabric) -> Design:
+def _make_design(fabric: Fabric) -> Design:
     parts = fabric_bill(fabric)
     return Design(
         fabric=fabric,
@@ -150,7 +144,7 @@ def _count(fabric: Fabric) -> Design:
     )
 
 
-def _rank(one: Design) -> tuple[float, float, int, float, bool, str, int]:
+def _design_order(one: Design) -> tuple[float, float, int, float, bool, str, int]:
     fabric = one.fabric
     weak = fabric.switch.evidence == "weak"
     ratio = nominal_ratio(fabric)
@@ -170,12 +164,14 @@ def _design_goals(one: Design) -> tuple[float, ...]:
 def _on_front(found: Sequence[Design]) -> list[bool]:
     goals = [_design_goals(one) for one in found]
     kinds = sorted(set(goals))
-    best = {mine for mine in kinds if not any(_beats_other(other, mine) for other in kinds)}
+    best = {
+        mine
+        for mine in kinds
+        if not any(
+            other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True)) for other in kinds
+        )
+    }
     return [one in best for one in goals]
-
-
-def _beats_other(other: tuple[float, ...], mine: tuple[float, ...]) -> bool:
-    return other != mine and all(theirs <= ours for theirs, ours in zip(other, mine, strict=True))
 
 
 def _no_speed(wish: DesignRequest) -> UserError:
@@ -231,7 +227,7 @@ def _nearest_wishes(wish: DesignRequest) -> Iterator[str]:
         "oversubscription": replace(wish, oversubscription=None),
     }
     for name, other in relaxed.items():
-        found = sorted(map(_count, _fitting_fabrics(other)), key=_rank) if other != wish else []
+        found = sorted(map(_make_design, _fitting_fabrics(other)), key=_design_order) if other != wish else []
         if not found:
             continue
         fabric = found[0].fabric

@@ -153,12 +153,12 @@ def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
 def _role_choices(
     full: Sequence[_Priced], priced: Sequence[_Priced], steps_s: Mapping[Fabric, float] | None
 ) -> list[tuple[str, _Priced | None]]:
-    pick = _least_of(full, _total)
+    pick = _least_of(full, _total_usd)
     assert pick is not None
     box, kind = pick[0].fabric.switch.box, pick[0].fabric.switch.kind
 
     def of(ratio: float) -> _Priced | None:
-        return _least_of([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total)
+        return _least_of([one for one in priced if nominal_ratio(one[0].fabric) == ratio], _total_usd)
 
     # The first role of a design is the one it is told by.
     quickest = _least_of(full, lambda one: one[1].step_s or math.inf) if steps_s else None
@@ -168,15 +168,15 @@ def _role_choices(
         ("full bisection", of(1.0)),
         ("2:1", of(2.0)),
         ("4:1", of(4.0)),
-        (OTHER_KIND[kind], _least_of([one for one in full if one[0].fabric.switch.kind != kind], _total)),
-        ("best of another box", _least_of([one for one in full if one[0].fabric.switch.box != box], _total)),
-        ("one plane", _least_of([one for one in full if one[0].fabric.planes == 1], _total)),
+        (OTHER_KIND[kind], _least_of([one for one in full if one[0].fabric.switch.kind != kind], _total_usd)),
+        ("best of another box", _least_of([one for one in full if one[0].fabric.switch.box != box], _total_usd)),
+        ("one plane", _least_of([one for one in full if one[0].fabric.planes == 1], _total_usd)),
         ("least to buy", _least_of(full, lambda one: one[1].usd)),
         ("least power", _least_of(full, lambda one: one[1].power_usd_per_year)),
     ]
 
 
-def _total(one: _Priced) -> float:
+def _total_usd(one: _Priced) -> float:
     return one[1].total_usd
 
 
@@ -217,7 +217,18 @@ def _make_economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]
 # The choice among designs as a paragraph and a small table.
 
 
-_HEAD = ("   choice", "switch", "planes", "tiers", "up", "rails", "to buy", "per GPU", "MW", "GPU-hours lost a day")
+_HEAD = (
+    "   choice",
+    "switch",
+    "planes",
+    "tiers",
+    "uplinks",
+    "rails",
+    "to buy",
+    "per GPU",
+    "MW",
+    "GPU-hours lost a day",
+)
 
 
 def show_verdict(one: DesignVerdict, *, width: int | None = None) -> str:
@@ -261,7 +272,7 @@ def _verdict_sentences(one: DesignVerdict) -> list[str]:
     pick = one.pick
     fabric, costs, parts = pick.design.fabric, pick.economics, pick.design.bill
     said = [
-        f"Take {_fabric_words(fabric)}: {fabric.switches:,} switch{'es' if fabric.switches != 1 else ''}, "
+        f"Take {_fabric_words(fabric)}: {plural(fabric.switches, 'switch')}, "
         f"{money_range(parts.usd)} "
         f"({format_money(costs.usd_per_gpu)} a GPU), {(parts.watts or 0.0) / 1e6:.3g} MW.",
         _lost_text(fabric, costs),
@@ -322,14 +333,14 @@ _DESCRIBED = (*OTHER_KIND.values(), "best of another box", "one plane", "full bi
 def _against_pick(pick: Option, other: Option) -> str:
     """One sentence: what another option saves or costs beside the pick."""
     more = other.economics.total_usd - pick.economics.total_usd
-    names = {"one plane": "One plane", "best of another box": "Another box", "quickest step": "The quickest step"}
+    names = {"one plane": "One plane", "best of another box": "Another switch", "quickest step": "The quickest step"}
     role_text = names.get(other.role, other.role[0].upper() + other.role[1:])
     name = f"{role_text} ({_fabric_words(other.design.fabric, role=other.role)})"
     if other.economics.step_s is None and other.role in ("2:1", "4:1"):
         saved = pick.economics.usd - other.economics.usd
-        return f"{name} saves {format_money(saved)} if the job can bear it: --job JOB tells."
+        return f"{name} saves {format_money(saved)}; --job JOB shows what it costs in step time."
     if abs(more) < 0.005 * pick.economics.total_usd:
-        return f"{name} comes to the same within 0.5%: let quotes decide."
+        return f"{name} comes to the same within 0.5%: the quotes decide."
     return f"{name} comes to {format_money(abs(more))} {'more' if more > 0 else 'less'}{_why_cheaper(pick, other)}."
 
 

@@ -120,7 +120,7 @@ def _recovery_text(one: Decisions) -> str:
     chosen = next(row for row in one.recoveries if row.recovery_s == one.recovery_s)
     restart = one.recoveries[-1]  # the same failures, none of them bypassed in time
     if chosen.restarts:
-        return f"So late a bypass restarts the job: {chosen.lost_gpu_hours_per_day:,.0f} GPU-hours lost a day"
+        return f"A bypass this late restarts the job: {chosen.lost_gpu_hours_per_day:,.0f} GPU-hours lost a day"
     return (
         f"{show_hours(chosen.lost_gpu_hours_per_day).capitalize()} GPU-hours lost a day, "
         f"{show_hours(restart.lost_gpu_hours_per_day)} if each failure restarts the job"
@@ -146,7 +146,7 @@ _HEAD = (
 
 
 def show_designs(found: Sequence[Design], *, top: int, width: int | None = None) -> str:
-    """The `top` designs of each oversubscription, those that nothing beats marked with a star."""
+    """The `top` designs of each oversubscription, those on the Pareto front marked with a star."""
     first = found[0].fabric
     said = (
         f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {len(found)} fabrics fit. "
@@ -162,11 +162,14 @@ def show_designs(found: Sequence[Design], *, top: int, width: int | None = None)
     return "\n".join(parts)
 
 
-STAR = "* nothing is as good in cost, hops, power, oversubscription and NIC-link loss, and better in one of them"
+STAR = (
+    "* on the Pareto front of cost, hops, power, oversubscription and NIC-link loss: no other design is as good in all "
+    "of them and better in one"
+)
 LEGEND = (
     "T0 to T3: switches of all planes. cables: as wide as a NIC. near: hosts one switch away. NIC link, T0-T1, T1: "
     "bandwidth that one failure takes from the NIC, from its T0's uplinks in that plane, from what the hosts of its "
-    "pod send beyond their T0; a lost T0 takes the NIC-link share from all hosts near. Quantum boxes are InfiniBand. "
+    "pod send beyond their T0; a lost T0 takes the NIC-link share from all hosts near. Quantum is InfiniBand. "
     "cost: switches, optics and trunks, low to high list prices. fail/day: cables at Alibaba HPN's 0.057 % a month, "
     "and switches at 2 % in three months. All links count as optical. Sources: fabric show --json"
 )
@@ -283,11 +286,11 @@ def show_budget(fabric: Fabric, one: FailureBudget) -> str:
         [
             folded_table([head, *rows]),
             f"  lost at these rates ({one.failures_per_day:.3g} a day), of the cluster:",
-            f"    conventional: {_lost_text(usual)} (routes are new after {format_seconds(CONVERGE_S)}; a lost "
+            f"    conventional: {_lost_text(usual)} (routing converges in {format_seconds(CONVERGE_S)}; a lost "
             f"NIC link "
             "or T0 restarts the job)",
             *(f"    {line}" for line in _edge_lines(fabric, one)),
-            f"  beside it, network interruptions at Llama 3's rate per GPU, whatever the fabric: "
+            f"  in addition, network interruptions at Llama 3's rate per GPU, on any fabric: "
             f"{one.interruptions_per_day:.3g} a day",
             f"    (95 %: {low:.2g} to {high:.2g}; most days {one.day_spread[0]} to {one.day_spread[1]}); "
             f"each restarts the job in {times}:",

@@ -236,7 +236,7 @@ def fill_plane(t0: int, up: int, radix: int, *, tiers: int, rails: int = 1, wide
     """
     if tiers == 1:
         return SwitchCounts(switches=(1,), up=(0,), pods=1)
-    choices = (_count(joined, up, radix, wide=wide) for joined in _nested_splits(t0, radix, tiers, rails))
+    choices = (_count_switches(joined, up, radix, wide=wide) for joined in _nested_splits(t0, radix, tiers, rails))
     return min(choices, key=lambda one: (sum(one.switches), one.switches[0]))
 
 
@@ -270,7 +270,7 @@ def _even_blocks(number: int, limit: int, step: int) -> list[int]:
     return sorted(size_fabric for size_fabric in sizes if size_fabric <= limit)
 
 
-def _count(joined: Sequence[int], up: int, radix: int, *, wide: bool) -> SwitchCounts:
+def _count_switches(joined: Sequence[int], up: int, radix: int, *, wide: bool) -> SwitchCounts:
     """Switches from the bottom up. joined[j]: switches of tier j that meet in the tier above, in each group."""
     switches, ups, group = [math.prod(joined)], [up], 1
     for level, below in enumerate(joined):

@@ -16,16 +16,16 @@ LEARNS = Impact(note="not time: the learning rate was chosen for another batch")
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The plan's arithmetic, and the tokens of the steps that were taken."""
-    planned = _planned(evidence)
+    planned = _judge_plan(evidence)
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is None:
         return planned
-    return (*planned, _measured(evidence, steps, limits))
+    return (*planned, _judge_steps(evidence, steps, limits))
 
 
-def _planned(evidence: Evidence) -> tuple[Outcome, ...]:
+def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
     if evidence.plan is None:
-        return _refused(evidence)
+        return _judge_refusal(evidence)
     layout, wanted = evidence.plan.layout, evidence.the_job.batch.global_sequences
     made = layout.micro_batch * layout.accumulation * layout.data
     formula = (
@@ -49,7 +49,7 @@ def _planned(evidence: Evidence) -> tuple[Outcome, ...]:
     )
 
 
-def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
+def _judge_refusal(evidence: Evidence) -> tuple[Outcome, ...]:
     found = tuple(one for one in evidence.refusals if is_batch(one))
     if not found:
         statement = "there is no plan, so the number of data ranks is not known"
@@ -57,7 +57,7 @@ def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
     return tuple(
         failed(
             one.what,
-            formula=_why(evidence, one),
+            formula=_refusal_reason(evidence, one),
             at="batch.micro" if "batch.micro" in one.what else "batch.global_sequences",
             impact=Impact(points=100.0, note="the job does not start"),
             fix=one.fix or "make the batch a multiple of the data ranks",
@@ -66,21 +66,23 @@ def _refused(evidence: Evidence) -> tuple[Outcome, ...]:
     )
 
 
-def _why(evidence: Evidence, problem: Problem) -> tuple[str, ...]:
+def _refusal_reason(evidence: Evidence, problem: Problem) -> tuple[str, ...]:
     """The planner's own reason, and the setting that leaves it no other way."""
     alone = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
     return (*([problem.why] if problem.why else []), *([alone] if evidence.the_job.numerics.reproducible else []))
 
 
-def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
-    sizes = declared(evidence.the_job.batch, evidence.the_job.data.sequence)
+def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
+    sizes = declared_sizes(evidence.the_job.batch, evidence.the_job.data.sequence)
     if not steps.tokens:
         return unknown(
             "the log does not say how many tokens the steps had, or had too many sizes to count",
             fix="train with a Phalanx that writes `tokens` into its step events",
         )
     tolerance = limits.number("tolerance")
-    odd = {size: count for size, count in steps.tokens.items() if not _is_one(size, sizes, tolerance)}
+    odd = {
+        size: count for size, count in steps.tokens.items() if all(abs(size - one) > tolerance * one for one in sizes)
+    }
     total = sum(steps.tokens.values())
     words = " or ".join(f"{size:,}" for size in sizes)
     if not odd:
@@ -104,14 +106,10 @@ def _measured(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     )
 
 
-def declared(batch: Batch, sequence: int) -> tuple[int, ...]:
+def declared_sizes(batch: Batch, sequence: int) -> tuple[int, ...]:
     """Every number of tokens a step may have, in order: whole sequences, at least one."""
     sequences = [batch.global_sequences, *(stage.global_tokens // max(1, sequence) for stage in batch.ramp)]
     return tuple(sorted({max(1, count) * sequence for count in sequences}))
-
-
-def _is_one(size: int, sizes: tuple[int, ...], tolerance: float) -> bool:
-    return any(abs(size - one) <= tolerance * one for one in sizes)
 
 
 RULE = Rule(

@@ -10,7 +10,8 @@ from phalanx.units import plural
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The trainer's habit, where a step has more than one part."""
-    parts = _parts(evidence)
+    plan = evidence.plan
+    parts = plan.layout.accumulation * plan.layout.data if plan is not None else None
     if parts is not None and parts <= limits.number("parts"):
         return exempt("one micro-batch on one data rank: there is nothing to average over")
     practice = evidence.practice
@@ -24,7 +25,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     noted = (where,) if where else ()
     if practice.token_weighted_loss:
         return passed(f"{practice.trainer} divides the loss of {over} by all valid tokens", formula=noted)
-    unequal = _unequal(evidence)
+    unequal = _uneven_sequences(evidence)
     return failed(
         f"{practice.trainer} averages the means of {over}: tokens of padded or masked sequences count more",
         formula=noted,
@@ -33,11 +34,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         at="batch.micro",
         severity="error" if unequal else "warning",
         impact=Impact(note="not time: the model learns from other weights than those of one large batch"),
-        fix=_cure(practice.trainer),
+        fix=_accumulation_fix(practice.trainer),
     )
 
 
-def _unequal(evidence: Evidence) -> bool:
+def _uneven_sequences(evidence: Evidence) -> bool:
     """Whether the log shows that sequences are not all full: then the two means really differ."""
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is None or not steps.tokens or evidence.job is None:
@@ -45,13 +46,7 @@ def _unequal(evidence: Evidence) -> bool:
     return any(size % max(1, evidence.job.data.sequence) for size in steps.tokens)
 
 
-def _parts(evidence: Evidence) -> int | None:
-    if evidence.plan is None:
-        return None
-    return evidence.plan.layout.accumulation * evidence.plan.layout.data
-
-
-def _cure(trainer: str) -> str:
+def _accumulation_fix(trainer: str) -> str:
     if trainer in ("megatron", "nemo"):
         return "set --calculate-per-token-loss (calculate_per_token_loss: true)"
     return "divide the summed loss by the valid tokens of the whole batch, or pack sequences so that all are full"

@@ -32,10 +32,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
             f"{plural(noise.count, 'estimate')} of the noise scale, last {noise.last:.3g}: too few, or no signal yet",
             fix="let the run go on; early in training the estimate is near zero",
         )
-    return (_size(evidence, noise, limits), *_ramp(evidence, noise, limits))
+    return (_judge_size(evidence, noise, limits), *_judge_ramp(evidence, noise, limits))
 
 
-def _size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
+def _judge_size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
     assert noise.last is not None
     batch, most = evidence.the_job.batch.global_sequences, limits.number("most_ratio")
     ratio = batch / noise.last
@@ -61,7 +61,7 @@ def _size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
     )
 
 
-def _ramp(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_ramp(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> tuple[Outcome, ...]:
     growth, most = noise.growth, limits.number("most_growth")
     if growth is None or not math.isfinite(growth) or growth <= most or evidence.the_job.batch.ramp:
         return ()

@@ -37,7 +37,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if ratio <= most:
         return passed(statement, formula=formula, value=ratio, threshold=most)
     wanted = math.ceil(left * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
-    smaller = _micro(layout.micro_batch, count, wanted)
+    smaller = _smaller_micro(layout.micro_batch, count, wanted)
     return failed(
         f"{statement}, more than {most:.0%}",
         formula=formula,
@@ -47,14 +47,14 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         impact=evidence.loses(
             ratio / (1 + ratio) - most / (1 + most), "idle stages, beside a bubble at the limit; other parts unchanged"
         ),
-        fix=_cure(evidence, wanted, drained=drained),
+        fix=_bubble_fix(evidence, wanted, drained=drained),
         edits=(Edit(key="batch.micro", value=smaller, safe=False, note=f"{wanted:,} micro-batches or more"),)
         if smaller
         else (),
     )
 
 
-def _cure(evidence: Evidence, wanted: int, *, drained: bool) -> str:
+def _bubble_fix(evidence: Evidence, wanted: int, *, drained: bool) -> str:
     if not drained:
         return f"{wanted:,} micro-batches a step: a smaller batch.micro, a larger batch, or fewer stages"
     theirs = evidence.their_keys.get("batch.fill", "")
@@ -62,7 +62,7 @@ def _cure(evidence: Evidence, wanted: int, *, drained: bool) -> str:
     return f"{wanted:,} micro-batches before it is drained{said}, smaller ones, or fewer stages"
 
 
-def _micro(size_now: int, count: int, wanted: int) -> int:
+def _smaller_micro(size_now: int, count: int, wanted: int) -> int:
     """The largest smaller micro-batch that makes enough of them; 0 where there is none."""
     share = size_now * count
     sizes = [size for size in range(1, size_now) if share % size == 0 and share // size >= wanted]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import checkpoint_overhead, daly_interval
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
-from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured, unmeasured_rate, unsaid
+from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured_rate, unstated_key, without_measurement
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts, Spread
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -40,17 +40,17 @@ class Numbers:
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The interval, by measured numbers where there are any; and the grace."""
     plan, log = evidence.the_plan, evidence.log
-    numbers = planned(plan)
+    numbers = planned_numbers(plan)
     if log is not None:
-        numbers = measured(evidence, log, limits) or numbers
-    if missing := unsaid(evidence, KEY, f"how often {evidence.practice.trainer} saves"):
-        return (missing, *_grace(evidence, limits))
+        numbers = measured_numbers(evidence, log, limits) or numbers
+    if missing := unstated_key(evidence, KEY, f"how often {evidence.practice.trainer} saves"):
+        return (missing, *_judge_grace(evidence, limits))
     if evidence.practice.saves is False:
-        return (_never(evidence, numbers), *_grace(evidence, limits))
-    return (_interval(evidence, limits, numbers), *_grace(evidence, limits))
+        return (_checkpoints_off(evidence, numbers), *_judge_grace(evidence, limits))
+    return (_judge_interval(evidence, limits, numbers), *_judge_grace(evidence, limits))
 
 
-def planned(plan: Plan) -> Numbers:
+def planned_numbers(plan: Plan) -> Numbers:
     """The plan's own numbers."""
     r = plan.reliability
     return Numbers(
@@ -66,9 +66,9 @@ def planned(plan: Plan) -> Numbers:
     )
 
 
-def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
+def measured_numbers(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
     """The run's numbers; None while it has saved too rarely to tell."""
-    seen, own, least = log.checkpoints, planned(evidence.the_plan), limits.number("least_saves")
+    seen, own, least = log.checkpoints, planned_numbers(evidence.the_plan), limits.number("least_saves")
     if seen is None or seen.blocked_s is None or seen.interval_saves < least:
         return None
     interval = evidence.the_job.checkpoint.interval_s
@@ -97,7 +97,7 @@ def measured(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | Non
     )
 
 
-def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
+def _judge_interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     if n.mtbf_s == math.inf:
         return exempt("no failure is expected: the last checkpoint is enough")
     if not (n.blocking_s >= 0 and n.mtbf_s > 0 and 0 <= n.interval_s < math.inf and 0 <= n.length_s < math.inf):
@@ -107,14 +107,14 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
         return exempt(f"the job ends in {format_seconds(n.length_s)}, before a checkpoint pays: the last one is enough")
     if best_s <= 0 or interval_s <= 0:
         return exempt("a checkpoint that costs nothing has no best interval")
-    if n.rate == planned(evidence.the_plan).rate and (missing := unmeasured_rate(evidence)) is not None:
+    if n.rate == planned_numbers(evidence.the_plan).rate and (missing := unmeasured_rate(evidence)) is not None:
         return missing
     ratio = interval_s / best_s
     off = max(ratio, 1 / ratio)
     formula = (
         n.rate,
         f"τ* = Daly({n.delta}, M) = {_span_text(best_s)};  τ/τ* = {ratio:.2f}",
-        *_small(evidence, limits, n),
+        *_small_jobs(evidence, limits, n),
     )
     statement = f"interval {_span_text(interval_s)} is {ratio:.2f}x the optimum {_span_text(best_s)}"
     if interval_s < n.interval_s:
@@ -145,7 +145,7 @@ def _interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     )
 
 
-def _never(evidence: Evidence, n: Numbers) -> Outcome:
+def _checkpoints_off(evidence: Evidence, n: Numbers) -> Outcome:
     """Checkpoints are off: a failure costs all work so far, and at the end nothing is kept."""
     statement = "checkpoints are off: a failure costs all work so far, and the end keeps nothing"
     theirs = evidence.their_keys.get(KEY)
@@ -171,9 +171,9 @@ def _never(evidence: Evidence, n: Numbers) -> Outcome:
     )
 
 
-def _small(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
+def _small_jobs(evidence: Evidence, limits: Limits, n: Numbers) -> tuple[str, ...]:
     """What small jobs saw: more failures than their share of a large one's, unless the rate is their own."""
-    own = is_rate_given(evidence.the_plan) or n.rate != planned(evidence.the_plan).rate
+    own = is_rate_given(evidence.the_plan) or n.rate != planned_numbers(evidence.the_plan).rate
     if own or not evidence.profile.is_gpu or evidence.devices > limits.number("small_devices"):
         return ()
     factor = limits.number("small_factor")
@@ -188,14 +188,14 @@ def _span_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The step that runs, and a save, within fault.grace_s; nothing is known of what another trainer does."""
     key, grace_s = "fault.grace_s", evidence.the_job.fault.grace_s
     if not evidence.stated(key):
         return ()
-    if (missing := unmeasured(evidence, "how long a step and a save take")) is not None:
+    if (missing := without_measurement(evidence, "how long a step and a save take")) is not None:
         return (missing,)
-    need_s, formula = _needed(evidence.the_plan, evidence.log)
+    need_s, formula = _needed_seconds(evidence.the_plan, evidence.log)
     if not math.isfinite(need_s):
         return (unknown("how long a save takes is not a number", fix="plan the job again: phalanx plan JOB", at=key),)
     room = limits.number("grace_room")
@@ -228,11 +228,11 @@ def _grace(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     )
 
 
-def _needed(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
+def _needed_seconds(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
     r, seen = plan.reliability, log.checkpoints if log is not None else None
     # What a save at a SIGTERM takes is seen in those as well as in the ones that were due.
-    blocked = _slowest(seen.blocked_s, seen.final_blocked_s) if seen is not None else None
-    persist = _slowest(seen.persist_s, seen.final_persist_s) if seen is not None else None
+    blocked = _slowest_save(seen.blocked_s, seen.final_blocked_s) if seen is not None else None
+    persist = _slowest_save(seen.persist_s, seen.final_persist_s) if seen is not None else None
     if log is None or blocked is None or persist is None:
         step_s, blocked_s, persist_s, how = plan.prediction.step_s, r.blocking_s, r.persist_s, "predicted"
         blocked_s = blocked_s if plan.job.checkpoint.asynchronous else 0.0  # a save that blocks is its persisting
@@ -246,7 +246,7 @@ def _needed(plan: Plan, log: LogFacts | None) -> tuple[float, str]:
     return total_s, f"{parts} = {total_s:.3g} s, {how}"
 
 
-def _slowest(*spreads: Spread | None) -> float | None:
+def _slowest_save(*spreads: Spread | None) -> float | None:
     return max((one.p95 for one in spreads if one is not None), default=None)
 
 

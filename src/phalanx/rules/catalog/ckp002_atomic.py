@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.ckp_drills import SUITE, drilled, is_asked
+from phalanx.rules.catalog.ckp_drills import SUITE, is_asked, judge_drill
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill_facts import proofs
+from phalanx.rules.facts.drill_facts import counted_records
 from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -15,17 +15,17 @@ TORN = Impact(note="a restore may load half a checkpoint, or none: all work sinc
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """How it is known to save, what the run's log shows, and what a drill proved."""
     log = evidence.log.checkpoints if evidence.log is not None else None
-    seen = (_seen(evidence, log),) if log is not None else ()
-    habit = _habit(evidence)
+    seen = (_judge_log(evidence, log),) if log is not None else ()
+    habit = _judge_trainer(evidence)
     if not is_asked(evidence, habit):
         return (habit, *seen)
-    return (habit, *seen, _drilled(evidence, limits))
+    return (habit, *seen, _judge_drills(evidence, limits))
 
 
-def _drilled(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_drills(evidence: Evidence, limits: Limits) -> Outcome:
     """The newest drill of a save must have gone well, and drills together must have hit every point of it."""
-    found = drilled(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
-    counted = proofs(evidence.drills, profile=evidence.profile.name)
+    found = judge_drill(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
+    counted = counted_records(evidence.drills, profile=evidence.profile.name)
     points = {point for one in counted if one.clean for point in one.save_points}
     least = limits.number("least_points")
     if found.verdict == "pass" and len(points) < least:
@@ -34,7 +34,7 @@ def _drilled(evidence: Evidence, limits: Limits) -> Outcome:
     return found
 
 
-def _habit(evidence: Evidence) -> Outcome:
+def _judge_trainer(evidence: Evidence) -> Outcome:
     practice = evidence.practice
     if practice.atomic_commit is None:
         return unknown(
@@ -54,7 +54,7 @@ def _habit(evidence: Evidence) -> Outcome:
     )
 
 
-def _seen(evidence: Evidence, log: CheckpointFacts) -> Outcome:
+def _judge_log(evidence: Evidence, log: CheckpointFacts) -> Outcome:
     faults = {
         "restores of a step that nobody had committed": (log.restored_uncommitted, log.restored_spot),
         "commits without anything staged": (log.commits_without_stage, log.disorder_spot),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from phalanx.rules.catalog.ckp_drills import drilled, is_asked
-from phalanx.rules.catalog.shared import unsaid
+from phalanx.rules.catalog.ckp_drills import is_asked, judge_drill
+from phalanx.rules.catalog.shared import unstated_key
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -16,18 +16,22 @@ WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs c
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """How many are kept, whether they are verified, and whether a damaged one was refused."""
-    kept, verified, left = _kept(evidence, limits), _verified(evidence), _left(evidence, limits)
+    kept, verified, left = (
+        _judge_count(evidence, limits),
+        _judge_verification(evidence),
+        _judge_folder(evidence, limits),
+    )
     if not is_asked(evidence, verified):
         return (kept, verified, *left)
     what = "a restore that meets a damaged checkpoint"
-    return (kept, verified, *left, drilled(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
+    return (kept, verified, *left, judge_drill(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
 
 
-def _kept(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_count(evidence: Evidence, limits: Limits) -> Outcome:
     key, keep, least = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
     if evidence.practice.saves is False:
         return exempt("checkpoints are off: there are none to keep")
-    if missing := unsaid(evidence, key, f"how many checkpoints {evidence.practice.trainer} keeps"):
+    if missing := unstated_key(evidence, key, f"how many checkpoints {evidence.practice.trainer} keeps"):
         return missing
     if keep >= least:
         return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=least, at=key)
@@ -36,19 +40,19 @@ def _kept(evidence: Evidence, limits: Limits) -> Outcome:
         value=keep,
         threshold=least,
         at=key,
-        impact=_whole(evidence),
+        impact=_half_job(evidence),
         edits=(Edit(key=key, value=int(least), safe=True, note="one to fall back to"),),
     )
 
 
-def _whole(evidence: Evidence) -> Impact:
+def _half_job(evidence: Evidence) -> Impact:
     """Half of the job on average; no points, since nobody publishes how often a checkpoint is damaged."""
     wall_s = evidence.wall_s
     half = f", {format_seconds(wall_s / 2)} on average" if wall_s and math.isfinite(wall_s) else ""
     return Impact(note=f"if it is damaged once, all work so far{half}; how often that happens is not published")
 
 
-def _verified(evidence: Evidence) -> Outcome:
+def _judge_verification(evidence: Evidence) -> Outcome:
     practice = evidence.practice
     if practice.verifies_digests is None:
         return unknown(
@@ -66,7 +70,7 @@ def _verified(evidence: Evidence) -> Outcome:
     )
 
 
-def _left(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """What the folder of a run holds."""
     seen = evidence.log.checkpoints if evidence.log is not None else None
     if seen is None or seen.kept is None:
@@ -81,7 +85,7 @@ def _left(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",
             value=seen.kept,
             threshold=due,
-            impact=_whole(evidence),
+            impact=_half_job(evidence),
             fix="find out what deletes them: a quota, a clean-up job, or another run in the same folder",
         ),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from phalanx.rules.catalog.intervals import SaveCost, interval_edits, planned_cost, suits
-from phalanx.rules.catalog.shared import job_s, unsaid
+from phalanx.rules.catalog.intervals import SaveCost, interval_edits, planned_cost, suits_rules
+from phalanx.rules.catalog.shared import job_s, unstated_key
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -16,12 +16,12 @@ from phalanx.units import format_bytes, plural
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Stall and backlog, measured where the run has saved often enough; then room on disk and in memory."""
     seen = evidence.log.checkpoints if evidence.log is not None else None
-    missing = unsaid(evidence, "checkpoint.interval_s", f"how often {evidence.practice.trainer} saves")
+    missing = unstated_key(evidence, "checkpoint.interval_s", f"how often {evidence.practice.trainer} saves")
     if missing is not None:
-        return (missing, *_disk(evidence, limits, seen), *_memory(evidence, limits))
+        return (missing, *_judge_disk(evidence, limits, seen), *_judge_memory(evidence, limits))
     if evidence.practice.saves is False:
         return (exempt("checkpoints are off, and nothing waits for them: CKP001 says what that costs"),)
-    times = _measured(seen, limits) or _planned(evidence)
+    times = _measured_times(seen, limits) or _planned_times(evidence)
     if times is None:
         rest: tuple[Outcome, ...] = (
             exempt("the job ends before its first interval: only the last checkpoint is taken"),
@@ -29,21 +29,26 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     elif not all(math.isfinite(one) for one in times[:3]):
         rest = (unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB"),)
     else:
-        rest = (_stall(evidence, limits, *times), _backlog(evidence, limits, *times))
-    return (*rest, *_troubles(evidence, seen), *_disk(evidence, limits, seen), *_memory(evidence, limits))
+        rest = (_judge_stall(evidence, limits, *times), _judge_backlog(evidence, limits, *times))
+    return (
+        *rest,
+        *_judge_saves(evidence, seen),
+        *_judge_disk(evidence, limits, seen),
+        *_judge_memory(evidence, limits),
+    )
 
 
 Times = tuple[float, float, float, str]  # blocked, persist, interval, how they are known
 
 
-def _planned(evidence: Evidence) -> Times | None:
+def _planned_times(evidence: Evidence) -> Times | None:
     r = evidence.the_plan.reliability
     if not math.isfinite(r.interval_s) or r.interval_s <= 0 or job_s(evidence.the_plan) <= r.interval_s:
         return None
     return r.blocking_s, r.persist_s, r.interval_s, "predicted"
 
 
-def _measured(seen: CheckpointFacts | None, limits: Limits) -> Times | None:
+def _measured_times(seen: CheckpointFacts | None, limits: Limits) -> Times | None:
     if seen is None or seen.blocked_s is None or seen.interval_s is None:
         return None
     if seen.interval_s.count < limits.number("least_saves") or seen.interval_s.p50 <= 0:
@@ -52,7 +57,7 @@ def _measured(seen: CheckpointFacts | None, limits: Limits) -> Times | None:
     return seen.blocked_s.p50, persist_s, seen.interval_s.p50, "measured"
 
 
-def _stall(
+def _judge_stall(
     evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
 ) -> Outcome:
     share, most = blocked_s / interval_s, limits.number("most_stall")
@@ -60,7 +65,7 @@ def _stall(
     statement = f"training stands still for checkpoints {share:.2%} of the time"
     if share <= most:
         return passed(statement, formula=formula, value=share, threshold=most, at="checkpoint.interval_s")
-    edits = _cheaper(evidence, _cost(evidence, blocked_s, persist_s))
+    edits = _cheaper_saves(evidence, _save_cost(evidence, blocked_s, persist_s))
     return failed(
         f"{statement}, more than {most:.0%}",
         formula=formula,
@@ -74,27 +79,27 @@ def _stall(
     )
 
 
-def _cost(evidence: Evidence, blocked_s: float, persist_s: float) -> SaveCost:
+def _save_cost(evidence: Evidence, blocked_s: float, persist_s: float) -> SaveCost:
     """Of the saves as they were judged."""
     lag_s = persist_s if evidence.the_job.checkpoint.asynchronous else 0.0
     mtbf_s = evidence.the_plan.reliability.mtbf_s
     return SaveCost(blocked_s=blocked_s, persist_s=persist_s, mtbf_s=mtbf_s, lag_s=lag_s)
 
 
-def _cheaper(evidence: Evidence, cost: SaveCost) -> tuple[Edit, ...]:
+def _cheaper_saves(evidence: Evidence, cost: SaveCost) -> tuple[Edit, ...]:
     """Write while training goes on, with an interval that suits that; else an interval that suits this."""
     checkpoint = evidence.the_job.checkpoint
     if checkpoint.asynchronous:
         return interval_edits(evidence, cost, "near Daly's optimum")
     aside = Edit(key="checkpoint.async", value=True, safe=True, note="write while training goes on")
     after = planned_cost(evidence, asynchronous=True)
-    if isinstance(checkpoint.interval_s, str) or suits(evidence, after, checkpoint.interval_s):
+    if isinstance(checkpoint.interval_s, str) or suits_rules(evidence, after, checkpoint.interval_s):
         return (aside,)
     with_it = interval_edits(evidence, after, "Daly's optimum for that")
     return (aside, *with_it) if with_it else ()
 
 
-def _backlog(
+def _judge_backlog(
     evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
 ) -> Outcome:
     share, most = persist_s / interval_s, limits.number("most_persist")
@@ -102,7 +107,7 @@ def _backlog(
     statement = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
     if share <= most:
         return passed(statement, formula=formula, value=share, threshold=most, unit="x", at="checkpoint.interval_s")
-    edits = interval_edits(evidence, _cost(evidence, blocked_s, persist_s), "near Daly's optimum")
+    edits = interval_edits(evidence, _save_cost(evidence, blocked_s, persist_s), "near Daly's optimum")
     return failed(
         f"{statement}: the next one begins before it is written",
         formula=formula,
@@ -118,7 +123,7 @@ def _backlog(
     )
 
 
-def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
+def _judge_saves(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
     """Saves of the run that failed, or began before the one before was done."""
     found = []
     if seen is not None and seen.errors:
@@ -129,7 +134,7 @@ def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome
                 threshold=0,
                 at=seen.error_spot or "",
                 severity="warning",
-                impact=_exposed(evidence, seen.errors),
+                impact=_exposed_work(evidence, seen.errors),
                 fix="the event says why: mostly a full disk or a lost mount",
             )
         )
@@ -148,7 +153,7 @@ def _troubles(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outcome
     return tuple(found)
 
 
-def _exposed(evidence: Evidence, count: int) -> Impact:
+def _exposed_work(evidence: Evidence, count: int) -> Impact:
     """A failure in the interval after a save that failed costs that interval too: τ with a chance of τ/M, each time."""
     r = evidence.the_plan.reliability
     if not (r.mtbf_s > 0 and math.isfinite(r.interval_s)):
@@ -158,9 +163,9 @@ def _exposed(evidence: Evidence, count: int) -> Impact:
     )
 
 
-def _disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
+def _judge_disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
     """Room for the checkpoints that are kept and the one being written, where somebody has looked."""
-    size, free, there = _room(evidence, seen)
+    size, free, there = _disk_room(evidence, seen)
     if free is None or not math.isfinite(free) or not math.isfinite(size) or "://" in evidence.the_job.checkpoint.path:
         return ()
     keep = evidence.the_job.checkpoint.keep
@@ -186,7 +191,7 @@ def _disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> t
     )
 
 
-def _room(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float, float | None, int]:
+def _disk_room(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float, float | None, int]:
     """(bytes of a checkpoint, free bytes, checkpoints that are already there)."""
     planned = evidence.the_plan.reliability.checkpoint_bytes
     if seen is not None and seen.free_bytes is not None:
@@ -194,7 +199,7 @@ def _room(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float, floa
     return planned, evidence.host.disk_free_bytes if evidence.host is not None else None, 0
 
 
-def _memory(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_memory(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Host memory for what is staged: two generations, so that one is whole while the other is written."""
     plan, r = evidence.the_plan, evidence.the_plan.reliability
     have, need = plan.cluster.host_memory_bytes, limits.number("copies") * r.checkpoint_bytes / max(1, r.hosts)

@@ -18,18 +18,18 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if place is None and evidence.practice.trainer == "phalanx" and every:
         place = "not known"
     if place is None:
-        return (_unknown(evidence),)
+        return (_unknown_copies(evidence),)
     if place == "none" or every <= 0:
-        return (_absent(evidence, limits, "no copies in memory"),)
+        return (_without_copies(evidence, limits, "no copies in memory"),)
     if old := _too_old(evidence, limits, every):
         return (_goes_back(evidence, old, "error" if limits.flag("required") else "warning"),)
     return (
-        _unknown(evidence) if place == "not known" else _outside(evidence, limits, place),
-        _persistent(evidence, limits),
+        _unknown_copies(evidence) if place == "not known" else _judge_placement(evidence, limits, place),
+        _judge_persistence(evidence, limits),
     )
 
 
-def _unknown(evidence: Evidence) -> Outcome:
+def _unknown_copies(evidence: Evidence) -> Outcome:
     return unknown(
         f"nothing says where {evidence.practice.trainer} keeps copies in memory",
         fix="look up whether a lost host's state is held by another host",
@@ -51,7 +51,7 @@ def _span_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds < 1e15 else "for ever"
 
 
-def _absent(evidence: Evidence, limits: Limits, statement: str) -> Outcome:
+def _without_copies(evidence: Evidence, limits: Limits, statement: str) -> Outcome:
     if not limits.flag("required"):
         return exempt(f"{statement}: not required of {plural(evidence.devices, 'device')}, the disk is enough")
     return _goes_back(evidence, statement, "error")
@@ -77,7 +77,7 @@ def _goes_back(evidence: Evidence, statement: str, severity: Severity) -> Outcom
     )
 
 
-def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
+def _judge_placement(evidence: Evidence, limits: Limits, place: str) -> Outcome:
     """A host is the domain; in a rack-scale machine the rack is."""
     plan, hosts = evidence.the_plan, evidence.the_plan.reliability.hosts
     racks = max(1, math.ceil(evidence.devices / max(1, plan.cluster.domain_devices)))
@@ -86,17 +86,17 @@ def _outside(evidence: Evidence, limits: Limits, place: str) -> Outcome:
     if hosts <= 1 and place in ("other process", "other host", "other rack"):
         return passed("one host: copies outlive every process of it, the disk outlives the host", formula=formula)
     if place == "other process":
-        return _inside(f"copies lie on the host they protect, and there are {hosts:,}", formula, limits)
+        return _same_domain(f"copies lie on the host they protect, and there are {hosts:,}", formula, limits)
     rack_scale = plan.cluster.domain_devices >= limits.number("rack_devices") > plan.cluster.host_devices
     if rack_scale and racks > 1 and place != "other rack":
         statement = f"copies lie on another host, mostly of the same rack of {plan.cluster.domain_devices} devices"
-        return _inside(statement, formula, limits)
+        return _same_domain(statement, formula, limits)
     return passed(
         f"copies lie on another {'rack' if rack_scale and racks > 1 else 'host'}", formula=formula, value=place
     )
 
 
-def _inside(statement: str, formula: tuple[str, ...], limits: Limits) -> Outcome:
+def _same_domain(statement: str, formula: tuple[str, ...], limits: Limits) -> Outcome:
     return failed(
         statement,
         formula=formula,
@@ -107,7 +107,7 @@ def _inside(statement: str, formula: tuple[str, ...], limits: Limits) -> Outcome
     )
 
 
-def _persistent(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_persistence(evidence: Evidence, limits: Limits) -> Outcome:
     r, most = evidence.the_plan.reliability, limits.number("persistent_ratio")
     best_s = r.optimal_interval_s
     if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or job_s(evidence.the_plan) <= best_s:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.ckp_drills import SUITE, is_asked, missing
+from phalanx.rules.catalog.ckp_drills import SUITE, drill_missing, is_asked
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill_facts import proofs
+from phalanx.rules.facts.drill_facts import counted_records
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
@@ -13,11 +13,11 @@ OTHER = Impact(note="not time: after each resume another run goes on, with data 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """What a checkpoint holds, and whether a run with a failure ended with the bits of one without."""
-    parts = _parts(evidence, limits)
-    return (parts, _proved(evidence, limits)) if is_asked(evidence, parts) else (parts,)
+    parts = _judge_parts(evidence, limits)
+    return (parts, _judge_proof(evidence, limits)) if is_asked(evidence, parts) else (parts,)
 
 
-def _parts(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
     practice = evidence.practice
     if practice.resumes_exactly is None:
         return unknown(
@@ -40,17 +40,17 @@ def _parts(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _proved(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_proof(evidence: Evidence, limits: Limits) -> Outcome:
     what = "a run with a failure that ended bit for bit like one without"
     ours = evidence.practice.trainer == "phalanx"
     kinds = limits.words("restoring_faults")
     found = [
         one
-        for one in (proofs(evidence.drills, profile=evidence.profile.name) if ours else ())
+        for one in (counted_records(evidence.drills, profile=evidence.profile.name) if ours else ())
         if one.replayed and any(kind in one.fired for kind in kinds)
     ]
     if not found:
-        return missing(evidence, what)
+        return drill_missing(evidence, what)
     drill = found[0]
     if drill.bitwise and drill.clean:
         return passed(f"drilled: {what}: {drill.statement}", value=True, threshold=True)

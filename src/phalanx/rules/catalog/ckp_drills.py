@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.flt_shared import drilled as newest
+from phalanx.rules.catalog.flt_shared import newest_drill
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drill_facts import why_none
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
@@ -10,11 +10,11 @@ from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 SUITE = "phalanx drill JOB --suite"
 
 
-def drilled(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impact) -> Outcome:
+def judge_drill(evidence: Evidence, kinds: tuple[str, ...], *, what: str, harm: Impact) -> Outcome:
     """The verdict of the newest drill with one of these faults; `what` is the fault in words."""
-    drill = newest(evidence, *kinds)
+    drill = newest_drill(evidence, *kinds)
     if drill is None:
-        return missing(evidence, what)
+        return drill_missing(evidence, what)
     if drill.clean:
         return passed(f"drilled: {what}, and nothing was lost or wrong: {drill.statement}", value=True, threshold=True)
     return failed(
@@ -31,7 +31,7 @@ def is_asked(evidence: Evidence, habit: Outcome) -> bool:
     return evidence.practice.trainer == "phalanx" or habit.verdict == "pass"
 
 
-def missing(evidence: Evidence, what: str) -> Outcome:
+def drill_missing(evidence: Evidence, what: str) -> Outcome:
     """There is no such drill."""
     trainer = evidence.practice.trainer
     if trainer != "phalanx":

@@ -9,8 +9,8 @@ from phalanx.network.nccl_choice import ExpectedTime, expect_collective, rival_d
 from phalanx.network.nccl_cluster import two_levels_s
 from phalanx.network.nccl_tables import ALGORITHMS
 from phalanx.plan.plan import Plan
-from phalanx.rules.catalog.com_messages import Message, damaged, message_system, message_time, messages
-from phalanx.rules.catalog.shared import unmeasured
+from phalanx.rules.catalog.com_messages import Message, damaged_traffic, message_system, message_time, plan_messages
+from phalanx.rules.catalog.shared import without_measurement
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -67,20 +67,20 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
             fix="nothing can be set; waive the rule, or compare a profile of the step with phalanx plan",
         )
     if name == "cpu-gloo":
-        return _gloo(evidence, wanted)
-    if (torn := damaged(evidence.the_plan)) is not None:
+        return _judge_gloo(evidence, wanted)
+    if (torn := damaged_traffic(evidence.the_plan)) is not None:
         return torn
-    sent = messages(evidence)
+    sent = plan_messages(evidence)
     if not sent:
         return exempt("no group of this plan sums or gathers anything")
-    if (missing := unmeasured(evidence, "the time of a collective")) is not None:
+    if (missing := without_measurement(evidence, "the time of a collective")) is not None:
         return missing
-    judged = _judge(evidence, limits, sent, wanted)
-    outside = _environment(evidence, wanted)
+    judged = _judge_messages(evidence, limits, sent, wanted)
+    outside = _judge_environment(evidence, wanted)
     return (judged, outside) if outside is not None else judged
 
 
-def _gloo(evidence: Evidence, wanted: str) -> Outcome:
+def _judge_gloo(evidence: Evidence, wanted: str) -> Outcome:
     if wanted == AUTO or wanted == "ring":
         return passed("gloo has one all-reduce, a ring: there is nothing to choose")
     return failed(
@@ -93,9 +93,12 @@ def _gloo(evidence: Evidence, wanted: str) -> Outcome:
     )
 
 
-def _judge(evidence: Evidence, limits: Limits, sent: tuple[Message, ...], wanted: str) -> Outcome:
+def _judge_messages(evidence: Evidence, limits: Limits, sent: tuple[Message, ...], wanted: str) -> Outcome:
     two_levels = limits.flag("two_levels")
-    races = [_race(evidence.the_plan, one, _asked(evidence, one), two_levels=two_levels) for one in sent]
+    races = [
+        _compare_algorithms(evidence.the_plan, one, _forced_algorithm(evidence, one), two_levels=two_levels)
+        for one in sent
+    ]
     worst = max(races, key=lambda race: race.ratio)
     most = limits.number("most_ratio")
     if worst.ratio <= most:
@@ -108,16 +111,16 @@ def _judge(evidence: Evidence, limits: Limits, sent: tuple[Message, ...], wanted
             threshold=most,
             unit="x",
         )
-    return _slow(evidence, worst, most)
+    return _slow_algorithm(evidence, worst, most)
 
 
-def _asked(evidence: Evidence, message: Message) -> str:
+def _forced_algorithm(evidence: Evidence, message: Message) -> str:
     """What the job forces on a message. Phalanx sets NCCL_ALGO for all-reduces only (train/worker.py)."""
     ours = evidence.practice.trainer == "phalanx" and message.operation != "all-reduce"
     return AUTO if ours else evidence.the_job.comm.algorithm
 
 
-def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
+def _compare_algorithms(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Race:
     group, cluster = message_system(message, plan.cluster), plan.cluster
     found = {
         name: expect_collective(group, message.nbytes, operation=message.operation, algorithm=name)
@@ -151,7 +154,7 @@ def _race(plan: Plan, message: Message, wanted: str, *, two_levels: bool) -> _Ra
     )
 
 
-def _slow(evidence: Evidence, race: _Race, most: float) -> Outcome:
+def _slow_algorithm(evidence: Evidence, race: _Race, most: float) -> Outcome:
     one, step_s = race.message, evidence.the_plan.prediction.step_s
     statement = f"{race.taken} takes {race.slower:.1f}x the time of {race.best} for {one.operation} of {one.size}"
     impact = evidence.loses(
@@ -188,7 +191,7 @@ def _two_levels(one: Message) -> str:
     )
 
 
-def _environment(evidence: Evidence, wanted: str) -> Outcome | None:
+def _judge_environment(evidence: Evidence, wanted: str) -> Outcome | None:
     """NCCL_ALGO outside the job decides for every group and size, and no record of the job shows it."""
     set_to = (evidence.host.environment or {}).get("NCCL_ALGO", "") if evidence.host is not None else ""
     if not set_to:

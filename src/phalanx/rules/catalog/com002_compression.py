@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.errors import UserError
 from phalanx.plan.request import request_from_job
 from phalanx.plan.score import price_layouts
-from phalanx.rules.catalog.shared import unmeasured
+from phalanx.rules.catalog.shared import without_measurement
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -26,10 +26,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         return exempt("gradients travel as they are")
     if layout.data * layout.context <= 1:
         return exempt("one data rank: no gradients travel")
-    return (_corrected(evidence, limits, layout.compression), _pays(evidence, limits))
+    return (_judge_correction(evidence, limits, layout.compression), _judge_saving(evidence, limits))
 
 
-def _corrected(evidence: Evidence, limits: Limits, kind: str) -> Outcome:
+def _judge_correction(evidence: Evidence, limits: Limits, kind: str) -> Outcome:
     if kind not in limits.words("biased"):
         return passed(f"{kind} gradients are rounded to the nearest number, without a bias that adds up", value=kind)
     trainer, feedback = evidence.practice.trainer, evidence.practice.error_feedback
@@ -53,9 +53,9 @@ def _corrected(evidence: Evidence, limits: Limits, kind: str) -> Outcome:
     )
 
 
-def _pays(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
     plan = evidence.the_plan
-    if (missing := unmeasured(evidence, "what compression saves")) is not None:
+    if (missing := without_measurement(evidence, "what compression saves")) is not None:
         return missing
     times = _step_seconds(evidence)
     if times is None:

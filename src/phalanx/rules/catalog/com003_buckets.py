@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.rules.catalog.com_messages import MIB, Message, damaged, gradient_messages, message_time, sane
-from phalanx.rules.catalog.shared import unmeasured
+from phalanx.rules.catalog.com_messages import MIB, Message, damaged_traffic, gradient_messages, message_time, sane
+from phalanx.rules.catalog.shared import without_measurement
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -33,23 +33,23 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The gradient message of the largest loss."""
     if evidence.profile.name == "tpu":
         return exempt("the compiler merges the collectives of a TPU")
-    if (torn := damaged(evidence.the_plan)) is not None:
+    if (torn := damaged_traffic(evidence.the_plan)) is not None:
         return torn
     sent = [one for one in gradient_messages(evidence) if one.axis != "expert data"]
     if not sent:
         return exempt("one data rank: no gradients travel")
-    if (missing := unmeasured(evidence, "what a bucket costs")) is not None:
+    if (missing := without_measurement(evidence, "what a bucket costs")) is not None:
         return missing
-    costs = [(_cost(evidence, one), one) for one in sent]
+    costs = [(_message_cost(evidence, one), one) for one in sent]
     cost, message = max(costs, key=lambda pair: pair[0].lost)
     if evidence.the_plan.layout.zero > 0:
-        return _blocks(evidence, limits, cost, message)
-    return _buckets(evidence, limits, cost, message)
+        return _judge_blocks(evidence, limits, cost, message)
+    return _judge_buckets(evidence, limits, cost, message)
 
 
-def _cost(evidence: Evidence, one: Message) -> _Cost:
+def _message_cost(evidence: Evidence, one: Message) -> _Cost:
     plan = evidence.the_plan
-    latency_s, transfer_s = _parts(evidence, one)
+    latency_s, transfer_s = _message_parts(evidence, one)
     b = plan.prediction.breakdown_s
     compute_s = sum(b.get(name, 0.0) for name in ("matmul_s", "attention_s", "elementwise_s"))
     # Below ZeRO-2 gradients leave in the last backward pass of a step only.
@@ -64,11 +64,11 @@ def _cost(evidence: Evidence, one: Message) -> _Cost:
         transfer_s=transfer_s,
         buckets=one.count,
         lost=min(1.0, lost_s / max(plan.prediction.step_s, 1e-30)),
-        by=_carrier(evidence, one),
+        by=_picked_carrier(evidence, one),
     )
 
 
-def _parts(evidence: Evidence, one: Message) -> tuple[float, float]:
+def _message_parts(evidence: Evidence, one: Message) -> tuple[float, float]:
     """(latency, transfer) of one message: by NCCL's model, on CPUs by the measured ring."""
     cluster = evidence.the_plan.cluster
     if evidence.profile.name != "cpu-gloo":
@@ -82,7 +82,7 @@ def _parts(evidence: Evidence, one: Message) -> tuple[float, float]:
     return steps * max(0.0, alpha_s), steps / one.ranks * one.nbytes / sane(rate)
 
 
-def _carrier(evidence: Evidence, one: Message) -> str:
+def _picked_carrier(evidence: Evidence, one: Message) -> str:
     """NCCL's pick with its time, as `phalanx fabric collective` prints it."""
     if evidence.profile.name == "cpu-gloo":
         return "a ring of gloo"
@@ -92,7 +92,7 @@ def _carrier(evidence: Evidence, one: Message) -> str:
     return f"{statement} (80 % of systems: {low:,.0f} to {high:,.0f})"
 
 
-def _formula(cost: _Cost, one: Message) -> tuple[str, ...]:
+def _cost_formula(cost: _Cost, one: Message) -> tuple[str, ...]:
     return (
         f"{one.operation} of {one.size} between {one.ranks:,} ranks: L / (L + S/B) = {1e6 * cost.latency_s:,.0f} µs / "
         f"({1e6 * cost.latency_s:,.0f} + {1e6 * cost.transfer_s:,.0f} µs) = {cost.share:.0%}, by {cost.by}",
@@ -100,17 +100,17 @@ def _formula(cost: _Cost, one: Message) -> tuple[str, ...]:
     )
 
 
-def _blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
+def _judge_blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
     """FSDP reduces block by block: the size is the model's, so only what it costs counts."""
     most, least_lost = limits.number("block_share"), limits.number("least_loss")
     statement = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
     if cost.share <= most or cost.lost < least_lost:
         hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > most else ""
-        return passed(statement + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
+        return passed(statement + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=most)
     inside = one.per_domain
     return failed(
         f"{statement}, more than {most:.0%}",
-        formula=_formula(cost, one),
+        formula=_cost_formula(cost, one),
         value=cost.share,
         threshold=most,
         at="parallel.shard",
@@ -121,7 +121,7 @@ def _blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Ou
     )
 
 
-def _buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
+def _judge_buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
     most, least = limits.number("latency_share"), limits.number("least_buckets")
     chosen = not isinstance(evidence.the_job.comm.bucket_mib, str)
     few, small = cost.buckets < least, cost.share > most
@@ -131,25 +131,25 @@ def _buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> O
     bad = few or small
     if not bad or (not chosen and cost.lost < limits.number("least_loss")):
         hides = f"; backward hides all but {cost.lost:.1%} of the step" if bad else ""
-        return passed(statement + hides, formula=_formula(cost, one), value=cost.share, threshold=most)
+        return passed(statement + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=most)
     reason = f"fewer than {least:g}" if few else f"more than {most:.0%}"
     return failed(
         f"{statement}: {reason}",
-        formula=_formula(cost, one),
+        formula=_cost_formula(cost, one),
         value=cost.buckets if few else cost.share,
         threshold=least if few else most,
         unit="buckets" if few else "",
         at="comm.bucket_mib",
         impact=evidence.loses(cost.lost, "start-up, or traffic that starts when backward is over"),
-        edits=(_better(evidence, one, most=most, least=least),),
+        edits=(_better_bucket(evidence, one, most=most, least=least),),
     )
 
 
-def _better(evidence: Evidence, one: Message, *, most: float, least: float) -> Edit:
+def _better_bucket(evidence: Evidence, one: Message, *, most: float, least: float) -> Edit:
     """The smallest power of two that amortises its start-up, as long as there are enough buckets."""
     whole = one.nbytes * one.count
     for mib in SIZES_MIB:
-        latency_s, transfer_s = _parts(evidence, replace(one, nbytes=mib * MIB))
+        latency_s, transfer_s = _message_parts(evidence, replace(one, nbytes=mib * MIB))
         if whole / (mib * MIB) >= least and latency_s / (latency_s + transfer_s) <= most:
             return Edit(key="comm.bucket_mib", value=int(mib), safe=True, note=f"start-up at most {most:.0%}")
     half = max(0.001, whole / MIB / max(least, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from phalanx.plan.auto_settings import LEAST_S, MOST_S, bounded_timeout_s, steady_timeout_s
-from phalanx.rules.catalog.shared import MARGIN, beyond, unmeasured, unsaid
+from phalanx.rules.catalog.shared import MARGIN, severity_above, unstated_key, without_measurement
 from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -20,11 +20,13 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Both timeouts against their bounds; the steady one also against the steps as measured."""
     if evidence.profile.name == "tpu":
         return (exempt("the TPU runtime owns the timeouts of its collectives"),)
-    return (_first(evidence, limits), *_steady(evidence, limits))
+    return (_judge_first(evidence, limits), *_judge_steady(evidence, limits))
 
 
-def _first(evidence: Evidence, limits: Limits) -> Outcome:
-    if missing := unsaid(evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"):
+def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
+    if missing := unstated_key(
+        evidence, "comm.init_timeout_s", f"how long {evidence.practice.trainer} waits at the start"
+    ):
         return missing
     set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_room(longest))
@@ -44,7 +46,7 @@ def _first(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most_s,
         unit="s",
         at="comm.init_timeout_s",
-        severity=beyond(set_s, most_s, limits),
+        severity=severity_above(set_s, most_s, limits),
         impact=Impact(
             note=f"{set_s - most_s:,.0f} s for a rank that hangs before steps are steady; how often is not published"
         ),
@@ -69,7 +71,7 @@ def _across_s(evidence: Evidence) -> float:
 
 def _longest_at_first(evidence: Evidence) -> Silence | None:
     """The longest pause of a rank, or a step: the first ones are waited for as long as anything outside of steps."""
-    step_s, source = _step(evidence)
+    step_s, source = _slow_step(evidence)
     known = [longest_silence(evidence)]
     if step_s is not None:
         known.append(Silence(seconds=step_s, what="a step", measured=source.startswith("(measured")))
@@ -110,17 +112,17 @@ def _hasty(statement: str, set_s: float, least_s: float, wanted_s: float) -> Out
     )
 
 
-def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     who = evidence.practice.trainer
-    missing = unsaid(evidence, "train.timeout_s", f"how long {who} waits for a rank in a steady step")
-    missing = missing or unmeasured(evidence, "how long to wait for a step")
+    missing = unstated_key(evidence, "train.timeout_s", f"how long {who} waits for a rank in a steady step")
+    missing = missing or without_measurement(evidence, "how long to wait for a step")
     if missing is not None:
         return (missing,)
-    step_s, source = _step(evidence)
+    step_s, source = _slow_step(evidence)
     written = evidence.the_job.train.timeout_s
     if step_s is None:
         return (_without_steps(written, evidence, limits),)
-    set_s = written if not isinstance(written, str) else _auto(evidence, step_s)
+    set_s = written if not isinstance(written, str) else _auto_timeout(evidence, step_s)
     least_s = min(limits.number("steps") * step_s, limits.number("train_most_s"))
     least_s = max(least_s, limits.number("train_least_s"))
     longest, own = longest_silence(evidence), _is_own(evidence)
@@ -140,13 +142,13 @@ def _steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         statement += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
         return (passed(statement, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
     if set_s > most_s:
-        edit = _patient(evidence, set_s) or _edit(wanted_s)
+        edit = _shorter_patience(evidence, set_s) or _timeout_edit(wanted_s)
         return (_too_long(evidence, limits, statement, set_s, most_s, set_s - wanted_s, edit, formula),)
     floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
     return (_too_short(f"{statement}, less than {least_s:.4g}", set_s, floor, wanted_s, formula, least_s=least_s),)
 
 
-def _auto(evidence: Evidence, step_s: float) -> float:
+def _auto_timeout(evidence: Evidence, step_s: float) -> float:
     """ "auto": from the plan, and while training no less than from the steps seen (train/collective_timeouts.py)."""
     planned_s = 0.0
     if evidence.plan is not None:
@@ -154,7 +156,7 @@ def _auto(evidence: Evidence, step_s: float) -> float:
     return max(planned_s, bounded_timeout_s(step_s), evidence.the_job.fault.dead_after_s)
 
 
-def _patient(evidence: Evidence, set_s: float) -> Edit | None:
+def _shorter_patience(evidence: Evidence, set_s: float) -> Edit | None:
     """Of an "auto" that is as long as the patience with a silent rank: that is what to shorten."""
     job = evidence.the_job
     if not isinstance(job.train.timeout_s, str) or set_s > job.fault.dead_after_s:
@@ -175,10 +177,10 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
     wanted_s = max(most_s, _with_room(longest_silence(evidence)))
     if written <= wanted_s:
         return passed(statement, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
-    return _too_long(evidence, limits, statement, written, wanted_s, written - wanted_s, _edit(wanted_s), ())
+    return _too_long(evidence, limits, statement, written, wanted_s, written - wanted_s, _timeout_edit(wanted_s), ())
 
 
-def _step(evidence: Evidence) -> tuple[float | None, str]:
+def _slow_step(evidence: Evidence) -> tuple[float | None, str]:
     """Seconds of a slow step: measured where there is a log of it, else the slow end of the prediction."""
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is not None and steps.duration_s is not None and math.isfinite(steps.duration_s.p99):
@@ -205,7 +207,7 @@ def _too_long(
         threshold=most_s,
         unit="s",
         at=edit.key,
-        severity=beyond(set_s, most_s, limits),
+        severity=severity_above(set_s, most_s, limits),
         impact=_per_failure(evidence, late_s),
         edits=(edit,),
     )
@@ -230,11 +232,11 @@ def _too_short(
         at="train.timeout_s",
         severity="error" if floor.measured and set_s < floor.seconds else "warning",
         impact=Impact(note="a healthy run is ended whenever a step or a network card is slow; how often is not known"),
-        edits=(_edit(wanted_s),),
+        edits=(_timeout_edit(wanted_s),),
     )
 
 
-def _edit(wanted_s: float) -> Edit:
+def _timeout_edit(wanted_s: float) -> Edit:
     """Whole seconds, on the side that is allowed: five steps or more; beyond the bound, no more than moved it."""
     whole_s = math.ceil(wanted_s) if wanted_s < MOST_S else math.floor(wanted_s)
     note = f"five steps, from 30 to 120 s, and {ROOM:g} times the longest save or evaluation"

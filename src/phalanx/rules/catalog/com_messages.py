@@ -25,17 +25,17 @@ __all__ = (
     "MIB",
     "Message",
     "bucket_bytes",
-    "damaged",
+    "damaged_traffic",
     "gradient_messages",
     "members_per_domain",
     "message_system",
     "message_time",
-    "messages",
+    "plan_messages",
     "sane",
 )
 
 
-def damaged(plan: Plan) -> Outcome | None:
+def damaged_traffic(plan: Plan) -> Outcome | None:
     """A plan file whose traffic is no traffic: edited by hand, or torn."""
     numbers = [n for one in plan.mapping for n in (one.bytes_per_step, one.wire_s, one.shown_s, plan.prediction.step_s)]
     if all(math.isfinite(number) and number >= 0 for number in numbers):
@@ -43,7 +43,7 @@ def damaged(plan: Plan) -> Outcome | None:
     return unknown("the plan's traffic has numbers that cannot be", fix="plan the job again: phalanx plan JOB --out")
 
 
-def messages(evidence: Evidence) -> tuple[Message, ...]:
+def plan_messages(evidence: Evidence) -> tuple[Message, ...]:
     """Every sum, gather and scatter of a step that more than one rank takes part in, gradients first."""
     plan = evidence.the_plan
     return axis_messages(evidence.the_job, plan.cluster, plan.layout, plan.mapping)
@@ -51,4 +51,4 @@ def messages(evidence: Evidence) -> tuple[Message, ...]:
 
 def gradient_messages(evidence: Evidence) -> tuple[Message, ...]:
     """Those that sum gradients."""
-    return tuple(one for one in messages(evidence) if one.axis in REDUCING and one.operation != "all-gather")
+    return tuple(one for one in plan_messages(evidence) if one.axis in REDUCING and one.operation != "all-gather")

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import Reliability, effective_time
-from phalanx.rules.catalog.shared import MARGIN, below, capped_s, job_s, site_interval, unmeasured_rate, unsaid
-from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, wall_s
+from phalanx.rules.catalog.shared import (
+    MARGIN,
+    capped_s,
+    job_s,
+    severity_below,
+    site_interval,
+    unmeasured_rate,
+    unstated_key,
+)
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading, wall_s
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -19,10 +27,10 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """As the plan expects it, as the run measured it, and its worst hour."""
     if evidence.plan is None and evidence.log is None:
         return (_no_plan(evidence),)
-    planned = () if evidence.plan is None else (_predicted(evidence, limits),)
+    planned = () if evidence.plan is None else (_judge_prediction(evidence, limits),)
     if evidence.log is None:
         return planned
-    return (*planned, *_ended(evidence), _measured(evidence, limits), _worst_hour(evidence, limits))
+    return (*planned, *_judge_end(evidence), _judge_measured(evidence, limits), _worst_hour(evidence, limits))
 
 
 def _no_plan(evidence: Evidence) -> Outcome:
@@ -35,7 +43,7 @@ def _no_plan(evidence: Evidence) -> Outcome:
     )
 
 
-def _ended(evidence: Evidence) -> tuple[Outcome, ...]:
+def _judge_end(evidence: Evidence) -> tuple[Outcome, ...]:
     """A run that failed has no effective time after that, however long or short it was."""
     log = evidence.the_log
     if log.state != FAILED:
@@ -52,9 +60,9 @@ def _ended(evidence: Evidence) -> tuple[Outcome, ...]:
     )
 
 
-def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_prediction(evidence: Evidence, limits: Limits) -> Outcome:
     r, target = evidence.the_plan.reliability, limits.number("target")
-    value, formula = _expected(evidence.the_plan)
+    value, formula = _expected_share(evidence.the_plan)
     if value is None:
         return unknown("the plan's effective time is not a number", fix="plan the job again: phalanx plan JOB")
     if target <= NOT_JUDGED:
@@ -66,7 +74,7 @@ def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
         statement += "; somebody starts it again after each failure (FLT003)"
     if value >= target:
         what = f"how often {evidence.practice.trainer} saves; at the optimum {value:.1%} of the time would train"
-        missing = unsaid(evidence, "checkpoint.interval_s", what)
+        missing = unstated_key(evidence, "checkpoint.interval_s", what)
         return missing or passed(statement, formula=formula, value=value, threshold=target)
     return failed(
         statement,
@@ -74,14 +82,14 @@ def _predicted(evidence: Evidence, limits: Limits) -> Outcome:
         value=value,
         threshold=target,
         at="fault.restart_s",
-        severity=below(value, target, limits),
+        severity=severity_below(value, target, limits),
         impact=evidence.loses(target - value, "up to the target of the class"),
         fix=f"each failure costs {r.lost_s:,.0f} s and {capped_s(evidence.the_plan) / 2:,.0f} s of work redone: "
-        f"{_cheaper(evidence.the_plan)}",
+        f"{_cheaper_settings(evidence.the_plan)}",
     )
 
 
-def _expected(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
+def _expected_share(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
     """The plan's effective time; of a job that ends within an interval, without a save to wait for but the last."""
     r, length_s = plan.reliability, job_s(plan)
     if not r.interval_s > length_s:
@@ -89,12 +97,12 @@ def _expected(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
             f"(1 - (lost {r.lost_s:,.0f} s + interval {r.interval_s:,.0f} s / 2) / MTBF {r.mtbf_s:,.0f} s)"
             f" / (1 + blocked {r.blocking_s:.3g} s / {r.interval_s:,.0f} s) = {r.effective_time:.3f}"
         )
-        return known(r.effective_time), (formula, *_at_other_sites(r))
+        return finite_value(r.effective_time), (formula, *_at_other_sites(r))
     if not (r.mtbf_s > 0 and length_s > 0):
-        return known(r.effective_time), ()
+        return finite_value(r.effective_time), ()
     value = effective_time(0.0, length_s, r.mtbf_s, lost_s=min(r.lost_s, length_s))
     lost = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
-    return known(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
+    return finite_value(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
 
 
 def _at_other_sites(r: Reliability) -> tuple[str, ...]:
@@ -108,7 +116,7 @@ def _at_other_sites(r: Reliability) -> tuple[str, ...]:
     )
 
 
-def _cheaper(plan: Plan) -> str:
+def _cheaper_settings(plan: Plan) -> str:
     """What is left to do: the interval where it is far from the optimum, copies where there are none."""
     r, wanted = plan.reliability, []
     if r.interval_s > 2 * r.optimal_interval_s:
@@ -119,9 +127,9 @@ def _cheaper(plan: Plan) -> str:
     return ", ".join(wanted)
 
 
-def _measured(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_measured(evidence: Evidence, limits: Limits) -> Outcome:
     log, target = evidence.the_log, limits.number("target")
-    value = known(log.effective)
+    value = finite_value(log.effective)
     if value is None:
         return still_reading(log, "the ledger's end") or unknown(
             "the log does not say how much of the time trained", fix="a run with a step and a readable launch.json does"
@@ -143,19 +151,15 @@ def _measured(evidence: Evidence, limits: Limits) -> Outcome:
         value=value,
         threshold=target,
         at=file_of(log),
-        severity=below(value, target, limits),
+        severity=severity_below(value, target, limits),
         impact=evidence.loses(target - value, "up to the target of the class"),
-        fix=f"the ledger names the accounts: {_dearest(evidence)}",
+        fix=f"the ledger names the accounts: {evidence.the_log.ledger or 'phalanx report RUN'}",
     )
-
-
-def _dearest(evidence: Evidence) -> str:
-    return str(evidence.the_log.ledger) if evidence.the_log.ledger is not None else "phalanx report RUN"
 
 
 def _worst_hour(evidence: Evidence, limits: Limits) -> Outcome:
     log, least = evidence.the_log, limits.number("hour")
-    value = known(log.lowest_hour)
+    value = finite_value(log.lowest_hour)
     if value is None or least <= NOT_JUDGED or wall_s(log) < limits.number("least_wall_s"):
         return exempt("no full hour to judge by itself")
     if log.grammar.unclosed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.tel_measured import file_of, known, steps_of, still_reading
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of, still_reading
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.rules.profiles import PROFILES
@@ -15,8 +15,8 @@ LOW_BITS = ("fp8", "fp4")
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The measured rate over the peak."""
-    log, value = evidence.the_log, known(evidence.the_log.mfu)
-    floor = _floor(evidence, limits)
+    log, value = evidence.the_log, finite_value(evidence.the_log.mfu)
+    floor = _mfu_floor(evidence, limits)
     if value is None:
         if steps_of(log) < limits.number("least_steps"):
             return exempt(f"{plural(steps_of(log), 'step')}: too few to judge a rate")
@@ -28,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if steps_of(log) < limits.number("least_steps"):
         return exempt(f"MFU {value:.1%} over {plural(steps_of(log), 'step')}: too few to judge")
     statement = f"MFU {value:.1%}, the floor of {evidence.profile.name} is {floor:.0%}"
-    formula = _formula(evidence, value, floor)
+    formula = _mfu_formula(evidence, value, floor)
     if value >= floor:
         return passed(statement, formula=formula, value=value, threshold=floor)
     return failed(
@@ -42,7 +42,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _floor(evidence: Evidence, limits: Limits) -> float:
+def _mfu_floor(evidence: Evidence, limits: Limits) -> float:
     """MFU is always over the 16-bit peak: what 8 bits win is partly lost to scaling and casts."""
     floor, job, plan = limits.number("floor"), evidence.job, evidence.plan
     if plan is not None and plan.cluster.accelerator.family == "tpu-v5" and evidence.profile.name == "tpu":
@@ -51,9 +51,9 @@ def _floor(evidence: Evidence, limits: Limits) -> float:
     return min(floor, limits.number("floor_low_bits")) if low_bits else floor
 
 
-def _formula(evidence: Evidence, value: float, floor: float) -> tuple[str, ...]:
+def _mfu_formula(evidence: Evidence, value: float, floor: float) -> tuple[str, ...]:
     plan, steps = evidence.plan, evidence.the_log.steps
-    rate = known(steps.tokens_per_s) if steps is not None else None
+    rate = finite_value(steps.tokens_per_s) if steps is not None else None
     if plan is None or rate is None:
         return (f"MFU = {value:.3f}; at least {floor:g}",)
     flops, devices = plan.prediction.model_flops_per_token, plan.layout.devices

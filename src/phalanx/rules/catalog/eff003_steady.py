@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, wall_s
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading, wall_s
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts, StepFacts
 from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
@@ -24,16 +24,16 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if steps.duration_s.count < least:
         return (exempt(f"{plural(steps.duration_s.count, 'steady step')}: too few to judge (from {least:g} on)"),)
     return (
-        _spread(evidence, steps, limits),
-        _drift(evidence, log, steps, limits),
-        _data(evidence, steps, limits),
-        _imbalance(evidence, log, limits),
+        _judge_spread(evidence, steps, limits),
+        _judge_drift(evidence, log, steps, limits),
+        _judge_data(evidence, steps, limits),
+        _judge_imbalance(evidence, log, limits),
     )
 
 
-def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
+def _judge_spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     took, most = steps.duration_s, limits.number("spread")
-    p50, p95 = (known(took.p50), known(took.p95)) if took is not None else (None, None)
+    p50, p95 = (finite_value(took.p50), finite_value(took.p95)) if took is not None else (None, None)
     if not p50 or p50 <= 0 or p95 is None or took is None:
         return exempt("steps take no time on record")
     ratio = p95 / p50
@@ -41,7 +41,7 @@ def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     formula = (f"{p95:.4g} s / {p50:.4g} s = {ratio:.3f}; at most {most:g}",)
     if ratio <= most:
         return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
-    mean = known(took.mean) or p50
+    mean = finite_value(took.mean) or p50
     return failed(
         statement,
         formula=formula,
@@ -54,8 +54,8 @@ def _spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     )
 
 
-def _drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Limits) -> Outcome:
-    drift, most = known(steps.drift), limits.number("drift")
+def _judge_drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Limits) -> Outcome:
+    drift, most = finite_value(steps.drift), limits.number("drift")
     if drift is None or most >= NOT_JUDGED or wall_s(log) < limits.number("drift_wall_s"):
         statement = f"drift {drift:+.1%}: " if drift is not None else ""
         return exempt(f"{statement}not judged of {format_seconds(wall_s(log))}")
@@ -74,8 +74,8 @@ def _drift(evidence: Evidence, log: LogFacts, steps: StepFacts, limits: Limits) 
     )
 
 
-def _data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
-    share, most = known(steps.data_share), limits.number("data")
+def _judge_data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
+    share, most = finite_value(steps.data_share), limits.number("data")
     if share is None:
         return exempt("the log does not say how long steps wait for data")
     statement = f"{share:.1%} of the step time waits for data"
@@ -93,8 +93,8 @@ def _data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
     )
 
 
-def _imbalance(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
-    slowest, most = known(log.imbalance), limits.number("waste")
+def _judge_imbalance(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
+    slowest, most = finite_value(log.imbalance), limits.number("waste")
     if slowest is None or slowest <= 0:
         return exempt("the log does not compare the ranks' own times")
     waste = max(0.0, 1 - 1 / slowest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, too_young
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading, too_young
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
@@ -15,7 +15,7 @@ DUE_S = 20.0  # a first sample: TEL001's interval, twice
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """A counter behind the joules, and the joules in the summary."""
     log = evidence.the_log
-    if evidence.profile.name == "tpu" and not _sources(log):
+    if evidence.profile.name == "tpu" and not _energy_sources(log):
         return unknown("no energy counter of TPUs is published", fix="take the site's meter, and say so in a waiver")
     if log.monitor is None:
         return (
@@ -24,21 +24,23 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             or unknown("the log has no samples of the devices", fix="TEL001 says what should be there")
         )
     counters = limits.words("counters")
-    sources = _sources(log)
+    sources = _energy_sources(log)
     if not sources:
-        return _uncounted(evidence, "no rank counts energy", "none", counters, limits)
+        return _without_counter(evidence, "no rank counts energy", "none", counters, limits)
     guessed = [one for one in sources if one not in counters]
     if guessed:
         statement = f"energy is from {', '.join(guessed)}, not from a counter"
-        return _uncounted(evidence, statement, ", ".join(guessed), counters, limits)
+        return _without_counter(evidence, statement, ", ".join(guessed), counters, limits)
     return _energy_reported(log, sources)
 
 
-def _sources(log: LogFacts) -> tuple[str, ...]:
+def _energy_sources(log: LogFacts) -> tuple[str, ...]:
     return log.monitor.energy_sources if log.monitor is not None else ()
 
 
-def _uncounted(evidence: Evidence, statement: str, value: str, counters: tuple[str, ...], limits: Limits) -> Outcome:
+def _without_counter(
+    evidence: Evidence, statement: str, value: str, counters: tuple[str, ...], limits: Limits
+) -> Outcome:
     """On CPUs a remark: RAPL is readable by root alone, and not at all on most virtual machines."""
     how = (
         "let the ranks read the powercap counters (root, or chmod of energy_uj)" if not evidence.profile.is_gpu else ""
@@ -56,16 +58,16 @@ def _uncounted(evidence: Evidence, statement: str, value: str, counters: tuple[s
 
 
 def _energy_reported(log: LogFacts, sources: tuple[str, ...]) -> Outcome:
-    energy_j, steps = known(log.energy_j), log.steps
+    energy_j, steps = finite_value(log.energy_j), log.steps
     if energy_j is None and log.monitor is not None:
-        energy_j = known(log.monitor.energy_j)
+        energy_j = finite_value(log.monitor.energy_j)
     if energy_j is None:
         return still_reading(log, "energy") or unknown(
             "a counter is named, but no joules are recorded", fix="look at energy_j in the monitor events"
         )
     tokens = sum(size * count for size, count in (steps.tokens or {}).items()) if steps is not None else 0
     each = f", {energy_j / tokens:.3g} J per token" if tokens > 0 else ""
-    usd = known(log.usd)
+    usd = finite_value(log.usd)
     spent = f", ${usd:,.2f} so far" if usd is not None else ""
     if energy_j <= 0 and tokens:
         return exempt(f"the counter of {', '.join(sources)} has not moved yet")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from phalanx.rules.catalog.flt_shared import counted, high, per_failure, which_drills, with_ranks
-from phalanx.rules.catalog.shared import MARGIN, beyond
+from phalanx.rules.catalog.flt_shared import counted_drills, high_percentile, per_failure, which_drills, with_ranks
+from phalanx.rules.catalog.shared import MARGIN, severity_above
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -16,11 +16,11 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The trainer's heartbeat, the job's patience, and what was measured."""
     beat_s = evidence.practice.heartbeat_s
     silent = beat_s is not None and beat_s <= 0  # then there is no silence to be patient with
-    patience = () if silent else (_patience(evidence, limits),)
-    return (_heartbeat(evidence, limits), *patience, *_measured(evidence, limits))
+    patience = () if silent else (_judge_patience(evidence, limits),)
+    return (_judge_heartbeat(evidence, limits), *patience, *_judge_measured(evidence, limits))
 
 
-def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
     practice, most = evidence.practice, limits.number("heartbeat_s")
     beat_s = practice.heartbeat_s
     if beat_s is None:
@@ -39,7 +39,7 @@ def _heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
         value=beat_s,
         threshold=most,
         unit="s",
-        severity=_late(beat_s, most, limits) if beat_s > 0 else _late(math.inf, most, limits),
+        severity=_late_severity(beat_s, most, limits) if beat_s > 0 else _late_severity(math.inf, most, limits),
         impact=per_failure(evidence, max(0.0, waits_s - limits.number("dead_after_s")), "waiting for a timeout"),
         fix="train with phalanx train, or put a heartbeat beside the ranks (NVIDIA's nvidia-resiliency-ext has one)",
     )
@@ -55,14 +55,14 @@ def _timeout_s(evidence: Evidence) -> float:
     return 1800.0 if evidence.profile.name == "cpu-gloo" else 600.0
 
 
-def _patience(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_patience(evidence: Evidence, limits: Limits) -> Outcome:
     dead_s, most = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
     if not evidence.stated("fault.dead_after_s"):
         return exempt(f"{evidence.practice.trainer} has no setting for the silence after which a rank is dead")
     statement = f"a rank is dead after {dead_s:g} s of silence"
     least = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
     if dead_s < least:
-        return _hasty(evidence, statement, least, limits)
+        return _too_short(evidence, statement, least, limits)
     if dead_s <= most:
         return passed(statement, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
     return failed(
@@ -72,18 +72,18 @@ def _patience(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="fault.dead_after_s",
-        severity=_late(dead_s, most, limits),
+        severity=_late_severity(dead_s, most, limits),
         impact=per_failure(evidence, dead_s - most, "silence that nobody acts on"),
         edits=(Edit(key="fault.dead_after_s", value=int(most), safe=True, note="the longest allowed"),),
     )
 
 
-def _late(value_s: float, most: float, limits: Limits) -> Severity | None:
+def _late_severity(value_s: float, most: float, limits: Limits) -> Severity | None:
     """Too late is a warning in small jobs, and a little beyond the bound; too early is an error at any size."""
-    return beyond(value_s, most, limits) if limits.flag("late_is_error") else "warning"
+    return severity_above(value_s, most, limits) if limits.flag("late_is_error") else "warning"
 
 
-def _hasty(evidence: Evidence, statement: str, least: float, limits: Limits) -> Outcome:
+def _too_short(evidence: Evidence, statement: str, least: float, limits: Limits) -> Outcome:
     """Shorter than a few heartbeats: every rank is dead between two of them."""
     beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
     return failed(
@@ -100,21 +100,21 @@ def _hasty(evidence: Evidence, statement: str, least: float, limits: Limits) -> 
     )
 
 
-def _measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """From the log where something failed, else from drills; a run without a failure is settled by the job's keys."""
     log = evidence.log
     if log is not None and log.detect_s is not None and log.detect_s.count:
         count = log.detect_s.count
-        return (_judged(evidence, log.detect_s.p95, f"in {plural(count, 'failure')} of this run", limits),)
-    drills = counted(evidence)
-    slow_s = high([value for one in drills for value in one.detect_s])
+        return (_judge_detection(evidence, log.detect_s.p95, f"in {plural(count, 'failure')} of this run", limits),)
+    drills = counted_drills(evidence)
+    slow_s = high_percentile([value for one in drills for value in one.detect_s])
     where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
     if slow_s is None:
         return ()
-    return (_judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.detect_s])),)
+    return (_judge_detection(evidence, slow_s, where, limits, which_drills([one for one in drills if one.detect_s])),)
 
 
-def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
+def _judge_detection(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
     most = limits.number("measured_s")
     statement = f"p95 of detection {where} is {format_seconds(value_s)}"
     if value_s <= 0:  # the rank itself reported it
@@ -129,7 +129,7 @@ def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *mor
         threshold=most,
         unit="s",
         at="fault.dead_after_s",
-        severity=_late(value_s, most, limits),
+        severity=_late_severity(value_s, most, limits),
         impact=per_failure(evidence, value_s - most, "noticed late"),
         fix="lower fault.dead_after_s; where it is low, look in supervisor.jsonl at what was noticed late, and by whom",
     )

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.flt_shared import counted, high, how_to_see, no_drill, per_failure, which_drills, with_ranks
-from phalanx.rules.catalog.shared import MARGIN, beyond
+from phalanx.rules.catalog.flt_shared import (
+    counted_drills,
+    high_percentile,
+    how_to_see,
+    no_drill,
+    per_failure,
+    which_drills,
+    with_ranks,
+)
+from phalanx.rules.catalog.shared import MARGIN, severity_above
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
@@ -15,22 +23,22 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Failures of the run where there were some, else drills."""
     log = evidence.log
     if log is not None and _is_fatal(log):
-        return _never(evidence, log)
+        return _never_recovered(evidence, log)
     if log is not None and log.recovery_s is not None and log.recovery_s.count:
         count = log.recovery_s.count
-        return _judged(evidence, log.recovery_s.p95, f"in {plural(count, 'failure')}", limits)
-    drills = counted(evidence)
-    slow_s = high([value for one in drills for value in one.recovery_s])
+        return _judge_recovery(evidence, log.recovery_s.p95, f"in {plural(count, 'failure')}", limits)
+    drills = counted_drills(evidence)
+    slow_s = high_percentile([value for one in drills for value in one.recovery_s])
     if slow_s is None:
-        nothing = _nothing(log)
+        nothing = _without_failures(log)
         return unknown(
             f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
         )
     where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
-    return _judged(evidence, slow_s, where, limits, which_drills([one for one in drills if one.recovery_s]))
+    return _judge_recovery(evidence, slow_s, where, limits, which_drills([one for one in drills if one.recovery_s]))
 
 
-def _nothing(log: LogFacts | None) -> str:
+def _without_failures(log: LogFacts | None) -> str:
     if log is None:
         return "no evidence from the run log"
     return "no step was left to do after the failure" if log.incidents else "no failure in this run"
@@ -42,7 +50,7 @@ def _is_fatal(log: LogFacts) -> bool:
     return ended and bool(log.incidents) and log.incidents[-1].recovery_s is None
 
 
-def _bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
+def _recovery_bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
     """Seconds, and why these."""
     fault = evidence.job.fault if evidence.job is not None else None
     if fault is not None and fault.recovery == "stop" and fault.spares in ("auto", 0):
@@ -53,8 +61,8 @@ def _bound(evidence: Evidence, limits: Limits) -> tuple[float, str]:
     return limits.number("bound_s"), f"{evidence.devices:,} devices, with spares or a smaller layout to go on in"
 
 
-def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
-    bound_s, because = _bound(evidence, limits)
+def _judge_recovery(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
+    bound_s, because = _recovery_bound(evidence, limits)
     statement = f"p95 of recovery {where} is {format_seconds(value_s)}"
     statement = "; ".join([statement, *more])
     formula = (f"p95(failure to the next step that stayed) = {value_s:.3g} s; bound {bound_s:g} s ({because})",)
@@ -67,14 +75,14 @@ def _judged(evidence: Evidence, value_s: float, where: str, limits: Limits, *mor
         threshold=bound_s,
         unit="s",
         at="fault.recovery",
-        severity=beyond(value_s, bound_s, limits) if limits.flag("late_is_error") else "warning",
+        severity=severity_above(value_s, bound_s, limits) if limits.flag("late_is_error") else "warning",
         impact=per_failure(evidence, value_s - bound_s, "recovery beyond the bound"),
         fix="keep a spare place (phalanx train --spares 1) and copies in memory (checkpoint.memory_every); the "
         "incidents in phalanx report RUN say whether noticing, waiting or restoring took the time",
     )
 
 
-def _never(evidence: Evidence, log: LogFacts) -> Outcome:
+def _never_recovered(evidence: Evidence, log: LogFacts) -> Outcome:
     count, last = len(log.incidents), log.incidents[-1]
     stops = evidence.job is not None and evidence.job.fault.recovery == "stop"
     again = 'fault.recovery = "auto" would have gone on by itself' if stops else "first fix what it reports"

@@ -22,8 +22,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if (missing := unmeasured_rate(evidence)) is not None:
         return missing
     if fault.recovery == "stop" and evidence.stated("fault.recovery"):
-        return _stops(evidence, limits)
-    need, formula = _need(plan, limits)
+        return _judge_stop(evidence, limits)
+    need, formula = _needed_spares(plan, limits)
     if need == 0:
         return exempt(
             f"of {plural(plan.reliability.hosts, 'host')} none is down 99 % of the time: no spare host is needed"
@@ -39,7 +39,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if have >= need:
         return passed(statement, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
     elastic = evidence.stated("fault.recovery") and fault.recovery in ("auto", "shrink")
-    idle, line = _idle(plan, need)
+    idle, line = _idle_share(plan, need)
     if elastic and idle <= limits.number("idle_share"):
         what = f"without {plural(need, 'host')} the job goes on smaller, {idle:.1%} of it idle"
         threshold = limits.number("idle_share")
@@ -51,12 +51,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=need,
         unit="hosts",
         at="fault.spares",
-        impact=_waiting(evidence, limits.number("repair_h") * HOUR_S, have),
+        impact=_waiting_cost(evidence, limits.number("repair_h") * HOUR_S, have),
         edits=(Edit(key="fault.spares", value=need, safe=True, note="99th percentile of hosts down at once"),),
     )
 
 
-def _stops(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_stop(evidence: Evidence, limits: Limits) -> Outcome:
     """The first failure ends the job: no spare is ever used, whatever `fault.spares` says."""
     mtbf_s, length_s, most = evidence.the_plan.reliability.mtbf_s, job_s(evidence.the_plan), limits.number("stop_risk")
     if not (mtbf_s > 0 and length_s >= 0):
@@ -79,7 +79,7 @@ def _stops(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _need(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
+def _needed_spares(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
     r, repair_s = plan.reliability, limits.number("repair_h") * 3600
     down = -math.expm1(-r.failures_per_host_day * repair_s / DAY_S)
     need = spare_hosts(r.hosts, min(1.0, max(0.0, down)))
@@ -99,7 +99,7 @@ def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
     return (f"at 80 % of published sites {low} to {high}: your own rate is fault.failures_per_host_day",)
 
 
-def _idle(plan: Plan, need: int) -> tuple[float, str]:
+def _idle_share(plan: Plan, need: int) -> tuple[float, str]:
     """Share of the devices without work when so many hosts are gone: a lost host takes its whole replica along."""
     layout = plan.layout
     replica = layout.tensor * layout.context * layout.pipeline
@@ -113,7 +113,7 @@ def _idle(plan: Plan, need: int) -> tuple[float, str]:
     )
 
 
-def _waiting(evidence: Evidence, repair_s: float, have: int) -> Impact:
+def _waiting_cost(evidence: Evidence, repair_s: float, have: int) -> Impact:
     """Without a spare every failure waits out the repair; with some, those that find all of them in use."""
     r = evidence.the_plan.reliability
     note = "waiting for a host to be repaired"

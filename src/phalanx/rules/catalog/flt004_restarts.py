@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.flt_shared import drilled
+from phalanx.rules.catalog.flt_shared import newest_drill
 from phalanx.rules.catalog.shared import MARGIN, beyond_count
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
@@ -12,10 +12,10 @@ from phalanx.units import plural
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """What the job allows, what the run did, and whether a crash loop was seen to end."""
-    return (_allowed(evidence, limits), *_seen(evidence, limits), *_drill(evidence))
+    return (_judge_limit(evidence, limits), *_judge_log(evidence, limits), *_judge_drill(evidence))
 
 
-def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_limit(evidence: Evidence, limits: Limits) -> Outcome:
     most, practice = limits.number("in_a_row"), evidence.practice
     stated = evidence.stated("fault.restarts")
     count = evidence.the_job.fault.restarts if stated else practice.bounded_restarts
@@ -41,21 +41,21 @@ def _allowed(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _seen(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_log(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     log = evidence.log
     if log is None or not log.incidents:
         return ()
     idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
     if idle > most:
-        return (_loop(evidence, idle, limits),)
+        return (_crash_loop(evidence, idle, limits),)
     nameless = sum(not one.what for one in log.incidents)
     if nameless:
-        return (_nameless(nameless, len(log.incidents)),)
+        return (_without_cause(nameless, len(log.incidents)),)
     statement = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
     return (passed(statement, value=idle, threshold=most, unit="restarts"),)
 
 
-def _loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
+def _crash_loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
     allowed, most = evidence.the_job.fault.restarts, limits.number("in_a_row")
     return failed(
         f"{plural(idle, 'restart')} in a row brought no step",
@@ -73,7 +73,7 @@ def _loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
     )
 
 
-def _nameless(count: int, total: int) -> Outcome:
+def _without_cause(count: int, total: int) -> Outcome:
     return failed(
         f"{count} of {total} failures have no cause on record",
         value=count,
@@ -84,9 +84,9 @@ def _nameless(count: int, total: int) -> Outcome:
     )
 
 
-def _drill(evidence: Evidence) -> tuple[Outcome, ...]:
+def _judge_drill(evidence: Evidence) -> tuple[Outcome, ...]:
     """A crash loop that was drilled is told of; one that did not end is a finding."""
-    one = drilled(evidence, "crash-loop")
+    one = newest_drill(evidence, "crash-loop")
     if one is None:
         return ()
     if one.clean:

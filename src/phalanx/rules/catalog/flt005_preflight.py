@@ -14,11 +14,11 @@ SPOILT = 0.10  # of starts: taking lemon nodes out brought failures of large job
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The log where there is one, the trainer's habit before; and what this host has installed."""
     log = evidence.log
-    first = _run(evidence, log, limits) if log is not None else _habit(evidence)
-    return (first, *_here(evidence, limits))
+    first = _judge_log(evidence, log, limits) if log is not None else _judge_trainer(evidence)
+    return (first, *_judge_host(evidence, limits))
 
 
-def _habit(evidence: Evidence) -> Outcome:
+def _judge_trainer(evidence: Evidence) -> Outcome:
     practice = evidence.practice
     if practice.preflight is None:
         return unknown(
@@ -35,7 +35,7 @@ def _habit(evidence: Evidence) -> Outcome:
     )
 
 
-def _run(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
+def _judge_log(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     if log.preflights is None or log.memberships is None:
         return unknown(
             "the log does not say whether hosts were checked before they took part",
@@ -62,7 +62,7 @@ def _a_start(evidence: Evidence) -> Impact:
     return evidence.loses_once(SPOILT * restart_s, "a tenth of the starts are spoilt by a sick host (Meta: 14 - 4 %)")
 
 
-def _here(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_host(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """A job for this machine needs what it needs: it would be refused at its start."""
     host, needed = evidence.host, limits.words("packages")
     if host is None or host.packages is None or evidence.practice.trainer != "phalanx":

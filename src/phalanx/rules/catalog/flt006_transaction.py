@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.rules.catalog.flt_shared import drilled, how_to_see, no_drill, with_ranks
+from phalanx.rules.catalog.flt_shared import how_to_see, newest_drill, no_drill, with_ranks
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.log_facts import DigestFacts, LogFacts
@@ -20,11 +20,11 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """What the trainer promises, what the log shows, what drills proved."""
     if evidence.devices < 2:
         return (exempt("one rank commits alone"),)
-    parts = (_promise(evidence), *_run(evidence, limits), *_drill(evidence, limits))
+    parts = (_judge_trainer(evidence), *_judge_log(evidence, limits), *_judge_drills(evidence, limits))
     return tuple(part for part in parts if part is not None)
 
 
-def _promise(evidence: Evidence) -> Outcome | None:
+def _judge_trainer(evidence: Evidence) -> Outcome | None:
     """Asked before a run; afterwards the log says more."""
     practice = evidence.practice
     if evidence.log is not None and evidence.log.digests is not None:
@@ -44,18 +44,18 @@ def _promise(evidence: Evidence) -> Outcome | None:
     )
 
 
-def _run(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
+def _judge_log(evidence: Evidence, limits: Limits) -> tuple[Outcome | None, ...]:
     log = evidence.log
     if log is None:
         return ()
     digests = log.digests
     if digests is None:
-        return (_undigested(evidence, log),)
-    first = _one_digest(evidence, digests, limits) if digests.compared else _undigested(evidence, log)
+        return (_without_digests(evidence, log),)
+    first = _one_digest(evidence, digests, limits) if digests.compared else _without_digests(evidence, log)
     return (first, _no_past(evidence, digests, limits))
 
 
-def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
+def _without_digests(evidence: Evidence, log: LogFacts) -> Outcome | None:
     """Nothing was compared: only a run whose members never changed has nothing to prove."""
     if log.memberships is not None and log.memberships <= 1:
         return exempt("the membership never changed: no rank could act on an old one")
@@ -63,7 +63,7 @@ def _undigested(evidence: Evidence, log: LogFacts) -> Outcome | None:
         return exempt(
             f"nobody holds a copy of these weights: {plural(log.digests.alone, 'digest')}, none to compare with"
         )
-    if drilled(evidence, *CHANGES) is not None:
+    if newest_drill(evidence, *CHANGES) is not None:
         return None
     changed = "the members of the run changed" if log.memberships else "the log does not say who took part"
     return unknown(
@@ -102,11 +102,14 @@ def _no_past(evidence: Evidence, digests: DigestFacts, limits: Limits) -> Outcom
     )
 
 
-def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_drills(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """A drill that went wrong is a finding; the largest jobs need one that went well."""
-    one = drilled(evidence, *CHANGES)
+    one = newest_drill(evidence, *CHANGES)
     if one is None:
-        return (_wanted(evidence),) if limits.flag("must_drill") else ()
+        if not limits.flag("must_drill"):
+            return ()
+        what = f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}"
+        return (unknown(what, fix=how_to_see(evidence)),)
     if one.clean and one.bitwise:
         return (
             passed(f"{_drill_text(evidence, one)}: every step has the bits of a run without faults: {one.statement}"),
@@ -125,12 +128,6 @@ def _drill(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _drill_text(evidence: Evidence, one: DrillFacts) -> str:
     return f"drilled{with_ranks(evidence, (one,))} ({', '.join(one.fired)})"
-
-
-def _wanted(evidence: Evidence) -> Outcome:
-    return unknown(
-        f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}", fix=how_to_see(evidence)
-    )
 
 
 def _a_checkpoint(evidence: Evidence) -> Impact:

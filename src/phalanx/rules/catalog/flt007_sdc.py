@@ -26,12 +26,12 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             ),
         )
     log = evidence.log
-    found = _found(evidence, log, limits) if log is not None else ()
-    return (_often(evidence, limits), *found)
+    found = _judge_findings(evidence, log, limits) if log is not None else ()
+    return (_judge_frequency(evidence, limits), *found)
 
 
-def _often(evidence: Evidence, limits: Limits) -> Outcome:
-    plan, most_s, severity = evidence.the_plan, _most_s(evidence, limits), _severity(evidence, limits)
+def _judge_frequency(evidence: Evidence, limits: Limits) -> Outcome:
+    plan, most_s, severity = evidence.the_plan, _most_s(evidence, limits), _severity_by_size(evidence, limits)
     every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
     step_s = plan.prediction.step_s
     if every <= 0:
@@ -39,11 +39,11 @@ def _often(evidence: Evidence, limits: Limits) -> Outcome:
             "replicas are never compared",
             formula=(f"K = 0; K · {step_s:.3g} s per step should be within (0, {most_s:,.0f}] s",),
             value=0,
-            threshold=_best(step_s, most_s),
+            threshold=_best_spacing(step_s, most_s),
             unit="steps",
             at=KEY,
             severity=severity,
-            impact=_unnoticed(evidence),
+            impact=_unnoticed_cost(evidence),
             edits=(Edit(key=KEY, value="auto", safe=True, note="once in a checkpoint interval and in 100 steps"),),
         )
     span_s = every * step_s
@@ -60,8 +60,8 @@ def _often(evidence: Evidence, limits: Limits) -> Outcome:
         unit="s",
         at=KEY,
         severity=severity,
-        impact=_unnoticed(evidence),
-        edits=(Edit(key=KEY, value=_best(step_s, most_s), safe=True, note="once in a checkpoint interval"),),
+        impact=_unnoticed_cost(evidence),
+        edits=(Edit(key=KEY, value=_best_spacing(step_s, most_s), safe=True, note="once in a checkpoint interval"),),
     )
 
 
@@ -72,18 +72,18 @@ def _most_s(evidence: Evidence, limits: Limits) -> float:
     return limits.number("intervals") * min(known, default=HOUR_S)
 
 
-def _best(step_s: float, most_s: float) -> int:
+def _best_spacing(step_s: float, most_s: float) -> int:
     return max(1, math.floor(most_s / step_s)) if step_s > 0 else 1
 
 
-def _severity(evidence: Evidence, limits: Limits) -> Severity:
+def _severity_by_size(evidence: Evidence, limits: Limits) -> Severity:
     """A job of a million device-hours meets a silent error almost surely."""
     wall_s = evidence.wall_s or 0.0
     hours = evidence.devices * wall_s / HOUR_S
     return "error" if math.isfinite(hours) and hours >= limits.number("device_hours") else "warning"
 
 
-def _unnoticed(evidence: Evidence) -> Impact:
+def _unnoticed_cost(evidence: Evidence) -> Impact:
     """Llama 3 met six silent errors in 54 days of 16,384 GPUs: a rate, and what each costs until somebody sees it."""
     wall_s = evidence.wall_s
     if not wall_s or not math.isfinite(wall_s):
@@ -95,13 +95,16 @@ def _unnoticed(evidence: Evidence) -> Impact:
     )
 
 
-def _found(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_findings(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     digests = log.digests
     if digests is None or not digests.compared:
         if digests is not None and digests.alone:
             statement = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
             return (exempt(f"{statement}; each rank compares its own between two updates"),)
-        return () if _too_short(evidence, log) else (_silent(evidence),)
+        if _too_short(evidence, log):
+            return ()
+        due = "the log holds no comparison, though some were due"
+        return (unknown(due, fix="look at the digests of events-*.jsonl"),)
     statement = f"{plural(digests.compared, 'comparison')}, {digests.differing} with a difference"
     if digests.differing <= limits.number("differing"):
         return (passed(statement, value=digests.differing, threshold=limits.number("differing"), unit="steps"),)
@@ -113,7 +116,7 @@ def _found(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[Outcome, 
             unit="steps",
             at=digests.differing_spot or "",
             severity="error",
-            impact=_unnoticed(evidence),
+            impact=_unnoticed_cost(evidence),
             fix="the incident names the rank: take its device out of service, and go back to a checkpoint before it",
         ),
     )
@@ -124,10 +127,6 @@ def _too_short(evidence: Evidence, log: LogFacts) -> bool:
     plan = evidence.the_plan
     every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
     return every <= 0 or log.steps is None or log.steps.count <= every
-
-
-def _silent(evidence: Evidence) -> Outcome:
-    return unknown("the log holds no comparison, though some were due", fix="look at the digests of events-*.jsonl")
 
 
 RULE = Rule(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill_facts import DrillFacts, proof, proofs, why_none
+from phalanx.rules.facts.drill_facts import DrillFacts, counted_records, newest_record, why_none
 from phalanx.rules.outcome import Impact
 from phalanx.units import format_seconds, plural
 
@@ -22,24 +22,24 @@ def per_failure(evidence: Evidence, seconds: float, note: str) -> Impact:
     return evidence.loses(seconds / mtbf_s, f"{note}, at a failure every {format_seconds(mtbf_s)}")
 
 
-def high(values: Sequence[float]) -> float | None:
+def high_percentile(values: Sequence[float]) -> float | None:
     """The 95th percentile of a few numbers (nearest rank: of fewer than 20 the largest); None without any.
 
-    >>> high([3.0, 1.0]), high([]), high(list(range(1, 101)))
+    >>> high_percentile([3.0, 1.0]), high_percentile([]), high_percentile(list(range(1, 101)))
     (3.0, None, 95)
     """
     known = sorted(value for value in values if math.isfinite(value))
     return known[math.ceil(0.95 * len(known)) - 1] if known else None
 
 
-def counted(evidence: Evidence) -> tuple[DrillFacts, ...]:
+def counted_drills(evidence: Evidence) -> tuple[DrillFacts, ...]:
     """Drills that count for this job."""
-    return proofs(_ours(evidence), profile=evidence.profile.name)
+    return counted_records(_own_drills(evidence), profile=evidence.profile.name)
 
 
-def drilled(evidence: Evidence, *kinds: str) -> DrillFacts | None:
+def newest_drill(evidence: Evidence, *kinds: str) -> DrillFacts | None:
     """The newest drill that counts and in which a fault of one of these kinds happened."""
-    found = [proof(_ours(evidence), profile=evidence.profile.name, kind=kind) for kind in kinds]
+    found = [newest_record(_own_drills(evidence), profile=evidence.profile.name, kind=kind) for kind in kinds]
     known = [one for one in found if one is not None]
     return min(known, key=evidence.drills.index) if known else None
 
@@ -64,7 +64,7 @@ def which_drills(drills: Sequence[DrillFacts]) -> str:
 
 def no_drill(evidence: Evidence) -> str:
     """Why no drill answers, as the end of a sentence."""
-    return why_none(_ours(evidence), profile=evidence.profile.name) or "no drill is on record"
+    return why_none(_own_drills(evidence), profile=evidence.profile.name) or "no drill is on record"
 
 
 def how_to_see(evidence: Evidence) -> str:
@@ -72,5 +72,5 @@ def how_to_see(evidence: Evidence) -> str:
     return DRILL if evidence.practice.trainer == OURS else "check the log of a run with a failure"
 
 
-def _ours(evidence: Evidence) -> tuple[DrillFacts, ...]:
+def _own_drills(evidence: Evidence) -> tuple[DrillFacts, ...]:
     return evidence.drills if evidence.practice.trainer == OURS else ()

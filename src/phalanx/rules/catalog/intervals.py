@@ -51,10 +51,10 @@ def planned_cost(evidence: Evidence, *, asynchronous: bool | None = None) -> Sav
     return SaveCost(blocked_s=r.blocking_s, persist_s=r.persist_s, mtbf_s=r.mtbf_s, lag_s=lag_s)
 
 
-def suits(evidence: Evidence, cost: SaveCost, interval_s: float) -> bool:
+def suits_rules(evidence: Evidence, cost: SaveCost, interval_s: float) -> bool:
     """Whether an interval is near the optimum, cheap, and leaves time to write."""
     ratio = interval_s / cost.best_s if cost.best_s > 0 else math.inf
-    near = _limit(evidence, "CKP001", "warn_ratio")
+    near = _rule_limit(evidence, "CKP001", "warn_ratio")
     return 1 / near <= ratio <= near and interval_s >= _least_s(evidence, cost)
 
 
@@ -68,26 +68,26 @@ def interval_edits(evidence: Evidence, cost: SaveCost, note: str) -> tuple[Edit,
     if value < least_s:
         value = math.ceil(least_s) if least_s >= 10 else math.ceil(1000 * least_s) / 1000
         note = f"{note}, and as long as CKP004 asks"
-    if not suits(evidence, cost, value):
+    if not suits_rules(evidence, cost, value):
         return ()
     return (Edit(key=KEY, value=value, safe=True, note=note), *_younger_copies(evidence, value))
 
 
 def _least_s(evidence: Evidence, cost: SaveCost) -> float:
     """The shortest interval that CKP004 accepts."""
-    stall, persist = _limit(evidence, "CKP004", "most_stall"), _limit(evidence, "CKP004", "most_persist")
+    stall, persist = _rule_limit(evidence, "CKP004", "most_stall"), _rule_limit(evidence, "CKP004", "most_persist")
     return max(cost.blocked_s / stall, cost.persist_s / persist)
 
 
 def _younger_copies(evidence: Evidence, interval_s: float) -> tuple[Edit, ...]:
     """Copies in memory that would be older than the disk's with this interval are made as often as it pays."""
     every, step_s = evidence.the_job.checkpoint.memory_every, evidence.the_plan.prediction.step_s
-    if isinstance(every, str) or every * step_s <= _limit(evidence, "CKP005", "memory_ratio") * interval_s:
+    if isinstance(every, str) or every * step_s <= _rule_limit(evidence, "CKP005", "memory_ratio") * interval_s:
         return ()
     return (Edit(key=COPIES, value="auto", safe=True, note="younger than the checkpoint on disk"),)
 
 
-def _limit(evidence: Evidence, rule: str, name: str) -> float:
+def _rule_limit(evidence: Evidence, rule: str, name: str) -> float:
     from phalanx.rules.edition import find_rule  # the rules import this file
 
     value = find_rule(rule).limits[name].resolve(evidence.profile.name, evidence.scaling)

@@ -19,7 +19,7 @@ NO_START = Impact(note="the job ends when it runs out of memory, mostly in its f
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The fullest device against its share; or the planner's refusal."""
     if evidence.plan is None:
-        return _refused(evidence)
+        return _judge_refusal(evidence)
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
         return unknown("the memory of this device is not known", fix="give memory_bytes in a cluster file")
@@ -33,7 +33,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     statement = f"the fullest device holds {share:.1%} of its memory"
     if share <= most:
         return passed(
-            statement + _undecided(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
+            statement + _doubtful_memory(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
         )
     return failed(
         f"{statement}, more than {most:.0%}",
@@ -42,18 +42,18 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         at="plan:memory",
         impact=NO_START,
-        fix=_roomier(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
+        fix=_layout_with_headroom(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
     )
 
 
-def _undecided(plan: Plan) -> str:
+def _doubtful_memory(plan: Plan) -> str:
     """Where a step of our own trainer may turn out not to fit though its count does: what tells."""
     if plan.memory.total_bytes <= FULL_MEMORY * plan.memory.usable_bytes or not trains_with_phalanx(plan.job):
         return ""
     return f", less than {MEMORY_ERROR:.0%} below what is usable: {DECIDES}"
 
 
-def _refused(evidence: Evidence) -> Outcome:
+def _judge_refusal(evidence: Evidence) -> Outcome:
     """No plan: because nothing fits, or for a reason that is not this rule's."""
     for problem in evidence.refusals:
         if "does not fit" in problem.what:
@@ -68,7 +68,7 @@ def _refused(evidence: Evidence) -> Outcome:
     return unknown(f"there is no plan: {why}", fix="fix that first, or name a cluster (--cluster 8xH100:16)")
 
 
-def _roomier(plan: Plan, most_bytes: float) -> str:
+def _layout_with_headroom(plan: Plan, most_bytes: float) -> str:
     """The fastest layout of the plan's own front that keeps the margin; else what to try."""
     fitting = [one for one in plan.pareto if one.memory_bytes <= most_bytes and one.devices == plan.layout.devices]
     if fitting:

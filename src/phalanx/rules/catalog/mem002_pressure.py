@@ -15,18 +15,23 @@ OUT_OF_MEMORY = ("outofmemory", "out of memory", "memoryerror")
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Ends for want of memory, then what the samples say."""
-    ends, monitor = _ends(evidence, evidence.the_log), evidence.the_log.monitor
+    ends, monitor = _judge_ends(evidence, evidence.the_log), evidence.the_log.monitor
     if monitor is None:
         missing = unknown(
             "no rank reported its memory", fix="a run longer than telemetry.interval_s, in which ranks report"
         )
         return (ends, missing)
     if not evidence.profile.is_gpu:
-        return (ends, _stalls(evidence, monitor, limits), _honest(evidence, monitor, limits))
-    return (ends, _retries(monitor, limits), _held(monitor, limits), _honest(evidence, monitor, limits))
+        return (ends, _judge_stalls(evidence, monitor, limits), _judge_prediction(evidence, monitor, limits))
+    return (
+        ends,
+        _judge_retries(monitor, limits),
+        _judge_fragments(monitor, limits),
+        _judge_prediction(evidence, monitor, limits),
+    )
 
 
-def _ends(evidence: Evidence, log: LogFacts) -> Outcome:
+def _judge_ends(evidence: Evidence, log: LogFacts) -> Outcome:
     dead = [one for one in log.incidents if any(word in one.what.lower() for word in OUT_OF_MEMORY)]
     if not dead and log.memberships is None:
         return unknown(
@@ -45,7 +50,7 @@ def _ends(evidence: Evidence, log: LogFacts) -> Outcome:
     )
 
 
-def _retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
+def _judge_retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
     count, most = monitor.allocation_retries, limits.number("most_retries")
     if count is None:
         return unknown("nobody counted the allocator's retries", fix="telemetry of a trainer that reports them")
@@ -60,7 +65,7 @@ def _retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
     )
 
 
-def _held(monitor: MonitorFacts, limits: Limits) -> Outcome:
+def _judge_fragments(monitor: MonitorFacts, limits: Limits) -> Outcome:
     """What the allocator keeps beyond the most that tensors filled is lost to fragments."""
     held, peak, most = monitor.held_bytes, monitor.memory_peak_bytes, limits.number("most_held")
     if not held or not peak or not math.isfinite(held / peak):
@@ -84,7 +89,7 @@ def _held(monitor: MonitorFacts, limits: Limits) -> Outcome:
     )
 
 
-def _stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
+def _judge_stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
     share, most = monitor.pressure_mean, limits.number("most_stalled")
     if not monitor.pressure_source.startswith("psi") or share is None or not math.isfinite(share):
         return exempt("the kernel keeps no pressure stall information, and these are not GPUs")
@@ -100,7 +105,7 @@ def _stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcom
     )
 
 
-def _honest(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
+def _judge_prediction(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
     if not limits.flag("judge_prediction"):
         return exempt(f"on {evidence.profile.name} the peak is measured for the process, not for an allocator")
     if evidence.plan is None:

@@ -11,7 +11,7 @@ AUTO = Edit(key="precision.loss_scale", value="auto", safe=False, note="found wh
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The format of the products against the kind of scale."""
-    compute, kind = evidence.the_job.precision.compute, _kind(evidence)
+    compute, kind = evidence.the_job.precision.compute, _scale_kind(evidence)
     formula = (f"compute = {compute}; loss scale = {_scaling_text(evidence, kind)}",)
     if kind is None:
         return unknown(
@@ -20,11 +20,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             at="precision.loss_scale",
         )
     if compute in limits.words("scaled_formats"):
-        return _scaled(compute, kind, formula)
-    return _plain(compute, kind, formula)
+        return _judge_scaled(compute, kind, formula)
+    return _judge_unscaled(compute, kind, formula)
 
 
-def _kind(evidence: Evidence) -> str | None:
+def _scale_kind(evidence: Evidence) -> str | None:
     """dynamic, static, none; None where nobody says."""
     scale = evidence.the_job.precision.loss_scale
     if not isinstance(scale, str):
@@ -40,7 +40,7 @@ def _scaling_text(evidence: Evidence, kind: str | None) -> str:
     return f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
 
 
-def _scaled(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:
+def _judge_scaled(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:
     if kind == "dynamic":
         return passed(f"{compute} with a dynamic loss scale", formula=formula, value=kind, threshold="dynamic")
     return failed(
@@ -56,7 +56,7 @@ def _scaled(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:
     )
 
 
-def _plain(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:
+def _judge_unscaled(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:
     if kind == "none":
         return passed(f"{compute} without a loss scale", formula=formula, value=kind, threshold="none")
     return failed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.shared import unsaid
+from phalanx.rules.catalog.shared import unstated_key
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -17,17 +17,17 @@ LEARNS = Impact(note="not time: what the model learns is at stake, and no share 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Three sums: of gradients, in the moments, in the weights."""
-    return (_gradients(evidence, limits), _moments(evidence, limits), _weights(evidence, limits))
+    return (_judge_gradients(evidence, limits), _judge_moments(evidence, limits), _judge_weights(evidence, limits))
 
 
-def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
     precision = evidence.the_job.precision
     # What is computed in fp32 is summed in fp32 whatever the key says.
     kind = "fp32" if precision.compute == "fp32" else precision.grad_reduce
     if kind in limits.words("reduce_formats"):
         return passed(f"gradients are summed in {kind}", value=kind, threshold="fp32", at="precision.grad_reduce")
     who = evidence.practice.trainer
-    if missing := unsaid(evidence, "precision.grad_reduce", f"in which format {who} sums gradients"):
+    if missing := unstated_key(evidence, "precision.grad_reduce", f"in which format {who} sums gradients"):
         return missing
     kind = evidence.practice.sums_in or kind  # fp16: the job schema has no word for it
     if evidence.plan is None:
@@ -61,10 +61,10 @@ def _gradients(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _moments(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_moments(evidence: Evidence, limits: Limits) -> Outcome:
     job = evidence.the_job
     kind, at = job.precision.optimizer_state, "precision.optimizer_state"
-    if missing := unsaid(evidence, at, f"in which format {evidence.practice.trainer} keeps moments"):
+    if missing := unstated_key(evidence, at, f"in which format {evidence.practice.trainer} keeps moments"):
         return missing
     if job.optim.name == "adamw8bit":
         return passed("8-bit moments by a named recipe: block-wise 8-bit Adam, arXiv:2110.02861", value="int8", at=at)
@@ -83,17 +83,17 @@ def _moments(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _weights(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:
     precision, at = evidence.the_job.precision, "precision.master_weights"
     if precision.compute != "fp32" and (
-        missing := unsaid(evidence, at, f"whether {evidence.practice.trainer} updates weights in fp32")
+        missing := unstated_key(evidence, at, f"whether {evidence.practice.trainer} updates weights in fp32")
     ):
         return missing
     if precision.compute == "fp32" or precision.master_weights or not limits.flag("needs_master"):
         return passed("the weights that are updated are fp32", value=True, threshold=True, at=at)
     return failed(
         f"{precision.compute} weights are updated without an fp32 copy",
-        formula=(_spacing("fp16" if precision.compute == "fp16" else "bf16"),),
+        formula=(_format_spacing("fp16" if precision.compute == "fp16" else "bf16"),),
         value=False,
         threshold=True,
         at=at,
@@ -102,7 +102,7 @@ def _weights(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _spacing(kind: str) -> str:
+def _format_spacing(kind: str) -> str:
     bits = BITS[kind]
     low, high = 2.0 ** -(bits + 1), 2.0**-bits
     return (

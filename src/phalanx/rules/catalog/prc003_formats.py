@@ -12,13 +12,13 @@ SPARED = "embeddings, norms, head and router"
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Is it there, is it kept away from what it hurts, was it shown to learn as well."""
-    supported = _lacking(evidence, limits) or _supported(evidence)
+    supported = _lacking_format(evidence, limits) or _judge_support(evidence)
     if evidence.the_job.precision.compute not in limits.words("narrow_formats") or supported.verdict == "fail":
         return (supported,)
-    return (supported, _spares(evidence), _parity(evidence, limits))
+    return (supported, _judge_exclusions(evidence), _judge_parity(evidence, limits))
 
 
-def _parity(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_parity(evidence: Evidence, limits: Limits) -> Outcome:
     """The losses of two runs, in the narrow format and in a wider one; smaller models count, as DeepSeek-V3's did."""
     kind, found, most = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
     if found is None or found.narrow_format != kind:
@@ -47,7 +47,7 @@ def _parity(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _lacking(evidence: Evidence, limits: Limits) -> Outcome | None:
+def _lacking_format(evidence: Evidence, limits: Limits) -> Outcome | None:
     """Of devices in the catalogue that have no bf16, whatever their profile lists."""
     kind = evidence.the_job.precision.compute
     accelerator = evidence.plan.cluster.accelerator if evidence.plan is not None else None
@@ -63,12 +63,12 @@ def _lacking(evidence: Evidence, limits: Limits) -> Outcome | None:
     )
 
 
-def _supported(evidence: Evidence) -> Outcome:
+def _judge_support(evidence: Evidence) -> Outcome:
     kind, profile = evidence.the_job.precision.compute, evidence.profile
     listed = ", ".join(profile.formats)
     if kind in profile.formats:
         if profile.must_measure and kind not in ("fp32", "bf16"):
-            return _declared(evidence, kind)
+            return _judge_declared(evidence, kind)
         return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=listed, at="precision.compute")
     nearest = "bf16" if "bf16" in profile.formats else profile.formats[0]
     return failed(
@@ -81,7 +81,7 @@ def _supported(evidence: Evidence) -> Outcome:
     )
 
 
-def _declared(evidence: Evidence, kind: str) -> Outcome:
+def _judge_declared(evidence: Evidence, kind: str) -> Outcome:
     """Of hardware that the specification does not know: what its own entry declares."""
     at = "precision.compute"
     if evidence.plan is None:
@@ -93,7 +93,7 @@ def _declared(evidence: Evidence, kind: str) -> Outcome:
     return unknown(f"{accelerator.name} declares no peak in {kind}", fix=f"give peak_{kind}_flops in a file", at=at)
 
 
-def _spares(evidence: Evidence) -> Outcome:
+def _judge_exclusions(evidence: Evidence) -> Outcome:
     practice, at = evidence.practice, "precision.compute"
     if practice.fp8_spares_sensitive is None:
         return unknown(

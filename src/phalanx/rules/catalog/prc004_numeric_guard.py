@@ -16,11 +16,11 @@ from phalanx.units import format_seconds, plural
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Bounded, together, and guarded against large gradients; in a run also: none slipped through."""
     steps = evidence.log.steps if evidence.log is not None else None
-    found = (_bounded(evidence, limits), _together(evidence, steps), _guarded(evidence, limits))
-    return (*found, *_seen(evidence, limits, steps)) if steps is not None else found
+    found = (_judge_clipping(evidence, limits), _judge_skips(evidence, steps), _judge_guard(evidence, limits))
+    return (*found, *_judge_log(evidence, limits, steps)) if steps is not None else found
 
 
-def _bounded(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
     key, most = "train.skipped_steps", limits.number("most_in_a_row")
     if not evidence.stated(key):
         return unknown(
@@ -46,7 +46,7 @@ def _bounded(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _together(evidence: Evidence, steps: StepFacts | None) -> Outcome:
+def _judge_skips(evidence: Evidence, steps: StepFacts | None) -> Outcome:
     if steps is not None and steps.skips_differ is not None:
         return failed(
             "a step was skipped by one rank and taken by another",
@@ -69,14 +69,14 @@ def _together(evidence: Evidence, steps: StepFacts | None) -> Outcome:
     )
 
 
-def _guarded(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
     clip, factor = evidence.the_job.optim.clip, evidence.the_job.train.spike_factor
     if not evidence.stated("optim.clip") and not evidence.written("train.spike_factor"):
         statement = f"nothing says whether {evidence.practice.trainer} clips gradients here"
         return unknown(statement, fix="set optim.clip to the norm it clips to, 0 for none", at="optim.clip")
     formula = (f"optim.clip = {clip:g}; train.spike_factor = {factor:g}",)
     if 0 < factor < limits.number("least_factor"):
-        return _touchy(factor, limits)
+        return _factor_too_small(factor, limits)
     if 0 < clip <= limits.number("most_clip") or factor > 0:
         how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
         return passed(f"a gradient that explodes is {how}", formula=formula, value=clip or factor, at="optim.clip")
@@ -92,7 +92,7 @@ def _guarded(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _touchy(factor: float, limits: Limits) -> Outcome:
+def _factor_too_small(factor: float, limits: Limits) -> Outcome:
     """A factor near 1 takes every usual step for a spike, and the run ends."""
     least = limits.number("least_factor")
     return failed(
@@ -133,7 +133,7 @@ def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Out
     )
 
 
-def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
+def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
     found = []
     if steps.not_finite:
         found.append(
@@ -161,10 +161,10 @@ def _seen(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome
                 "checkpoint of then, and look at the data of that step",
             )
         )
-    return (*found, *_in_a_row(evidence, limits, steps), _jump(evidence, limits, steps))
+    return (*found, *_in_a_row(evidence, limits, steps), _judge_jump(evidence, limits, steps))
 
 
-def _jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
+def _judge_jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
     """The loss where it is told by itself, else whatever jumped most unless gradients are clipped."""
     most = limits.number("jump")
     jump, spot = steps.worst_loss_jump, steps.worst_loss_jump_spot

@@ -13,10 +13,10 @@ TAKEN_OVER = Impact(note="no time by itself: who wrote the file runs code as you
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The format of checkpoints, and that of the weights a job starts from."""
-    return (_checkpoints(evidence, limits), _weights(evidence, limits))
+    return (_judge_checkpoints(evidence, limits), _judge_weights(evidence, limits))
 
 
-def _checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
     practice, safe = evidence.practice, limits.words("formats")
     form = practice.checkpoint_format
     if form is None:
@@ -41,7 +41,7 @@ def _checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _weights(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:
     path = evidence.the_job.train.weights
     if not path:
         return exempt("the job starts from new weights")

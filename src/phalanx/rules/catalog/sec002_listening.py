@@ -17,10 +17,10 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Agents, metrics, what the run really listened on, and the trainer's habits."""
     allowed = limits.words("reach")
     return (
-        *_agents(evidence, allowed),
-        *_metrics(evidence, allowed),
-        *_log(evidence, allowed),
-        *_habit(evidence, allowed),
+        *_judge_agents(evidence, allowed),
+        *_judge_metrics(evidence, allowed),
+        *_judge_log(evidence, allowed),
+        *_judge_trainer(evidence, allowed),
     )
 
 
@@ -50,23 +50,23 @@ def reach_of(host: str) -> Reach:
     return "private" if address.is_private or address.is_link_local else "public"
 
 
-def _agents(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
+def _judge_agents(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     if not evidence.stated("fault.interface"):
         return ()
     host = evidence.the_job.fault.interface
     who = "agents and ranks listen on"
-    return (_judged(host or "127.0.0.1", who, "fault.interface", allowed),)
+    return (_judge_address(host or "127.0.0.1", who, "fault.interface", allowed),)
 
 
-def _metrics(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
+def _judge_metrics(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     telemetry = evidence.the_job.telemetry
     if not telemetry.prometheus or not evidence.stated("telemetry.listen"):
         return ()
     host, _, port = telemetry.listen.rpartition(":")
-    return (_judged(host, "metrics are served on", "telemetry.listen", allowed, port=port),)
+    return (_judge_address(host, "metrics are served on", "telemetry.listen", allowed, port=port),)
 
 
-def _judged(host: str, who: str, key: str, allowed: tuple[str, ...], *, port: str = "") -> Outcome:
+def _judge_address(host: str, who: str, key: str, allowed: tuple[str, ...], *, port: str = "") -> Outcome:
     reach, shown = reach_of(host), host[:60]
     if reach in allowed:
         return passed(f"{who} {shown} ({reach})", value=shown, threshold=", ".join(allowed), at=key)
@@ -87,14 +87,14 @@ def _judged(host: str, who: str, key: str, allowed: tuple[str, ...], *, port: st
     )
 
 
-def _log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
+def _judge_log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     log = evidence.log
     if log is None or not log.listens:
         return ()
-    wrong = [one for one in log.listens if reach_of(_host(one)) in ("everywhere", "public")]
-    wrong = [one for one in wrong if reach_of(_host(one)) not in allowed]
+    wrong = [one for one in log.listens if reach_of(_address_host(one)) in ("everywhere", "public")]
+    wrong = [one for one in wrong if reach_of(_address_host(one)) not in allowed]
     listed = ", ".join(one[:60] for one in (wrong or log.listens)[:4])
-    names = [one for one in log.listens if reach_of(_host(one)) == "a name"]
+    names = [one for one in log.listens if reach_of(_address_host(one)) == "a name"]
     if not wrong and names:
         listed = ", ".join(one[:60] for one in names[:4])
         return (unknown(f"the run listened on {listed}: whether that is private is not known", fix="give numbers"),)
@@ -111,20 +111,20 @@ def _log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     )
 
 
-def _host(address: str) -> str:
+def _address_host(address: str) -> str:
     """Without its port: `10.0.0.1:80`, `[::1]:80`, `::1`."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.rpartition(":")[0] if address.count(":") == 1 else address
 
 
-def _habit(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
+def _judge_trainer(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, ...]:
     practice = evidence.practice
     if practice.authenticated is None and practice.listens is None:
         return (
             unknown(f"where {practice.trainer} listens, and to whom, is not known", fix="see ss -tlnp while it runs"),
         )
-    wide = [one for one in practice.listens or () if reach_of(_host(one)) not in (*allowed, "a name")]
+    wide = [one for one in practice.listens or () if reach_of(_address_host(one)) not in (*allowed, "a name")]
     if practice.authenticated and not wide:
         return (passed(f"{practice.trainer} asks for a secret on every control socket"),)
     why = []

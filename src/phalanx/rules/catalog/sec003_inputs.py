@@ -17,15 +17,20 @@ NO_TIME = Impact(note="no time by itself: a job file from elsewhere could write 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The name, where checkpoints are written, the other paths, and code of the job's own."""
-    return (_name(evidence, limits), _written(evidence, limits), _texts(evidence), *_code(evidence))
+    return (
+        _judge_name(evidence, limits),
+        _judge_outputs(evidence, limits),
+        _judge_paths(evidence),
+        *_judge_code(evidence),
+    )
 
 
-def _name(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_name(evidence: Evidence, limits: Limits) -> Outcome:
     name, most = evidence.the_job.name, int(limits.number("name_most"))
     if re.fullmatch(NAME_PATTERN, name) and len(name) <= most:
         return passed(f"the name {name} is {len(name)} plain characters", value=len(name), threshold=most, at="name")
     return failed(
-        f"the name {_shown(name)} is not plain, or longer than {most} characters",
+        f"the name {_shown_text(name)} is not plain, or longer than {most} characters",
         value=len(name),
         threshold=most,
         at="name",
@@ -34,17 +39,17 @@ def _name(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _written(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_outputs(evidence: Evidence, limits: Limits) -> Outcome:
     """A place a person names is theirs to choose; one that only looks as if it were inside the run is not."""
     path, most = evidence.the_job.checkpoint.path, limits.number("climbs")
-    climbs = 0 if "://" in path else _climbs(path)
+    climbs = 0 if "://" in path else _levels_above(path)
     if climbs <= most and not path.startswith("~"):
         where = "a store" if "://" in path else "absolute" if path.startswith("/") else "inside the run"
         return passed(
-            f"checkpoint.path = {_shown(path)} is {where}", value=climbs, threshold=most, at="checkpoint.path"
+            f"checkpoint.path = {_shown_text(path)} is {where}", value=climbs, threshold=most, at="checkpoint.path"
         )
     return failed(
-        f"checkpoint.path = {_shown(path)} leads out of the run",
+        f"checkpoint.path = {_shown_text(path)} leads out of the run",
         formula=(f"{plural(climbs, 'level')} up, more than {most:g}; '~' is not expanded",),
         value=climbs,
         threshold=most,
@@ -55,10 +60,10 @@ def _written(evidence: Evidence, limits: Limits) -> Outcome:
     )
 
 
-def _climbs(path: str) -> int:
+def _levels_above(path: str) -> int:
     """How far a path leads above where it starts; within an absolute one, any `..` counts.
 
-    >>> _climbs("checkpoints"), _climbs("a/../../b"), _climbs("/data/../etc")
+    >>> _levels_above("checkpoints"), _levels_above("a/../../b"), _levels_above("/data/../etc")
     (0, 1, 1)
     """
     depth = lowest = 0
@@ -72,7 +77,7 @@ def _climbs(path: str) -> int:
     return ups
 
 
-def _texts(evidence: Evidence) -> Outcome:
+def _judge_paths(evidence: Evidence) -> Outcome:
     job = evidence.the_job
     texts = {
         "checkpoint.path": (job.checkpoint.path,),
@@ -84,7 +89,7 @@ def _texts(evidence: Evidence) -> Outcome:
         for value in values:
             if not value.isprintable():
                 return failed(
-                    f"{key} = {_shown(value)} holds characters that do not print",
+                    f"{key} = {_shown_text(value)} holds characters that do not print",
                     value=len(value),
                     at=key,
                     impact=NO_TIME,
@@ -93,14 +98,14 @@ def _texts(evidence: Evidence) -> Outcome:
     return passed("all paths are plain text")
 
 
-def _code(evidence: Evidence) -> tuple[Outcome, ...]:
+def _judge_code(evidence: Evidence) -> tuple[Outcome, ...]:
     job = evidence.the_job
     # An entry point was installed on purpose, and runs without being asked for.
     plugins = ((f"plugins.{key}", text) for key, text in list_references(job.plugins) if ":" in text.partition("{")[0])
     named = [("model.module", job.model.module), *(("rules", name) for name in job.rules), *plugins]
     return tuple(
         failed(
-            f"{key} = {_shown(name)} runs code of its own",
+            f"{key} = {_shown_text(name)} runs code of its own",
             value=name[:60],
             at=key,
             severity="info",
@@ -112,7 +117,7 @@ def _code(evidence: Evidence) -> tuple[Outcome, ...]:
     )
 
 
-def _shown(text: str) -> str:
+def _shown_text(text: str) -> str:
     return repr(text[:80])
 
 

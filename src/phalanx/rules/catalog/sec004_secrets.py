@@ -12,10 +12,10 @@ from phalanx.units import plural
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Lines that look like credentials, and the provenance of the run."""
     grammar = evidence.the_log.grammar
-    return (_secrets(grammar, limits), _provenance(grammar, limits))
+    return (_judge_secrets(grammar, limits), _judge_provenance(grammar, limits))
 
 
-def _secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
+def _judge_secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
     most, count = limits.number("lines"), grammar.secrets
     statement = f"{plural(count, 'line')} of events and logs look like credentials"
     statement += "; searched in part, there is more than is searched" if grammar.secrets_partial else ""
@@ -32,7 +32,7 @@ def _secrets(grammar: GrammarFacts, limits: Limits) -> Outcome:
     )
 
 
-def _provenance(grammar: GrammarFacts, limits: Limits) -> Outcome:
+def _judge_provenance(grammar: GrammarFacts, limits: Limits) -> Outcome:
     if not limits.flag("provenance"):
         return passed("what ran need not be on record")
     if grammar.has_provenance is None:

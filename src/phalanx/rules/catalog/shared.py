@@ -11,7 +11,7 @@ from phalanx.rules.outcome import Outcome, Severity, unknown
 from phalanx.rules.rule import Limit, Limits
 
 
-def unsaid(evidence: Evidence, key: str, what: str) -> Outcome | None:
+def unstated_key(evidence: Evidence, key: str, what: str) -> Outcome | None:
     """The answer of a rule where the job's value of a key is no more than our default; None where it counts."""
     if evidence.stated(key):
         return None
@@ -56,7 +56,7 @@ def failure_chance(plan: Plan) -> float:
 MARGIN = Limit(value=0.10, note="beyond a threshold by up to this share is a warning, more is an error: house")
 
 
-def beyond(value: float, most: float, limits: Limits) -> Severity | None:
+def severity_above(value: float, most: float, limits: Limits) -> Severity | None:
     """Of a value above its threshold: a warning within the margin, else the rule's own severity."""
     return "warning" if value <= most * (1 + limits.number("margin")) else None
 
@@ -66,7 +66,7 @@ def beyond_count(count: int, most: float, limits: Limits) -> Severity | None:
     return "warning" if count <= max(most + 1, most * (1 + limits.number("margin"))) else None
 
 
-def below(value: float, least: float, limits: Limits) -> Severity | None:
+def severity_below(value: float, least: float, limits: Limits) -> Severity | None:
     """Of a share below its target, as of effective time: the margin is of what may be lost."""
     return "warning" if 1 - value <= (1 - least) * (1 + limits.number("margin")) else None
 
@@ -74,7 +74,7 @@ def below(value: float, least: float, limits: Limits) -> Severity | None:
 # Hardware of which nothing is published (the profile `custom`) is judged by measurements alone, never by tables.
 
 
-def unmeasured(evidence: Evidence, what: str) -> Outcome | None:
+def without_measurement(evidence: Evidence, what: str) -> Outcome | None:
     """`unknown` where the verdict would rest on seconds that no probe, calibration or run has measured."""
     plan, log = evidence.plan, evidence.log
     if not evidence.profile.must_measure or plan is None:

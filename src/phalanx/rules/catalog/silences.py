@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import CheckpointFacts, Spread
+from phalanx.rules.facts.log_facts import CheckpointFacts
 
 # A timeout that is proposed is twice the longest silence: a save that is predicted from the disk's bandwidth, or seen a
 # few times, may well take longer once. House.
@@ -35,12 +35,12 @@ class Silence:
 def longest_silence(evidence: Evidence) -> Silence | None:
     """The longest pause outside of steps; None where nothing says how long any takes."""
     seen = evidence.log.checkpoints if evidence.log is not None else None
-    found = [_save(evidence, seen), _evaluation(evidence), _restore(evidence)]
+    found = [_save_silence(evidence, seen), _evaluation_silence(evidence), _restore_silence(evidence)]
     known = [one for one in found if one is not None and math.isfinite(one.seconds) and one.seconds > 0]
     return max(known, key=lambda one: one.seconds, default=None)
 
 
-def _save(evidence: Evidence, seen: CheckpointFacts | None) -> Silence | None:
+def _save_silence(evidence: Evidence, seen: CheckpointFacts | None) -> Silence | None:
     """Until a save lets the training go on: until it is written, where it is not known to go on beside that."""
     job, plan = evidence.the_job, evidence.plan
     if evidence.practice.saves is False:
@@ -49,14 +49,14 @@ def _save(evidence: Evidence, seen: CheckpointFacts | None) -> Silence | None:
     what = "the copy that a save begins with" if aside else "a synchronous save"
     if seen is not None:
         kinds = (seen.blocked_s, seen.final_blocked_s) if aside else (seen.persist_s, seen.final_persist_s)
-        if (most_s := _most(*kinds)) is not None:
+        if (most_s := max((one.most for one in kinds if one is not None and one.count), default=None)) is not None:
             return Silence(seconds=most_s, what=what, measured=True)
     if plan is None:
         return None
     return Silence(seconds=plan.reliability.blocking_s if aside else plan.reliability.persist_s, what=what)
 
 
-def _evaluation(evidence: Evidence) -> Silence | None:
+def _evaluation_silence(evidence: Evidence) -> Silence | None:
     """A forward pass is a third of a step's arithmetic (forward 1, backward 2)."""
     job, plan = evidence.the_job, evidence.plan
     sequences = job.train.evaluate_sequences
@@ -68,13 +68,9 @@ def _evaluation(evidence: Evidence) -> Silence | None:
     )
 
 
-def _restore(evidence: Evidence) -> Silence | None:
+def _restore_silence(evidence: Evidence) -> Silence | None:
     """Reading what was written takes about as long; at a start, where `comm.init_timeout_s` holds."""
     plan = evidence.plan
     if plan is None or evidence.practice.saves is False:
         return None
     return Silence(seconds=plan.reliability.persist_s, what="restoring a checkpoint")
-
-
-def _most(*spreads: Spread | None) -> float | None:
-    return max((one.most for one in spreads if one is not None and one.count), default=None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.shared import MARGIN, beyond
-from phalanx.rules.catalog.tel_measured import file_of, known, steps_of, still_reading, too_young, why_no_noise
+from phalanx.rules.catalog.shared import MARGIN, severity_above
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of, still_reading, too_young, why_no_noise
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
@@ -18,29 +18,29 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """The job's keys before a run, the log's own rhythm afterwards."""
     log = evidence.log
     if log is None:
-        return _before(evidence, limits)
+        return _judge_job(evidence, limits)
     return (
-        _steps(log),
-        _devices(evidence, log, limits),
-        _peers(evidence, log, limits),
-        _noise(evidence, log, limits),
-        _schema(log),
+        _judge_steps(log),
+        _judge_devices(evidence, log, limits),
+        _judge_peers(evidence, log, limits),
+        _judge_noise(evidence, log, limits),
+        _judge_schema(log),
     )
 
 
 # ---- before a run ----------------------------------------------------------------------------------------------------
 
 
-def _before(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_job(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     practice = evidence.practice
     if practice.trainer != "phalanx":
-        return (_habit(evidence),)
+        return (_judge_trainer(evidence),)
     if evidence.job is None:
         return (unknown("neither a job nor a run log says what will be measured", fix="name a job file or a run"),)
-    return (_interval(evidence, limits), _pings(evidence, limits))
+    return (_judge_interval(evidence, limits), _judge_pings(evidence, limits))
 
 
-def _habit(evidence: Evidence) -> Outcome:
+def _judge_trainer(evidence: Evidence) -> Outcome:
     trainer, written = evidence.practice.trainer, evidence.practice.telemetry
     if written is None:
         return unknown(f"which series {trainer} writes is not known", fix="check the log of a run")
@@ -58,7 +58,7 @@ def _habit(evidence: Evidence) -> Outcome:
     )
 
 
-def _interval(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_interval(evidence: Evidence, limits: Limits) -> Outcome:
     interval_s, most = evidence.the_job.telemetry.interval_s, limits.number("device_s")
     statement = f"devices are sampled every {interval_s:g} s"
     formula = (f"telemetry.interval_s = {interval_s:g} s <= {most:g} s",)
@@ -73,7 +73,7 @@ def _interval(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="telemetry.interval_s",
-        severity=beyond(interval_s, most, limits),
+        severity=severity_above(interval_s, most, limits),
         impact=BLIND,
         edits=(Edit(key="telemetry.interval_s", value=round(most), safe=True, note="the slowest allowed"),),
     )
@@ -95,7 +95,7 @@ def _too_often(key: str, value_s: float, most: float, statement: str, limits: Li
     )
 
 
-def _pings(evidence: Evidence, limits: Limits) -> Outcome:
+def _judge_pings(evidence: Evidence, limits: Limits) -> Outcome:
     every_s, most = evidence.the_job.telemetry.peers_every_s, limits.number("peers_s")
     if evidence.plan is not None and evidence.devices < 2:
         return exempt("one rank has no peers")
@@ -112,7 +112,7 @@ def _pings(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most,
         unit="s",
         at="telemetry.peers_every_s",
-        severity=beyond(every_s, most, limits) if every_s > 0 else None,
+        severity=severity_above(every_s, most, limits) if every_s > 0 else None,
         impact=BLIND,
         edits=(Edit(key="telemetry.peers_every_s", value=min(30, round(most)), safe=True, note="the default"),),
     )
@@ -121,7 +121,7 @@ def _pings(evidence: Evidence, limits: Limits) -> Outcome:
 # ---- of a run --------------------------------------------------------------------------------------------------------
 
 
-def _steps(log: LogFacts) -> Outcome:
+def _judge_steps(log: LogFacts) -> Outcome:
     steps = log.steps
     if steps is None or steps.count <= 0:
         return still_reading(log, "steps") or exempt("the run has no step yet")
@@ -141,21 +141,21 @@ def _steps(log: LogFacts) -> Outcome:
     )
 
 
-def _devices(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
+def _judge_devices(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     most = limits.number("device_s") * limits.number("gap_ratio")
     if log.monitor is None:
-        return _absent(log, "samples of the devices", "`monitor`", most)
+        return _absent_series(log, "samples of the devices", "`monitor`", most)
     few = _too_few(evidence, log, log.monitor.ranks, "samples of the devices", limits)
-    return few or _rhythm(log, "devices are sampled", log.monitor.gap_s, most, limits)
+    return few or _judge_gaps(log, "devices are sampled", log.monitor.gap_s, most, limits)
 
 
-def _peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
+def _judge_peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     most = limits.number("peers_s") * limits.number("gap_ratio")
     if max(log.world, len(log.ranks)) < 2:
         return exempt("one rank has no peers")
     if log.peers is None:
-        return _absent(log, "reports of peer latency", "`peers`", most)
-    if log.peers.p99_s is None and (known(log.peers.lost_share) or 0.0) > 0:
+        return _absent_series(log, "reports of peer latency", "`peers`", most)
+    if log.peers.p99_s is None and (finite_value(log.peers.lost_share) or 0.0) > 0:
         return failed(
             "every ping between peers was lost",
             value=log.peers.lost_share,
@@ -164,10 +164,10 @@ def _peers(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             fix="let UDP between the hosts pass (docs/telemetry.md, peer latency)",
         )
     few = _too_few(evidence, log, log.peers.ranks, "reports of peer latency", limits)
-    return few or _rhythm(log, "peer latency is reported", log.peers.gap_s, most, limits)
+    return few or _judge_gaps(log, "peer latency is reported", log.peers.gap_s, most, limits)
 
 
-def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
+def _judge_noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     most, steps = limits.number("noise_steps"), steps_of(log)
     if why := why_no_noise(evidence):
         return exempt(why)
@@ -184,7 +184,7 @@ def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
             impact=BLIND,
             fix="phalanx train writes `noise_scale` with every step: look for a `remark` in the rank's events",
         )
-    gap = known(noise.gap_steps)
+    gap = finite_value(noise.gap_steps)
     statement = f"{plural(noise.count, 'value')} of the gradient noise" + (
         f", p99 {gap:.0f} steps apart" if gap is not None else ""
     )
@@ -202,7 +202,7 @@ def _noise(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     )
 
 
-def _schema(log: LogFacts) -> Outcome:
+def _judge_schema(log: LogFacts) -> Outcome:
     bad = log.grammar.invalid
     if bad <= 0:
         return passed("every event read keeps the schema", value=0, threshold=0, unit="events")
@@ -217,7 +217,7 @@ def _schema(log: LogFacts) -> Outcome:
     )
 
 
-def _absent(log: LogFacts, what: str, kind: str, due_s: float) -> Outcome:
+def _absent_series(log: LogFacts, what: str, kind: str, due_s: float) -> Outcome:
     return (
         still_reading(log, what)
         or too_young(log, f"the first of the {what}", due_s)
@@ -253,8 +253,8 @@ def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: L
     )
 
 
-def _rhythm(log: LogFacts, statement: str, gap_s: float | None, most: float, limits: Limits) -> Outcome:
-    gap = known(gap_s)
+def _judge_gaps(log: LogFacts, statement: str, gap_s: float | None, most: float, limits: Limits) -> Outcome:
+    gap = finite_value(gap_s)
     if gap is None:
         return passed(f"{statement}, once in each membership", threshold=most, unit="s")
     statement = f"{statement} {gap:.1f} s apart or less, for 99 % of the time on 99 % of the ranks"
@@ -267,7 +267,7 @@ def _rhythm(log: LogFacts, statement: str, gap_s: float | None, most: float, lim
         threshold=most,
         unit="s",
         at=file_of(log),
-        severity=beyond(gap, most, limits),
+        severity=severity_above(gap, most, limits),
         impact=BLIND,
         fix="shorten [telemetry] interval_s or peers_every_s; where they are short, the host was too busy to look",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.tel_measured import file_of, known, still_reading, too_young, wall_s
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading, too_young, wall_s
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
@@ -18,27 +18,29 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     log = evidence.the_log
     monitor = log.monitor
     if monitor is None:
-        return (_nothing(log),)
-    source = _source(evidence, log, monitor)
+        return (_without_samples(log),)
+    source = _judge_source(evidence, log, monitor)
     if source.verdict != "pass" or not monitor.utilization_sources:
         return (source,)
-    return (source, *_levels(evidence, log, monitor, limits))
+    return (source, *_judge_levels(evidence, log, monitor, limits))
 
 
-def _levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Limits) -> tuple[Outcome, ...]:
-    value = known(monitor.utilization)
+def _judge_levels(evidence: Evidence, log: LogFacts, monitor: MonitorFacts, limits: Limits) -> tuple[Outcome, ...]:
+    value = finite_value(monitor.utilization)
     if value is None:
         return (unknown("utilization has a source and no value", fix="look at `utilization` in the monitor events"),)
     statement = f"mean utilization {value:.0%}: reported, not judged"
     # NVIDIA's 0.8 and 0.5 are of SM activity; tensor, gfx and CPU activity have no published level.
     if not all(one.endswith("-sm") for one in monitor.utilization_sources) or limits.number("mean") <= NOT_JUDGED:
-        return (exempt(f"{statement} ({_why(evidence, monitor)})"),)
+        shared = "ranks that share cores cannot all be busy"
+        other = f"no published level for {', '.join(monitor.utilization_sources)}"
+        return (exempt(f"{statement} ({shared if evidence.profile.name == 'cpu-gloo' else other})"),)
     if wall_s(log) < limits.number("least_wall_s"):
         return (exempt(f"{statement} of a run of {format_seconds(wall_s(log))}: start and end weigh too much"),)
-    return (_mean(evidence, value, limits.number("mean")), _hour(evidence, monitor, limits.number("hour")))
+    return (_judge_mean(evidence, value, limits.number("mean")), _judge_hour(evidence, monitor, limits.number("hour")))
 
 
-def _nothing(log: LogFacts) -> Outcome:
+def _without_samples(log: LogFacts) -> Outcome:
     return (
         still_reading(log, "samples of the devices")
         or too_young(log, "the first sample of a device", DUE_S)
@@ -46,7 +48,7 @@ def _nothing(log: LogFacts) -> Outcome:
     )
 
 
-def _source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome:
+def _judge_source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome:
     honest, profile = evidence.profile.utilization_sources, evidence.profile.name
     wrong = [one for one in monitor.utilization_sources if one not in honest]
     if wrong:
@@ -65,7 +67,7 @@ def _source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome
             value=", ".join(monitor.utilization_sources),
             threshold=", ".join(honest),
         )
-    if known(log.mfu) is not None:
+    if finite_value(log.mfu) is not None:
         return passed(f"no counter of activity on these devices; MFU stands for it: {log.mfu:.1%}", value="mfu")
     return unknown(
         "no utilization, and no MFU either",
@@ -73,7 +75,7 @@ def _source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome
     )
 
 
-def _mean(evidence: Evidence, value: float, least: float) -> Outcome:
+def _judge_mean(evidence: Evidence, value: float, least: float) -> Outcome:
     statement = f"mean utilization {value:.0%}"
     if value >= least:
         return passed(statement, formula=(f"{value:.3f} >= {least:g}",), value=value, threshold=least)
@@ -89,8 +91,8 @@ def _mean(evidence: Evidence, value: float, least: float) -> Outcome:
     )
 
 
-def _hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
-    value = known(monitor.lowest_hour)
+def _judge_hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
+    value = finite_value(monitor.lowest_hour)
     if value is None:
         return exempt("no hour to judge by itself")
     statement = f"lowest hour {value:.0%}"
@@ -105,12 +107,6 @@ def _hour(evidence: Evidence, monitor: MonitorFacts, least: float) -> Outcome:
         impact=evidence.loses_once(HOUR_S * (1 - value), "devices without work in that hour"),
         fix="look at that hour in phalanx web: data, checkpoints, or a recovery that did not end",
     )
-
-
-def _why(evidence: Evidence, monitor: MonitorFacts) -> str:
-    if evidence.profile.name == "cpu-gloo":
-        return "ranks that share cores cannot all be busy"
-    return f"no published level for {', '.join(monitor.utilization_sources)}"
 
 
 RULE = Rule(

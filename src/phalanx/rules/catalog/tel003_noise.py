@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.tel_measured import file_of, known, steps_of, still_reading, why_no_noise
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of, still_reading, why_no_noise
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
@@ -32,10 +32,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             impact=NO_TIME,
             fix="write the step's estimates of tr Σ and |G|² beside the quotient (docs/events.md, step)",
         )
-    return _compared(log, noise.count, known(noise.error), limits.number("error"))
+    return _judge_parts(log, noise.count, finite_value(noise.error), limits.number("error"))
 
 
-def _compared(log: LogFacts, count: int, error: float | None, most: float) -> Outcome:
+def _judge_parts(log: LogFacts, count: int, error: float | None, most: float) -> Outcome:
     if error is None:
         return exempt(f"{plural(count, 'value')}, too few with their parts to work out again")
     statement = f"the parts give noise_scale within {error:.2%}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from phalanx.record.account.stragglers import Straggler
-from phalanx.rules.catalog.tel_measured import file_of, known, steps_of, still_reading
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of, still_reading
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.drill_facts import proofs
+from phalanx.rules.facts.drill_facts import counted_records
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -18,16 +18,16 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     log = evidence.the_log
     if max(log.world, len(log.ranks)) < 2:
         return (exempt("one rank waits for nobody"),)
-    scores = _scores(log, limits)
+    scores = _judge_scores(log, limits)
     drilled = _drilled(evidence)
     return (
         scores,
-        *((_slowest(evidence, log, limits),) if scores.verdict == "pass" and scores.applies else ()),
+        *((_judge_slowest(evidence, log, limits),) if scores.verdict == "pass" and scores.applies else ()),
         *drilled,
     )
 
 
-def _scores(log: LogFacts, limits: Limits) -> Outcome:
+def _judge_scores(log: LogFacts, limits: Limits) -> Outcome:
     world, found = max(log.world, len(log.ranks)), log.straggler_scores
     if steps_of(log) < limits.number("within_steps") and not found:
         return exempt(f"scores are due within {limits.number('within_steps'):g} steps; the run has {steps_of(log):,}")
@@ -50,18 +50,18 @@ def _scores(log: LogFacts, limits: Limits) -> Outcome:
     )
 
 
-def _slowest(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
+def _judge_slowest(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     least = limits.number("score")
-    scored = [(1 / one.score, one) for one in log.stragglers if (known(one.score) or 0.0) > 0.0]
+    scored = [(1 / one.score, one) for one in log.stragglers if (finite_value(one.score) or 0.0) > 0.0]
     if not scored:
         return passed("nobody stands out in the last 100 steps", threshold=least)
     relative, worst = min(scored, key=lambda pair: pair[0])
     if relative >= least:
         return passed(_straggler_text(worst, relative), value=relative, threshold=least)
-    return _slow(evidence, worst, relative, least)
+    return _slow_rank(evidence, worst, relative, least)
 
 
-def _slow(evidence: Evidence, worst: Straggler, relative: float, least: float) -> Outcome:
+def _slow_rank(evidence: Evidence, worst: Straggler, relative: float, least: float) -> Outcome:
     where = f"rank {worst.rank}" + (f" on {worst.host}" if worst.host else "")
     return failed(
         _straggler_text(worst, relative),
@@ -81,7 +81,7 @@ def _straggler_text(worst: Straggler, relative: float) -> str:
 
 def _drilled(evidence: Evidence) -> tuple[Outcome, ...]:
     """What drills say; without one the log alone answers."""
-    counted = proofs(evidence.drills, profile=evidence.profile.name)
+    counted = counted_records(evidence.drills, profile=evidence.profile.name)
     tried = [one for one in counted if one.named_right is not None][:1]  # the newest
     wrong = [one for one in tried if not one.named_right]
     if wrong:

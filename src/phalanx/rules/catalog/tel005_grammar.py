@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.catalog.tel_measured import file_of, known, steps_of
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed
@@ -17,13 +17,13 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Each kind of disorder by itself; one line when there is none."""
     log = evidence.the_log
     if not log.ranks and not steps_of(log):
-        return (_empty(log),)
+        return (_empty_log(log),)
     found = (
-        *_whole(log),
-        *_ordered(log),
-        *_readable(log, limits),
-        *_closed(log, limits),
-        *_clocks(log, limits),
+        *_judge_complete(log),
+        *_judge_order(log),
+        *_judge_readable(log, limits),
+        *_judge_closed(log, limits),
+        *_judge_clocks(log, limits),
     )
     if any(one.verdict == "fail" for one in found):
         return tuple(one for one in found if one.verdict == "fail")
@@ -33,7 +33,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     return (passed(f"the log of {plural(len(log.ranks), 'rank')} is {when}, in order and readable{some}"),)
 
 
-def _empty(log: LogFacts) -> Outcome:
+def _empty_log(log: LogFacts) -> Outcome:
     if not log.is_over:
         return exempt("no rank has written anything yet")
     ended = f"the run is over ({log.state})" if log.state else "the run is over"
@@ -48,22 +48,26 @@ def _empty(log: LogFacts) -> Outcome:
     )
 
 
-def _whole(log: LogFacts) -> tuple[Outcome, ...]:
+def _judge_complete(log: LogFacts) -> tuple[Outcome, ...]:
     grammar, found = log.grammar, []
     if grammar.missing:
-        found.append(_listed(log, f"the log lacks {_names(grammar.missing)}", grammar.missing))
+        found.append(_listed_items(log, f"the log lacks {_first_names(grammar.missing)}", grammar.missing))
     if grammar.repeated:
-        found.append(_listed(log, f"the log has {_names(grammar.repeated)} more than once", grammar.repeated))
+        found.append(
+            _listed_items(log, f"the log has {_first_names(grammar.repeated)} more than once", grammar.repeated)
+        )
     if grammar.ranks_missing and not log.bytes_left:
         ranks = tuple(f"{one}" for one in grammar.ranks_missing)
         statement = (
-            f"rank {ranks[0]} left no event" if len(ranks) == 1 else f"{len(ranks):,} left no event: {_names(ranks)}"
+            f"rank {ranks[0]} left no event"
+            if len(ranks) == 1
+            else f"{len(ranks):,} left no event: {_first_names(ranks)}"
         )
-        found.append(_listed(log, f"of {log.world:,} ranks, {statement}", ranks))
+        found.append(_listed_items(log, f"of {log.world:,} ranks, {statement}", ranks))
     return tuple(found)
 
 
-def _listed(log: LogFacts, statement: str, items: tuple[str, ...]) -> Outcome:
+def _listed_items(log: LogFacts, statement: str, items: tuple[str, ...]) -> Outcome:
     return failed(
         statement,
         value=len(items),
@@ -74,7 +78,7 @@ def _listed(log: LogFacts, statement: str, items: tuple[str, ...]) -> Outcome:
     )
 
 
-def _ordered(log: LogFacts) -> tuple[Outcome, ...]:
+def _judge_order(log: LogFacts) -> tuple[Outcome, ...]:
     grammar = log.grammar
     if not grammar.out_of_order:
         return ()
@@ -91,7 +95,7 @@ def _ordered(log: LogFacts) -> tuple[Outcome, ...]:
     )
 
 
-def _readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     """A process that is killed may leave its last line torn; more than that is damage."""
     grammar, torn = log.grammar, len(log.incidents) * limits.number("torn_per_incident")
     if grammar.unreadable <= torn:
@@ -113,7 +117,7 @@ def _readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     )
 
 
-def _closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
+def _judge_closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     allowed = limits.number("unclosed") if log.is_over else max(1.0, limits.number("unclosed"))
     if log.grammar.unclosed <= allowed:
         return ()
@@ -130,8 +134,8 @@ def _closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     )
 
 
-def _clocks(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
-    skew, most = known(log.grammar.skew_s), limits.number("skew_s")
+def _judge_clocks(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
+    skew, most = finite_value(log.grammar.skew_s), limits.number("skew_s")
     if skew is None or skew <= most:
         return ()
     return (
@@ -149,7 +153,7 @@ def _clocks(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
     )
 
 
-def _names(items: tuple[str, ...]) -> str:
+def _first_names(items: tuple[str, ...]) -> str:
     more = f" and {len(items) - MOST_NAMED:,} more" if len(items) > MOST_NAMED else ""
     return ", ".join(items[:MOST_NAMED]) + more
 

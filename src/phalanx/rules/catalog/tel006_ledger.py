@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from phalanx.record.account.ledger import Ledger
-from phalanx.rules.catalog.tel_measured import file_of, known, still_reading
+from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
@@ -20,12 +20,12 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if log.ledger is None:
         missing = still_reading(log, "the end of the walk over the record")
         return (missing or unknown("the run has no ledger", fix="its launch.json and events must be readable"),)
-    if not known(log.ledger.wall_s) or log.ledger.wall_s <= 0:
+    if not finite_value(log.ledger.wall_s) or log.ledger.wall_s <= 0:
         return (exempt("no time has passed on record"),)
-    return (_closes(log, log.ledger, limits), *_cost(evidence, limits))
+    return (_judge_ledger(log, log.ledger, limits), *_judge_cost(evidence, limits))
 
 
-def _closes(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
+def _judge_ledger(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
     wall_s, most = ledger.wall_s, limits.number("gap")
     total_s = float(sum(asdict(ledger.accounts).values()))
     steps = ledger.steps + ledger.steps_lost
@@ -55,8 +55,8 @@ def _closes(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
     )
 
 
-def _cost(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    share, most = known(evidence.the_log.telemetry_share), limits.number("telemetry")
+def _judge_cost(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    share, most = finite_value(evidence.the_log.telemetry_share), limits.number("telemetry")
     if share is None:
         return ()  # not every log tells; the ledger has it in its steps either way
     statement = f"telemetry takes {share:.2%} of the step time"

@@ -11,19 +11,19 @@ from phalanx.rules.outcome import Outcome, Spot, exempt, unknown
 from phalanx.units import format_seconds
 
 
-def known(value: float | None) -> float | None:
+def finite_value(value: float | None) -> float | None:
     """A number that can be compared: a damaged log may hold infinities."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def wall_s(log: LogFacts) -> float:
     """How long the run has gone on, as far as its log tells; 0 where it does not."""
-    return max(0.0, known(log.wall_s) or 0.0)
+    return max(0.0, finite_value(log.wall_s) or 0.0)
 
 
 def training_s(log: LogFacts) -> float:
     """How long the ranks have been at work: the time without the launch, which on a busy host takes half a minute."""
-    init_s = known(log.ledger.accounts.init) if log.ledger is not None else None
+    init_s = finite_value(log.ledger.accounts.init) if log.ledger is not None else None
     return max(0.0, wall_s(log) - (init_s or 0.0))
 
 
@@ -45,12 +45,8 @@ def too_young(log: LogFacts, what: str, due_s: float) -> Outcome | None:
     worked_s = training_s(log)
     if worked_s > due_s:
         return None
-    lasted = f"{format_seconds(worked_s)}{_so_far(log)}"
+    lasted = f"{format_seconds(worked_s)}{'' if log.is_over else ' so far'}"
     return exempt(f"{what} is due within {format_seconds(due_s)} of the launch's end; the run has {lasted}")
-
-
-def _so_far(log: LogFacts) -> str:
-    return "" if log.is_over else " so far"
 
 
 def steps_of(log: LogFacts) -> int:

@@ -20,12 +20,12 @@ NO_START = Impact(points=100.0, note="the job does not start")
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     """The layout's arithmetic, or why the planner found no layout."""
     if evidence.plan is not None:
-        return _layout(evidence, evidence.plan, limits)
+        return _judge_layout(evidence, evidence.plan, limits)
     refused = tuple(
         one for one in evidence.refusals if not (is_memory(one) or is_batch(one) or "matrix units" in one.what)
     )
     if refused:
-        return tuple(_refusal(evidence, one) for one in refused)
+        return tuple(_judge_refusal(evidence, one) for one in refused)
     if evidence.refusals:
         return passed("not the degrees: the planner refused the job for what MEM001, BAT001 or PRC003 tell")
     return unknown(
@@ -43,19 +43,19 @@ def is_batch(problem: Problem) -> bool:
     return "global batch" in problem.what or "batch.micro =" in problem.what
 
 
-def _refusal(evidence: Evidence, problem: Problem) -> Outcome:
+def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
     if problem.what.startswith(SILENT):
         return unknown(f"the configuration {problem.what}", fix=problem.fix)
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
         statement,
-        at=_key(problem),
-        impact=_all(evidence),
+        at=_named_key(problem),
+        impact=_whole_job(evidence),
         fix=problem.fix or "leave the sizes under [parallel] to the planner",
     )
 
 
-def _key(problem: Problem) -> str:
+def _named_key(problem: Problem) -> str:
     """The first job key a refusal names; none leads to the file."""
     words = (word.strip("(),:;=\"'`") for word in problem.what.split())
     sections = ("parallel.", "batch.", "precision.", "cost.", "checkpoint.", "cluster.")
@@ -64,25 +64,25 @@ def _key(problem: Problem) -> str:
     return named or (f"parallel.{max(sizes, key=lambda name: sizes[name])}" if sizes else "")
 
 
-def _all(evidence: Evidence) -> Impact:
+def _whole_job(evidence: Evidence) -> Impact:
     return Impact(points=100.0, usd=evidence.usd, note=NO_START.note)
 
 
-def _layout(evidence: Evidence, plan: Plan, limits: Limits) -> Outcome | tuple[Outcome, ...]:
+def _judge_layout(evidence: Evidence, plan: Plan, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     layout, job = plan.layout, evidence.job or plan.job
     product = (
         f"tensor {layout.tensor} × context {layout.context} × pipeline {layout.pipeline} × data {layout.data} "
         f"= {layout.devices:,}"
     )
     wrong = tuple(
-        failed(what, formula=(product,), value=value, threshold=bound, at=at, impact=_all(evidence), fix=fix)
-        for what, value, bound, at, fix in _faults(job, plan, limits)
+        failed(what, formula=(product,), value=value, threshold=bound, at=at, impact=_whole_job(evidence), fix=fix)
+        for what, value, bound, at, fix in _degree_faults(job, plan, limits)
     )
     statement = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
     return wrong or passed(statement, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
 
 
-def _faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, int, str, str]]:
+def _degree_faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, int, str, str]]:
     """(what, value, bound, key, fix) of everything that does not divide."""
     layout, model, world = plan.layout, job.model, plan.cluster.devices
     if layout.devices > world or (limits.flag("every_device") and layout.devices != world):

@@ -29,13 +29,15 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         unit="ranks",
         at="parallel.tensor",
         severity="warning" if evidence.profile.name == "cpu-gloo" else "error",
-        impact=evidence.loses(_lost(evidence), "tensor traffic at the speed of the network instead of the links"),
+        impact=evidence.loses(
+            _lost_seconds(evidence), "tensor traffic at the speed of the network instead of the links"
+        ),
         fix="split the model over pipeline stages or shards instead",
         edits=(Edit(key="parallel.tensor", value=fitting, safe=False, note=f"fits a domain of {domain:,}"),),
     )
 
 
-def _lost(evidence: Evidence) -> float:
+def _lost_seconds(evidence: Evidence) -> float:
     """Tensor traffic that shows, less what it would be on the links."""
     plan = evidence.the_plan
     shown_s = sum(one.shown_s for one in plan.mapping if one.axis == "tensor")

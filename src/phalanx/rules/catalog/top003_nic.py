@@ -27,10 +27,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         )
     if not paths:
         return unknown("the host reports no network card", fix="look at nvidia-smi topo -m on the node")
-    return _judge(evidence, paths, limits)
+    return _judge_paths(evidence, paths, limits)
 
 
-def _judge(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Outcome:
+def _judge_paths(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits) -> Outcome:
     near = limits.words("near")
     far = [one for one in paths if one.path.upper() not in near]
     listed = ", ".join(f"{one.device[:24]}→{one.nic[:24]} {one.path[:8]}" for one in (far or list(paths))[:8])

@@ -8,8 +8,8 @@ from itertools import permutations
 
 from phalanx.plan.mapping import RANK_ORDER
 from phalanx.plan.plan import Plan
-from phalanx.rules.catalog.com_messages import damaged, sane
-from phalanx.rules.catalog.shared import unmeasured
+from phalanx.rules.catalog.com_messages import damaged_traffic, sane
+from phalanx.rules.catalog.shared import without_measurement
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -31,23 +31,23 @@ class _Part:
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Seconds on the wire in the plan's order of the axes, against the best order."""
     plan = evidence.the_plan
-    if (torn := damaged(plan)) is not None:
+    if (torn := damaged_traffic(plan)) is not None:
         return torn
     carried = [one for one in plan.mapping if one.size > 1 and one.bytes_per_step > 0]
     if plan.layout.devices <= plan.cluster.domain_devices:
         return exempt("the job stays inside one domain: all links are alike")
-    if len(_used(plan)) < 2:
+    if len(_used_axes(plan)) < 2:
         return exempt("one axis: there is nothing to exchange")
-    if (missing := unmeasured(evidence, "the time of traffic")) is not None:
+    if (missing := without_measurement(evidence, "the time of traffic")) is not None:
         return missing
     ours = tuple(plan.rank_order) if sorted(plan.rank_order) == sorted(RANK_ORDER) else RANK_ORDER
-    times = {order: wire_seconds(plan, order) for order in _orders(plan, ours)}
+    times = {order: wire_seconds(plan, order) for order in _possible_orders(plan, ours)}
     best = min(times, key=lambda order: (times[order], order != ours))
     ratio = times[ours] / times[best] if times[best] > 0 else 1.0
     most = limits.number("most_ratio")
     formula = (
         *(f"{one.axis} {one.size:,}: {one.bytes_per_step / 1e9:,.3g} GB a step on {one.tier}" for one in carried),
-        f"T({_named(plan, ours)}) = {format_seconds(times[ours])}, T({_named(plan, best)}) = "
+        f"T({_order_text(plan, ours)}) = {format_seconds(times[ours])}, T({_order_text(plan, best)}) = "
         f"{format_seconds(times[best])}: {ratio:.2f}, at most {most:.2f}",
     )
     if ratio <= most:
@@ -55,7 +55,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
     shown_s = sum(one.shown_s for one in carried)
     return failed(
-        f"traffic takes {ratio:.2f}x the time it would with {_named(plan, best)} nearest first",
+        f"traffic takes {ratio:.2f}x the time it would with {_order_text(plan, best)} nearest first",
         formula=formula,
         value=ratio,
         threshold=most,
@@ -64,33 +64,33 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         impact=evidence.loses(
             (1 - 1 / ratio) * shown_s / max(plan.prediction.step_s, 1e-30), "of the traffic that shows in the step"
         ),
-        fix=f"choose degrees so that {_moved(plan, ours, best)} fits inside a domain of "
-        f"{plan.cluster.domain_devices:,} devices, or order the ranks as {_named(plan, best)}",
+        fix=f"choose degrees so that {_moved_axis(plan, ours, best)} fits inside a domain of "
+        f"{plan.cluster.domain_devices:,} devices, or order the ranks as {_order_text(plan, best)}",
     )
 
 
-def _sizes(plan: Plan) -> dict[str, int]:
+def _axis_sizes(plan: Plan) -> dict[str, int]:
     layout = plan.layout
     return {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "pipeline": layout.pipeline}
 
 
-def _used(plan: Plan) -> list[str]:
-    return [name for name, size in _sizes(plan).items() if size > 1]
+def _used_axes(plan: Plan) -> list[str]:
+    return [name for name, size in _axis_sizes(plan).items() if size > 1]
 
 
-def _named(plan: Plan, order: tuple[str, ...]) -> str:
-    return ", ".join(name for name in order if name in _used(plan))
+def _order_text(plan: Plan, order: tuple[str, ...]) -> str:
+    return ", ".join(name for name in order if name in _used_axes(plan))
 
 
-def _moved(plan: Plan, ours: tuple[str, ...], best: tuple[str, ...]) -> str:
+def _moved_axis(plan: Plan, ours: tuple[str, ...], best: tuple[str, ...]) -> str:
     """The axis that the best order takes nearer."""
-    before, after = ([name for name in order if name in _used(plan)] for order in (ours, best))
+    before, after = ([name for name in order if name in _used_axes(plan)] for order in (ours, best))
     return next((new for old, new in zip(before, after, strict=True) if old != new), after[0])
 
 
-def _orders(plan: Plan, ours: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _possible_orders(plan: Plan, ours: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The plan's own order, and those that keep tensor groups inside a domain (TOP002)."""
-    sizes, domain = _sizes(plan), plan.cluster.domain_devices
+    sizes, domain = _axis_sizes(plan), plan.cluster.domain_devices
     kept = [
         order
         for order in permutations(RANK_ORDER)
@@ -103,27 +103,30 @@ def wire_seconds(plan: Plan, order: tuple[str, ...]) -> float:
     """Bytes over bandwidth of every axis, when ranks fill domains in this order of the axes, nearest first."""
     axes, stride = [], 1
     for name in order:
-        size = max(1, _sizes(plan)[name])
+        size = max(1, _axis_sizes(plan)[name])
         axes.append(_Part(name=name, size=size, stride=stride))
         stride *= size
-    rates = ((one, _rate(plan, _group(plan, one.axis, axes), chain=one.axis == "pipeline")) for one in plan.mapping)
+    rates = (
+        (one, _group_rate(plan, _group_parts(plan, one.axis, axes), chain=one.axis == "pipeline"))
+        for one in plan.mapping
+    )
     return sum(one.bytes_per_step / rate for one, rate in rates if one.size > 1)
 
 
-def _group(plan: Plan, axis: str, axes: list[_Part]) -> list[_Part]:
+def _group_parts(plan: Plan, axis: str, axes: list[_Part]) -> list[_Part]:
     """The parts of the mesh that a row of the mapping runs over, nearest first."""
     layout = plan.layout
     if axis in EXPERTS:
-        near, far = _split([one for one in axes if one.name != "pipeline"], layout.expert)
+        near, far = _split_parts([one for one in axes if one.name != "pipeline"], layout.expert)
         return near if axis == "expert" else far
     if axis in INSIDE_DATA:  # gradients are shared by data and context ranks together
         together = [one for one in axes if one.name in ("data", "context")]
-        near, far = _split(together, layout.shard if axis != "data" else layout.data * layout.context)
+        near, far = _split_parts(together, layout.shard if axis != "data" else layout.data * layout.context)
         return far if axis == "replica" else near
     return [one for one in axes if one.name == axis]
 
 
-def _split(parts: list[_Part], count: int) -> tuple[list[_Part], list[_Part]]:
+def _split_parts(parts: list[_Part], count: int) -> tuple[list[_Part], list[_Part]]:
     """The nearest `count` ranks of a group, and the others."""
     near, far = [], []
     for one in parts:
@@ -134,7 +137,7 @@ def _split(parts: list[_Part], count: int) -> tuple[list[_Part], list[_Part]]:
     return near, far
 
 
-def _rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
+def _group_rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
     """Bytes per second of one device: a ring over domains shares the cards of its members in each.
 
     A chain of stages does not: the stage at the edge of a domain sends all it has through its own card.

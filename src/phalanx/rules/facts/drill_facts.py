@@ -68,19 +68,19 @@ class DrillFacts:
         return f"{self.path} ({', '.join(part for part in parts if part)})" if any(parts) else self.path
 
 
-def proofs(drills: Sequence[DrillFacts], *, profile: str) -> tuple[DrillFacts, ...]:
+def counted_records(drills: Sequence[DrillFacts], *, profile: str) -> tuple[DrillFacts, ...]:
     """The records that count: signed, of this code, of this profile, and of the job that is checked."""
     return tuple(one for one in drills if one.signed and one.current and one.profile == profile and not one.other)
 
 
-def proof(drills: Sequence[DrillFacts], *, profile: str, kind: str) -> DrillFacts | None:
+def newest_record(drills: Sequence[DrillFacts], *, profile: str, kind: str) -> DrillFacts | None:
     """The newest record that counts and in which a fault of this kind happened; clean or not."""
-    return next((one for one in proofs(drills, profile=profile) if kind in one.fired), None)
+    return next((one for one in counted_records(drills, profile=profile) if kind in one.fired), None)
 
 
 def why_none(drills: Sequence[DrillFacts], *, profile: str) -> str:
     """Why the records there are do not count, in a clause; empty when there is none, or when some do."""
-    if not drills or proofs(drills, profile=profile):
+    if not drills or counted_records(drills, profile=profile):
         return ""
     first = drills[0]
     if not first.signed:
@@ -116,19 +116,20 @@ def find_drills(
     `subject` is `drill_subject` of the job that is checked; None: nothing says what it is, and no drill is about it.
     """
     store = store_path(environ)
-    paths = {path.resolve(): root == store for root in (*roots, store) for path in _records(root)}
+    paths = {path.resolve(): root == store for root in (*roots, store) for path in _record_paths(root)}
     if not paths:
         return ()
     key, ours = known_key(environ), our_code()
-    read = [_read(path, key) for path in sorted(paths, key=_changed_s, reverse=True)[:MOST_READ]]
+    read = [_read_record(path, key) for path in sorted(paths, key=_changed_s, reverse=True)[:MOST_READ]]
     known = sorted((one for one in read if one is not None), key=_made_s, reverse=True)
-    newest = sorted(known, key=lambda one: bool(_other(one.body, subject)))[:MOST_RECORDS]  # a stable sort
+    newest = sorted(known, key=lambda one: bool(_other_subject(one.body, subject)))[:MOST_RECORDS]  # a stable sort
     return tuple(
-        _facts(one, key=key, ours=ours, alone=paths[one.path], other=_other(one.body, subject)) for one in newest
+        _drill_facts(one, key=key, ours=ours, alone=paths[one.path], other=_other_subject(one.body, subject))
+        for one in newest
     )
 
 
-def _other(record: Mapping[str, Any], subject: Mapping[str, str] | None) -> str:
+def _other_subject(record: Mapping[str, Any], subject: Mapping[str, str] | None) -> str:
     """How the drilled job differs from the one that is checked, in a clause; empty when it is the same."""
     drilled = record.get("subject")
     if subject is None:
@@ -137,9 +138,9 @@ def _other(record: Mapping[str, Any], subject: Mapping[str, str] | None) -> str:
         return "it does not say which"
     for key, noun in (("job", "job"), ("model", "model")):
         if drilled.get(key) != subject[key]:
-            return f"{noun} {_word(drilled.get(key)) or 'without a name'}, not {subject[key]}"
+            return f"{noun} {_plain_word(drilled.get(key)) or 'without a name'}, not {subject[key]}"
     if drilled.get("splits") != subject["splits"]:
-        return f"its layout splits {_word(drilled.get('splits'))}, this one {subject['splits']}"
+        return f"its layout splits {_plain_word(drilled.get('splits'))}, this one {subject['splits']}"
     if drilled.get("digest") != subject["digest"]:
         return f"{subject['job']} with other settings of model, precision, optimizer, saving or recovery"
     return ""
@@ -152,7 +153,7 @@ class _Record:
     is_signed: bool
 
 
-def _records(root: Path) -> Iterator[Path]:
+def _record_paths(root: Path) -> Iterator[Path]:
     """A record itself, or those in a folder and in its folders."""
     try:
         if root.is_file():
@@ -161,17 +162,12 @@ def _records(root: Path) -> Iterator[Path]:
         with os.scandir(root) as entries:
             for entry in islice(entries, MOST_LOOKED):
                 path = Path(entry.path)
-                if entry.name.endswith(".json") and entry.is_file() and _may_be_record(path):
+                if entry.name.endswith(".json") and entry.is_file() and b'"v"' in read_head(path, 64):
                     yield path
                 elif entry.is_dir(follow_symlinks=False) and (path / NAME).is_file():
                     yield path / NAME
     except OSError:
         return
-
-
-def _may_be_record(path: Path) -> bool:
-    """Whether a JSON file begins like a record: a folder of runs may hold others."""
-    return b'"v"' in read_head(path, 64)
 
 
 def _changed_s(path: Path) -> float:
@@ -187,7 +183,7 @@ def _made_s(record: _Record) -> tuple[float, float]:
     return made_s or 0.0, _changed_s(record.path)
 
 
-def _read(path: Path, key: bytes | None) -> _Record | None:
+def _read_record(path: Path, key: bytes | None) -> _Record | None:
     try:
         body = read_record(path)
     except (PhalanxError, OSError):
@@ -198,47 +194,47 @@ def _read(path: Path, key: bytes | None) -> _Record | None:
         return _Record(path=path, body=body, is_signed=False)
 
 
-def _facts(read: _Record, *, key: bytes | None, ours: str, alone: bool, other: str) -> DrillFacts:
+def _drill_facts(read: _Record, *, key: bytes | None, ours: str, alone: bool, other: str) -> DrillFacts:
     path, record = read.path, read.body
-    wrong = _wrong(read, key, alone=alone)
+    wrong = _record_faults(read, key, alone=alone)
     # A claim that could not be judged speaks for nothing and against nothing; its fault proves nothing either.
-    verdicts = [one for one in _list(record, "verdicts") if one.get("judged") is not False]
-    failed = [_word(one.get("name")) for one in verdicts if one.get("ok") is not True]
-    outcomes = [one for one in _list(record, "outcomes") if one.get("judged") is not False]
-    fired = {kind for one in outcomes for kind in _kinds(str(one.get("fault")))}
+    verdicts = [one for one in _record_list(record, "verdicts") if one.get("judged") is not False]
+    failed = [_plain_word(one.get("name")) for one in verdicts if one.get("ok") is not True]
+    outcomes = [one for one in _record_list(record, "outcomes") if one.get("judged") is not False]
+    fired = {kind for one in outcomes for kind in _fault_kinds(str(one.get("fault")))}
     if "corrupt" in fired and not _met_damage(record):
         fired.discard("corrupt")
     versions = record.get("versions")
-    made_by = _word(versions.get("phalanx")) if isinstance(versions, dict) else ""
+    made_by = _plain_word(versions.get("phalanx")) if isinstance(versions, dict) else ""
     return DrillFacts(
         path=str(path),
         signed=not wrong,
         version=made_by,
-        profile=_word(record.get("profile")),
-        faults=_sorted({kind for text in _texts(record, "faults") for kind in _kinds(text)}),
-        fired=_sorted(fired),
+        profile=_plain_word(record.get("profile")),
+        faults=_sorted_words({kind for text in _record_texts(record, "faults") for kind in _fault_kinds(text)}),
+        fired=_sorted_words(fired),
         clean=bool(verdicts) and not failed,
-        bitwise=_holds(record, REPLAY),
-        detect_s=_seconds(outcomes, "detected_s", kinds=SILENT),
-        recovery_s=_seconds(outcomes, "recovered_s"),
+        bitwise=any(one.get("name") == REPLAY and one.get("ok") is True for one in _record_list(record, "verdicts")),
+        detect_s=_outcome_seconds(outcomes, "detected_s", kinds=SILENT),
+        recovery_s=_outcome_seconds(outcomes, "recovered_s"),
         named_right=record.get("named_right") if isinstance(record.get("named_right"), bool) else None,
         wrong=(*wrong, *(f"the oracle says no: {name}" for name in failed)),
         current=record.get("code") == ours,
-        save_points=_sorted({point for one in outcomes if (point := _save_point(str(one.get("fault"))))}),
-        part=_word(record.get("part")),
+        save_points=_sorted_words({point for one in outcomes if (point := _save_point(str(one.get("fault"))))}),
+        part=_plain_word(record.get("part")),
         world=max(0, integer(record, "world") or 0),
-        job=_word(at(record, "subject").get("job")),
+        job=_plain_word(at(record, "subject").get("job")),
         other=other,
-        made=_day(number(record, "made_s")),
-        replayed=any(one.get("name") == REPLAY for one in _list(record, "verdicts")),
+        made=_day_text(number(record, "made_s")),
+        replayed=any(one.get("name") == REPLAY for one in _record_list(record, "verdicts")),
     )
 
 
-def _day(made_s: float | None) -> str:
+def _day_text(made_s: float | None) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(made_s)) if made_s is not None and 0 < made_s < 1e11 else ""
 
 
-def _wrong(read: _Record, key: bytes | None, *, alone: bool) -> list[str]:
+def _record_faults(read: _Record, key: bytes | None, *, alone: bool) -> list[str]:
     """What speaks against the record itself."""
     path, record = read.path, read.body
     if key is None:
@@ -255,13 +251,13 @@ def _wrong(read: _Record, key: bytes | None, *, alone: bool) -> list[str]:
         return ["it is damaged"]
 
 
-def _kinds(text: str) -> tuple[str, ...]:
+def _fault_kinds(text: str) -> tuple[str, ...]:
     """The kinds a fault counts as, from how it is written on the command line.
 
-    >>> _kinds("kill:rank=0,step=12,point=save-commit"), _kinds("damage:step=3")
+    >>> _fault_kinds("kill:rank=0,step=12,point=save-commit"), _fault_kinds("damage:step=3")
     (('kill', 'save-kill'), ('corrupt',))
     """
-    kind = _word(text.partition(":")[0])
+    kind = _plain_word(text.partition(":")[0])
     if kind == "damage":
         return ("corrupt",)
     return (kind, "save-kill") if kind == "kill" and _save_point(text) else (kind,)
@@ -270,38 +266,36 @@ def _kinds(text: str) -> tuple[str, ...]:
 def _save_point(text: str) -> str:
     points = [word.removeprefix("point=save-") for word in text.partition(":")[2].split(",")]
     words = [word for word in points if f"point=save-{word}" in text]
-    return _word(words[0]) if words else ""
+    return _plain_word(words[0]) if words else ""
 
 
 def _met_damage(record: Mapping[str, Any]) -> bool:
     """Whether a restore met a damaged checkpoint: the judge writes "generation 14 refused step-00000099 …"."""
-    verdicts = [one for one in _list(record, "verdicts") if one.get("name") == REFUSED]
+    verdicts = [one for one in _record_list(record, "verdicts") if one.get("name") == REFUSED]
     return any(one.get("ok") is True and MET in str(one.get("evidence")) for one in verdicts)
 
 
-def _holds(record: Mapping[str, Any], name: str) -> bool:
-    return any(one.get("name") == name and one.get("ok") is True for one in _list(record, "verdicts"))
-
-
-def _seconds(outcomes: Sequence[Mapping[str, Any]], name: str, kinds: tuple[str, ...] = ()) -> tuple[float, ...]:
+def _outcome_seconds(
+    outcomes: Sequence[Mapping[str, Any]], name: str, kinds: tuple[str, ...] = ()
+) -> tuple[float, ...]:
     values = [one.get(name) for one in outcomes if not kinds or one.get("kind") in kinds]
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return tuple(sorted(value for value in numbers if math.isfinite(value) and value >= 0))
 
 
-def _list(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _record_list(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     value = record.get(name)
     return [one for one in value[:MOST_ITEMS] if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _texts(record: Mapping[str, Any], name: str) -> list[str]:
+def _record_texts(record: Mapping[str, Any], name: str) -> list[str]:
     value = record.get(name)
     return [one for one in value[:MOST_ITEMS] if isinstance(one, str)] if isinstance(value, list) else []
 
 
-def _word(value: object) -> str:
+def _plain_word(value: object) -> str:
     return printable(value, most=80) if isinstance(value, str) else ""
 
 
-def _sorted(words: set[str]) -> tuple[str, ...]:
+def _sorted_words(words: set[str]) -> tuple[str, ...]:
     return tuple(sorted(words))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,6 +13,8 @@ from phalanx.errors import UserError
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
+from phalanx.io.files import free_bytes
+from phalanx.io.packages import installed_version
 from phalanx.record.provenance import redact
 
 
@@ -56,7 +56,7 @@ def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path()
     """What this machine is, and what `phalanx probe` measured of it; `folder` is where a run would be kept."""
     environ = os.environ if environ is None else environ
     machine = discover(root=root, environ=environ)
-    measured = _measured(machine, environ)
+    measured = _measured_profile(machine, environ)
     return HostFacts(
         name=machine.hostname,
         source="this machine",
@@ -64,31 +64,25 @@ def this_host(*, environ: Mapping[str, str] | None = None, folder: Path = Path()
         nic_paths=nic_paths(machine, root=root),
         link_latency_s=_known_value(measured.link_latency_s) if measured else None,
         link_bytes_per_s=_known_value(measured.link_bytes_per_s) if measured else None,
-        disk_free_bytes=_free_bytes(folder),
+        disk_free_bytes=free_bytes(folder),
         memory_bytes=float(machine.memory_bytes),
-        packages=installed(),
-        environment=variables(environ),
+        packages=installed_packages(),
+        environment=collective_variables(environ),
     )
 
 
-def installed(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+def installed_packages(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Versions, read from the package metadata: nothing is imported."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in names if (found := installed_version(name))}
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
+def collective_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Settings of the collectives, without secrets that were put into them."""
     mine = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
     return {name: redact(value, environ)[:MOST_VALUE] for name, value in sorted(mine.items())}
 
 
-def _measured(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | None:
+def _measured_profile(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | None:
     named = environ.get("PHALANX_PROFILE", "")
     try:
         profile = load_profile(Path(named) if named else usual_path(machine.hostname, environ))
@@ -100,13 +94,6 @@ def _measured(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | 
 def _known_value(value: float) -> float | None:
     """A profile writes 0 for what was not measured."""
     return value or None
-
-
-def _free_bytes(folder: Path) -> float | None:
-    try:
-        return float(shutil.disk_usage(folder).free)
-    except OSError:
-        return None
 
 
 # How near each GPU is to the network card it would use, read from the PCI tree of sysfs.
@@ -122,18 +109,18 @@ def nic_paths(machine: Machine, *, root: Path = Path("/")) -> tuple[NicPath, ...
     cards = [nic for nic in real if nic.kind == "infiniband"] or real
     if not machine.gpus or not cards:
         return ()
-    found = [_nearest(gpu, cards, root) for gpu in machine.gpus]
+    found = [_nearest_nic(gpu, cards, root) for gpu in machine.gpus]
     known = tuple(one for one in found if one is not None)
     return known if len(known) == len(found) else None
 
 
-def _nearest(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
-    here = _ancestors(_gpu_folder(gpu, root))
+def _nearest_nic(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
+    here = _pci_ancestors(_gpu_folder(gpu, root))
     if not here:
         return None
     near = [
         (path_kind(here, there, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
-        for card, there in _placed(cards, root)
+        for card, there in _placed_nics(cards, root)
     ]
     if not near:
         return None
@@ -167,15 +154,15 @@ def _gpu_folder(gpu: Gpu, root: Path) -> Path | None:
     return root / "sys/bus/pci/devices" / f"{int(domain, 16):04x}:{rest}"
 
 
-def _placed(cards: Sequence[Nic], root: Path) -> list[tuple[Nic, list[str]]]:
+def _placed_nics(cards: Sequence[Nic], root: Path) -> list[tuple[Nic, list[str]]]:
     folders = {
         card: root / "sys/class" / ("infiniband" if card.kind == "infiniband" else "net") / card.name / "device"
         for card in cards
     }
-    return [(card, ancestors) for card, folder in folders.items() if (ancestors := _ancestors(folder))]
+    return [(card, ancestors) for card, folder in folders.items() if (ancestors := _pci_ancestors(folder))]
 
 
-def _ancestors(folder: Path | None) -> list[str]:
+def _pci_ancestors(folder: Path | None) -> list[str]:
     """Host bridge, bridges and the device itself; empty when it is on no PCI bus."""
     if folder is None or not folder.exists():
         return []

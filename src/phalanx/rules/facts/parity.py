@@ -46,28 +46,30 @@ def parity_of(first: Run, second: Run) -> ParityFacts:
     jobs = [at(run.plan(), "job") for run in (first, second)]
     formats = [str(at(job, "precision").get("compute")) for job in jobs]
     if (formats[0] in NARROW) == (formats[1] in NARROW):
-        raise _refuse(
+        raise _refused_pair(
             first, second, f"compute in {formats[0]} and {formats[1]}", "one in fp8 or fp4, one in bf16 or fp32"
         )
     order = (0, 1) if formats[0] in NARROW else (1, 0)
     narrow, wide = ((first, second)[place] for place in order)
     differing = [name for name in SAME if jobs[0].get(name) != jobs[1].get(name)]
     if differing:
-        raise _refuse(
+        raise _refused_pair(
             narrow, wide, f"differ in [{'], ['.join(differing)}]", "train the same job twice, but for precision"
         )
     statement = [summarize_briefly(run, RunHistory.open(run)) for run in (narrow, wide)]
     if statement[0].tokens != statement[1].tokens or not statement[0].tokens:
         what = f"saw {statement[0].tokens:,} and {statement[1].tokens:,} tokens"
-        raise _refuse(narrow, wide, what, "let both end at the same step")
-    return _facts(narrow, wide, formats=[formats[place] for place in order], statement=statement)
+        raise _refused_pair(narrow, wide, what, "let both end at the same step")
+    return _parity_facts(narrow, wide, formats=[formats[place] for place in order], statement=statement)
 
 
-def _facts(narrow: Run, wide: Run, *, formats: list[str], statement: list[Summary]) -> ParityFacts:
+def _parity_facts(narrow: Run, wide: Run, *, formats: list[str], statement: list[Summary]) -> ParityFacts:
     held_out = all(one.evaluation is not None and one.evaluation.loss is not None for one in statement)
     losses = [one.evaluation.loss if held_out and one.evaluation else one.last_loss for one in statement]
     if any(loss is None or not math.isfinite(loss) or loss <= 0 for loss in losses):
-        raise _refuse(narrow, wide, f"have the losses {losses[0]} and {losses[1]}", "runs that end with a finite loss")
+        raise _refused_pair(
+            narrow, wide, f"have the losses {losses[0]} and {losses[1]}", "runs that end with a finite loss"
+        )
     return ParityFacts(
         narrow=narrow.name,
         wide=wide.name,
@@ -81,6 +83,6 @@ def _facts(narrow: Run, wide: Run, *, formats: list[str], statement: list[Summar
     )
 
 
-def _refuse(first: Run, second: Run, what: str, fix: str) -> UserError:
+def _refused_pair(first: Run, second: Run, what: str, fix: str) -> UserError:
     why = "parity is the loss of one training in two formats"
     return mistake(f"--parity {first.name} {second.name}", what, why=why, fix=fix)

@@ -48,141 +48,149 @@ UNMAPPED = {
 }
 
 
-def translate(config: Conversion) -> None:
+def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
-    config.put("parallel.mode", "fixed", note="Accelerate searches nothing")
-    kind = config.text("distributed_type") or "no"
-    config.used("distributed_type", by="parallel.zero")
+    config.set_value("parallel.mode", "fixed", note="Accelerate searches nothing")
+    kind = config.read_word("distributed_type") or "no"
+    config.mark_used("distributed_type", by="parallel.zero")
     config.names |= {key.rpartition(".")[2]: key for key in config.leaves if key.count(".") == 1}
-    _machines(config)
-    _precision(config, kind)
+    _read_machines(config)
+    _read_precision(config, kind)
     if kind == "fsdp":
-        _fsdp(config)
+        _read_fsdp(config)
     elif kind == "deepspeed":
-        _deepspeed(config)
+        _read_deepspeed(config)
     elif kind == "megatron_lm":
-        _megatron(config)
+        _read_megatron(config)
     else:
-        config.put("parallel.zero", 0, "distributed_type", note="DDP")
-        config.assume("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
-        config.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
-    if passes := config.whole("gradient_accumulation_steps"):
-        config.put("batch.accumulation", passes, "gradient_accumulation_steps")
-    _dimensions(config)
-    backend = config.text("dynamo_backend")
+        config.set_value("parallel.zero", 0, "distributed_type", note="DDP")
+        config.assume_default("comm.bucket_mib", 25, "DDP's bucket_cap_mb")
+        config.set_value("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+    if passes := config.read_whole("gradient_accumulation_steps"):
+        config.set_value("batch.accumulation", passes, "gradient_accumulation_steps")
+    _read_dimensions(config)
+    backend = config.read_word("dynamo_backend")
     if backend:
-        config.put("train.compile", backend not in ("no", "none"), "dynamo_backend")
+        config.set_value("train.compile", backend not in ("no", "none"), "dynamo_backend")
     limit = 1_800 if kind == "deepspeed" else TIMEOUT_S
     note = "DEEPSPEED_TIMEOUT, 30 minutes" if kind == "deepspeed" else "torch's for NCCL, 10 minutes"
-    config.assume("comm.init_timeout_s", limit, note)
-    config.assume("train.timeout_s", limit, note)
-    config.put("checkpoint.async", False, note="default of Accelerate: save_state stands still")
-    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+    config.assume_default("comm.init_timeout_s", limit, note)
+    config.assume_default("train.timeout_s", limit, note)
+    config.set_value("checkpoint.async", False, note="default of Accelerate: save_state stands still")
+    config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
-def _machines(config: Conversion) -> None:
-    hosts, world = config.whole("num_machines"), config.whole("num_processes")
+def _read_machines(config: Conversion) -> None:
+    hosts, world = config.read_whole("num_machines"), config.read_whole("num_processes")
     if hosts and world and hosts > 0 and world % hosts == 0:
         config.machines = (hosts, world // hosts)
-    config.used("num_machines", "num_processes", by="cluster: hosts × devices")
-    if config.flag("use_cpu"):
-        config.lacks("use_cpu", "give --cluster local or a cluster file")
+    config.mark_used("num_machines", "num_processes", by="cluster: hosts × devices")
+    if config.read_flag("use_cpu"):
+        config.leave_unmapped("use_cpu", "give --cluster local or a cluster file")
     else:
-        config.used("use_cpu", "tpu_use_cluster", by="cluster")
+        config.mark_used("use_cpu", "tpu_use_cluster", by="cluster")
 
 
-def _precision(config: Conversion, kind: str) -> None:
-    word = config.text("mixed_precision")
+def _read_precision(config: Conversion, kind: str) -> None:
+    word = config.read_word("mixed_precision")
     compute = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}.get(word, "fp32")
-    config.put("precision.compute", compute, "mixed_precision", note="" if compute == word else "no mixed precision")
+    config.set_value(
+        "precision.compute", compute, "mixed_precision", note="" if compute == word else "no mixed precision"
+    )
     # FSDP's policy casts parameters and reductions alike (utils/dataclasses.py); DDP keeps fp32 gradients.
     short = kind in ("fsdp", "deepspeed") and compute != "fp32"
     note = f"its {kind.upper()} plugin reduces in the format it computes in" if short else ""
     if short and compute == "fp16":
         config.practice["sums_in"] = "fp16"
         note += ": the nearest word to fp16 is bf16"
-    config.put("precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}")
+    config.set_value(
+        "precision.grad_reduce", "bf16" if short else "fp32", note=note and f"default of Accelerate: {note}"
+    )
     if kind in ("deepspeed", "megatron_lm"):  # with FSDP and DDP the training script decides how weights are loaded
-        config.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
-        config.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
+        config.assume_default("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+        config.assume_default(
+            "precision.optimizer_state", "fp32", "moments in the format of the weights that are updated"
+        )
 
 
 STRATEGIES = {"full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0}
 HYBRID = {"hybrid_shard": 3, "4": 3, "hybrid_shard_zero2": 2, "5": 2}
 
 
-def _fsdp(config: Conversion) -> None:
-    strategy, again = config.text("fsdp_sharding_strategy"), config.text("fsdp_reshard_after_forward")
+def _read_fsdp(config: Conversion) -> None:
+    strategy, again = config.read_word("fsdp_sharding_strategy"), config.read_word("fsdp_reshard_after_forward")
     names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
     word = strategy if strategy else again
     if word in HYBRID:
-        config.put("parallel.zero", HYBRID[word], *names)
+        config.set_value("parallel.zero", HYBRID[word], *names)
         if config.machines[1]:
-            config.put("parallel.shard", config.machines[1], names[0], note="hybrid: within a host")
+            config.set_value("parallel.shard", config.machines[1], names[0], note="hybrid: within a host")
     elif word in STRATEGIES:
-        config.put("parallel.zero", STRATEGIES[word], *names)
+        config.set_value("parallel.zero", STRATEGIES[word], *names)
     else:
-        config.put("parallel.zero", 2 if again in ("false", "no") else 3, *names, note="FSDP")
-    config.used("fsdp_version", by="parallel.zero")
-    if config.flag("fsdp_offload_params"):
-        config.put("parallel.offload", "parameters", "fsdp_offload_params")
+        config.set_value("parallel.zero", 2 if again in ("false", "no") else 3, *names, note="FSDP")
+    config.mark_used("fsdp_version", by="parallel.zero")
+    if config.read_flag("fsdp_offload_params"):
+        config.set_value("parallel.offload", "parameters", "fsdp_offload_params")
     else:
-        config.used("fsdp_offload_params", by="parallel.offload")
-    on = config.flag("fsdp_activation_checkpointing")
-    config.put("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
-    sharded = "sharded" in (config.text("fsdp_state_dict_type") or "sharded")
+        config.mark_used("fsdp_offload_params", by="parallel.offload")
+    on = config.read_flag("fsdp_activation_checkpointing")
+    config.set_value("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
+    sharded = "sharded" in (config.read_word("fsdp_state_dict_type") or "sharded")
     config.practice["checkpoint_format"] = "dcp" if sharded else "torch-pickle"
-    config.used("fsdp_state_dict_type", by="practice: checkpoint_format")
+    config.mark_used("fsdp_state_dict_type", by="practice: checkpoint_format")
 
 
-def _deepspeed(config: Conversion) -> None:
-    config.put("parallel.zero", config.whole("zero_stage") or 0, "zero_stage")
+def _read_deepspeed(config: Conversion) -> None:
+    config.set_value("parallel.zero", config.read_whole("zero_stage") or 0, "zero_stage")
     for key, ours in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
-        if config.text(key) in ("cpu", "nvme"):
-            config.put("parallel.offload", ours, key)
+        if config.read_word(key) in ("cpu", "nvme"):
+            config.set_value("parallel.offload", ours, key)
         else:
-            config.used(key, by="parallel.offload")
+            config.mark_used(key, by="parallel.offload")
     for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        config.skip(key, "a detail of offloading")
-    if (clip := config.number("gradient_clipping")) is not None:
-        config.put("optim.clip", clip, "gradient_clipping")
-    width = 2 if config.value("precision.grad_reduce") == "bf16" else 4
-    if not config.has("deepspeed_config_file"):
-        config.assume("comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes")
+        config.skip_leaf(key, "a detail of offloading")
+    if (clip := config.read_number("gradient_clipping")) is not None:
+        config.set_value("optim.clip", clip, "gradient_clipping")
+    width = 2 if config.job_value("precision.grad_reduce") == "bf16" else 4
+    if not config.has_leaf("deepspeed_config_file"):
+        config.assume_default(
+            "comm.bucket_mib", round(5e8 * width / 2**20, 1), f"DeepSpeed's 5e8 elements × {width} bytes"
+        )
     config.practice["checkpoint_format"] = "torch-pickle"
-    config.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+    config.set_value("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
 
 
-def _megatron(config: Conversion) -> None:
+def _read_megatron(config: Conversion) -> None:
     m = "megatron_lm_"
     for key, ours in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
-        if (degree := config.whole(f"{m}{key}")) is not None and degree > 0:
-            config.put(f"parallel.{ours}", degree, f"{m}{key}")
-    if (split := config.flag(f"{m}sequence_parallelism")) is not None:
-        config.put("parallel.sequence_parallel", split, f"{m}sequence_parallelism")
-    config.put(
-        "parallel.zero", int(bool(config.flag(f"{m}use_distributed_optimizer"))), f"{m}use_distributed_optimizer"
+        if (degree := config.read_whole(f"{m}{key}")) is not None and degree > 0:
+            config.set_value(f"parallel.{ours}", degree, f"{m}{key}")
+    if (split := config.read_flag(f"{m}sequence_parallelism")) is not None:
+        config.set_value("parallel.sequence_parallel", split, f"{m}sequence_parallelism")
+    config.set_value(
+        "parallel.zero", int(bool(config.read_flag(f"{m}use_distributed_optimizer"))), f"{m}use_distributed_optimizer"
     )
-    on = config.flag(f"{m}recompute_activations")
-    config.put("parallel.recompute", "selective" if on else "none", f"{m}recompute_activations")
-    if (clip := config.number(f"{m}gradient_clipping")) is not None:
-        config.put("optim.clip", clip, f"{m}gradient_clipping")
-    if passes := config.whole(f"{m}num_micro_batches"):
-        config.put("batch.accumulation", passes, f"{m}num_micro_batches")
+    on = config.read_flag(f"{m}recompute_activations")
+    config.set_value("parallel.recompute", "selective" if on else "none", f"{m}recompute_activations")
+    if (clip := config.read_number(f"{m}gradient_clipping")) is not None:
+        config.set_value("optim.clip", clip, f"{m}gradient_clipping")
+    if passes := config.read_whole(f"{m}num_micro_batches"):
+        config.set_value("batch.accumulation", passes, f"{m}num_micro_batches")
 
 
-def _dimensions(config: Conversion) -> None:
+def _read_dimensions(config: Conversion) -> None:
     """ND parallelism: replicate × shard × tensor × context."""
     p = "parallelism_config_"
     for key, ours in (("tp_size", "tensor"), ("cp_size", "context")):
-        if (degree := config.whole(f"{p}{key}")) is not None and degree > 0:
-            config.put(f"parallel.{ours}", degree, f"{p}{key}")
-    copies, parts = config.whole(f"{p}dp_replicate_size"), config.whole(f"{p}dp_shard_size")
+        if (degree := config.read_whole(f"{p}{key}")) is not None and degree > 0:
+            config.set_value(f"parallel.{ours}", degree, f"{p}{key}")
+    copies, parts = config.read_whole(f"{p}dp_replicate_size"), config.read_whole(f"{p}dp_shard_size")
     if parts or copies:
         names = (f"{p}dp_shard_size", f"{p}dp_replicate_size")
-        config.put("parallel.data", max(1, copies or 1) * max(1, parts or 1), *names, note="replicate × shard")
-        config.put("parallel.shard", max(1, parts or 1), names[0])
+        config.set_value("parallel.data", max(1, copies or 1) * max(1, parts or 1), *names, note="replicate × shard")
+        config.set_value("parallel.shard", max(1, parts or 1), names[0])
     kinds = {"allgather": "allgather", "alltoall": "ring"}
     if config.int_of("parallel.context") > 1:
-        kind = kinds.get(config.text(f"{p}cp_comm_strategy"), "allgather")
-        config.put("parallel.context_kind", kind, f"{p}cp_comm_strategy")
+        kind = kinds.get(config.read_word(f"{p}cp_comm_strategy"), "allgather")
+        config.set_value("parallel.context_kind", kind, f"{p}cp_comm_strategy")

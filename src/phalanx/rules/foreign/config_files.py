@@ -27,7 +27,7 @@ def read_tree(path: Path) -> dict[str, Leaf]:
     if path.suffix == ".toml":
         source = read_toml(path, noun="job file")
         return leaves_of(source.table, file=str(path), line=lambda steps: source.lines.get(steps, 0))
-    return _json(path) if path.suffix == ".json" else _yaml(path)
+    return _read_json(path) if path.suffix == ".json" else _read_yaml(path)
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
@@ -36,11 +36,11 @@ def read_tree(path: Path) -> dict[str, Leaf]:
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 
 
-def _json(path: Path) -> dict[str, Leaf]:
+def _read_json(path: Path) -> dict[str, Leaf]:
     text = read_text(path, noun=NOUN)
     lines = json_lines(text, file=str(path))
     try:
-        table = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        table = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise mistake(f"{path}:{error.lineno}", f"is not JSON: {error.msg[:120]}") from error
     except (ValueError, RecursionError) as error:
@@ -50,7 +50,7 @@ def _json(path: Path) -> dict[str, Leaf]:
     return leaves_of(table, file=str(path), line=lambda steps: lines.get(steps, 0))
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """DeepSpeed refuses a key given twice (runtime/config_utils.py), and so do we."""
     table: dict[str, Any] = {}
     for name, value in pairs:
@@ -115,7 +115,7 @@ class _Frame:
             self.key = None
 
 
-def _yaml(path: Path) -> dict[str, Leaf]:
+def _read_yaml(path: Path) -> dict[str, Leaf]:
     import yaml  # 30 ms: only for those who have one
 
     text = read_text(path, noun=NOUN)
@@ -123,7 +123,7 @@ def _yaml(path: Path) -> dict[str, Leaf]:
         raise mistake(str(path), f"is larger than {MOST_YAML_BYTES // KIB} KiB", why="no training configuration is")
     lines: dict[Steps, int] = {}
     try:
-        table = _built(yaml.parse(text, Loader=yaml.SafeLoader), lines, path)
+        table = _build_data(yaml.parse(text, Loader=yaml.SafeLoader), lines, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -131,17 +131,17 @@ def _yaml(path: Path) -> dict[str, Leaf]:
         raise mistake(where, f"is not YAML: {what[:120]}") from error
     if not isinstance(table, dict):
         raise mistake(str(path), "is not a YAML mapping", fix="a configuration has keys: name: value")
-    return leaves_of(table, file=str(path), line=lambda steps: _nearest(lines, steps))
+    return leaves_of(table, file=str(path), line=lambda steps: _nearest_line(lines, steps))
 
 
-def _nearest(lines: Mapping[Steps, int], steps: Steps) -> int:
+def _nearest_line(lines: Mapping[Steps, int], steps: Steps) -> int:
     """The line of a path, or of what is around it: below an alias nothing has a line of its own."""
     while steps and steps not in lines:
         steps = steps[:-1]
     return lines.get(steps, 0)
 
 
-def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object:
+def _build_data(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object:
     """Plain data of the parser's events, without recursion. An alias shares what its anchor built: it costs nothing."""
     frames: list[_Frame] = []
     anchors: dict[str, object] = {}
@@ -162,7 +162,7 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
             continue
         steps = top.next_steps() if top is not None else ()
         lines.setdefault(steps, line)
-        value = _value(event, kind, anchors, frames, f"{path}:{line}")
+        value = _event_value(event, kind, anchors, frames, f"{path}:{line}")
         top.take(value) if top is not None else roots.append(value)
         if isinstance(value, dict | list) and kind != "AliasEvent":
             frames.append(_Frame(inner=value, steps=steps))
@@ -173,12 +173,12 @@ def _built(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object
     return roots[0] if roots else {}
 
 
-def _value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
+def _event_value(event: Any, kind: str, anchors: dict[str, object], frames: list[_Frame], where: str) -> object:
     if kind == "AliasEvent":
         if event.anchor not in anchors or any(frame.inner is anchors[event.anchor] for frame in frames):
             raise mistake(where, f"alias *{str(event.anchor)[:60]} names nothing that is finished")
         return anchors[event.anchor]
-    value: object = {} if kind == "MappingStartEvent" else [] if kind == "SequenceStartEvent" else _scalar(event)
+    value: object = {} if kind == "MappingStartEvent" else [] if kind == "SequenceStartEvent" else _yaml_scalar(event)
     if event.anchor:
         anchors[event.anchor] = value
     return value
@@ -188,7 +188,7 @@ _INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*)?\.?[0-9]+(?:[eE][-+]?[0-9]{1,4})?")
 
 
-def _scalar(event: Any) -> object:
+def _yaml_scalar(event: Any) -> object:
     """Null, true, a number or text. Tags such as !!python/object say nothing to us: no object is built."""
     text = str(event.value)
     if event.style in ("'", '"', "|", ">"):
@@ -261,9 +261,9 @@ def read_arguments(path: Path) -> dict[str, Leaf]:
     if len(text) > MOST_TEXT:
         raise mistake(str(path), f"is longer than {MOST_TEXT:,} characters", why="no training script is")
     script = _Script()
-    _scan(text, script, first_line=1)
+    _scan_script(text, script, first_line=1)
     found = dict(script.environment)
-    for key, value, word in _arguments(script.words):
+    for key, value, word in _flag_arguments(script.words):
         name = f"{key} (in an if, line {word.line})" if word.doubtful else key
         if name in found:
             old = found.pop(name)
@@ -274,7 +274,7 @@ def read_arguments(path: Path) -> dict[str, Leaf]:
     return {key: Leaf(key=key, value=leaf.value, line=leaf.line) for key, leaf in found.items()}
 
 
-def _scan(text: str, script: _Script, *, first_line: int) -> None:
+def _scan_script(text: str, script: _Script, *, first_line: int) -> None:
     starts = [match.end() for match in re.finditer("\n", text)]
     exported, fresh = False, True  # `export` was the last word; a line begins
     for match in _WORD.finditer(text):
@@ -287,7 +287,7 @@ def _scan(text: str, script: _Script, *, first_line: int) -> None:
                 key = f"SBATCH.{found.group(1)}"
                 script.environment[key] = Leaf(key=key, value=found.group(2), line=line)
         elif match.lastgroup == "word":
-            exported = _take(match.group(), script, line, fresh=fresh, exported=exported)
+            exported = _take_word(match.group(), script, line, fresh=fresh, exported=exported)
             fresh = False
 
 
@@ -296,12 +296,12 @@ def _scan_inner(text: str, script: _Script, line: int) -> bool:
     if script.nested >= MOST_NESTED:
         return False
     script.nested += 1
-    _scan(text, script, first_line=line)
+    _scan_script(text, script, first_line=line)
     script.nested -= 1
     return True
 
 
-def _take(raw: str, script: _Script, line: int, *, fresh: bool, exported: bool) -> bool:
+def _take_word(raw: str, script: _Script, line: int, *, fresh: bool, exported: bool) -> bool:
     """Note one word; the answer is whether the next one is exported."""
     if fresh and raw in ("if", "case", "for", "while"):
         script.depth += 1
@@ -310,43 +310,43 @@ def _take(raw: str, script: _Script, line: int, *, fresh: bool, exported: bool) 
     elif raw == "export":
         return True
     elif (assigned := _ASSIGN.fullmatch(raw)) and not raw.startswith("-"):
-        _assign(script, assigned.group(1), assigned.group(2), line, exported=exported)
+        _assign_variable(script, assigned.group(1), assigned.group(2), line, exported=exported)
         return exported
     elif not _LIST.fullmatch(raw):  # its words were read where the list was made
-        _words(raw, script, line)
+        _take_words(raw, script, line)
     return False
 
 
-def _assign(script: _Script, name: str, raw: str, line: int, *, exported: bool) -> None:
+def _assign_variable(script: _Script, name: str, raw: str, line: int, *, exported: bool) -> None:
     if raw.startswith("("):  # a list begins: its words follow one by one
         if len(raw) > 1:
-            _words(raw[1:], script, line)
+            _take_words(raw[1:], script, line)
         return
-    text = _bare(raw)
+    text = _unquoted_word(raw)
     if "--" in text and (text.lstrip(" \\\n\t").startswith("--")):
         _scan_inner(text, script, line)
         script.variables[name] = ""  # where it is used nothing is left to add
         return
-    value = _filled(text, script)
+    value = _fill_variables(text, script)
     script.variables[name] = value
     if exported or name.startswith(("NCCL_", "TORCH_")):
         script.environment[f"env.{name}"] = Leaf(key=f"env.{name}", value=value, line=line)
 
 
-def _words(raw: str, script: _Script, line: int) -> None:
-    text = _bare(raw)
+def _take_words(raw: str, script: _Script, line: int) -> None:
+    text = _unquoted_word(raw)
     several = ("\n" in text and "--" in text) or _IN_QUOTES.match(text)
     if several and _scan_inner(text, script, line):
         return
-    filled = _filled(text, script)
+    filled = _fill_variables(text, script)
     if filled or not _VARIABLE.search(text):
         script.words.append(Word(text=filled, line=line, doubtful=script.depth > 0))
 
 
-def _bare(raw: str) -> str:
+def _unquoted_word(raw: str) -> str:
     """Without quotes and backslashes, as the shell would hand it on.
 
-    >>> _bare('"a b"c'), _bare("'$x'"), _bare("a\\\\ b")
+    >>> _unquoted_word('"a b"c'), _unquoted_word("'$x'"), _unquoted_word("a\\\\ b")
     ('a bc', '$x', 'a b')
     """
     if '"' not in raw and "'" not in raw and "\\" not in raw:
@@ -355,7 +355,7 @@ def _bare(raw: str) -> str:
     return "".join(next((one for one in part if one), "") for part in parts)
 
 
-def _filled(text: str, script: _Script) -> str:
+def _fill_variables(text: str, script: _Script) -> str:
     """Known variables in their places; unknown ones stay as they are, with their default where one is given."""
 
     def value(found: re.Match[str]) -> str:
@@ -368,7 +368,7 @@ def _filled(text: str, script: _Script) -> str:
     return _VARIABLE.sub(value, text)[:MOST_VALUE]
 
 
-def _arguments(words: list[Word]) -> Iterator[tuple[str, object, Word]]:
+def _flag_arguments(words: list[Word]) -> Iterator[tuple[str, object, Word]]:
     """(flag, value, word) of each flag: true without values, a text for one, a list for more."""
     flag: Word | None = None
     key, values = "", list[str]()
@@ -376,14 +376,8 @@ def _arguments(words: list[Word]) -> Iterator[tuple[str, object, Word]]:
         begins = _FLAG.match(word.text)
         if begins or word.text == END or word.text.endswith(".py"):  # the program: what follows are its own flags
             if flag is not None:
-                yield key, _argument_value(values), flag
+                yield key, (values[0] if len(values) == 1 else list(values)) if values else True, flag
             key, equals, first = word.text.partition("=")
             flag, values = (word, [first] if equals else []) if begins else (None, [])
         elif flag is not None:
             values.append(word.text)
-
-
-def _argument_value(values: list[str]) -> object:
-    if not values:
-        return True
-    return values[0] if len(values) == 1 else list(values)

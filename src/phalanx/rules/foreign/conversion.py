@@ -54,137 +54,139 @@ class Conversion:
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
-    def leaf(self, name: str) -> Leaf | None:
+    def find_leaf(self, name: str) -> Leaf | None:
         """The leaf of a name; a null one counts as absent."""
         key = self.names.get(name, name)
         leaf = self.read_as.get(name) or self.read_as.get(key) or self.leaves.get(key)
         return leaf if leaf is not None and leaf.value is not None else None
 
-    def has(self, name: str) -> bool:
+    def has_leaf(self, name: str) -> bool:
         """Whether the file says anything under this name."""
-        return self.leaf(name) is not None
+        return self.find_leaf(name) is not None
 
-    def whole(self, name: str) -> int | None:
+    def read_whole(self, name: str) -> int | None:
         """A whole number; one that is none is listed and counts as absent."""
-        value = self.number(name)
+        value = self.read_number(name)
         if value is None or value.is_integer():
             return None if value is None else int(value)
-        self.lacks(name, "is not a whole number")
+        self.leave_unmapped(name, "is not a whole number")
         return None
 
-    def number(self, name: str) -> float | None:
+    def read_number(self, name: str) -> float | None:
         """A finite number, also where it stands as text, as 2e-4 does in YAML and everything in an argument list."""
-        leaf = self.leaf(name)
+        leaf = self.find_leaf(name)
         if leaf is None:
             return None
-        value = _finite(leaf.value)
+        value = _finite_number(leaf.value)
         if value is None:
             unset = isinstance(leaf.value, str) and "$" in leaf.value
             self.unreadable[name] = leaf
-            self.lacks(name, UNSET if unset else f"is {value_kind(leaf.value)}, not a number")
+            self.leave_unmapped(name, UNSET if unset else f"is {value_kind(leaf.value)}, not a number")
         return value
 
-    def flag(self, name: str) -> bool | None:
+    def read_flag(self, name: str) -> bool | None:
         """True or false, also as text."""
-        leaf = self.leaf(name)
+        leaf = self.find_leaf(name)
         if leaf is None:
             return None
         word = str(leaf.value).strip().lower()
         if word in ("true", "yes", "1", "on", "false", "no", "0", "off", "none"):
             return word in ("true", "yes", "1", "on")
-        self.lacks(name, "is not true or false")
+        self.leave_unmapped(name, "is not true or false")
         return None
 
-    def text(self, name: str) -> str:
+    def read_word(self, name: str) -> str:
         """A word in lower case; empty where the file says none."""
-        leaf = self.leaf(name)
+        leaf = self.find_leaf(name)
         return str(leaf.value).strip().lower()[:200] if leaf is not None else ""
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
-    def put(self, job_key: str, value: object, *names: str, note: str = "") -> None:
+    def set_value(self, job_key: str, value: object, *names: str, note: str = "") -> None:
         """The job says this, because of these leaves."""
-        said = [leaf for name in names if name not in self.unreadable and (leaf := self.leaf(name)) is not None]
+        said = [leaf for name in names if name not in self.unreadable and (leaf := self.find_leaf(name)) is not None]
         first = said[0] if said else None
         if names:
             self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
         lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
         if first is None and lost is not None:
-            note = self._lost(lost)
+            note = self._lost_note(lost)
         elif first is None and not note.startswith("default of") and (names or not note):
-            note = self._default(note)  # the file could say it and does not
+            note = self._default_note(note)  # the file could say it and does not
         self.values[job_key] = JobSetting(
             value=value, key=first.key if first else "", note=note, line=first.line if first else 0
         )
         for leaf in said:
             self.settled[leaf.key] = SettledKey(fate="mapped", text=job_key)
 
-    def assume(self, job_key: str, value: object, note: str = "") -> None:
+    def assume_default(self, job_key: str, value: object, note: str = "") -> None:
         """The trainer's own default, where the file says nothing and ours differs."""
         if job_key not in self.values:
             spelled = self.theirs.get(job_key)
             lost = next((leaf for leaf in self.unreadable.values() if leaf.key == spelled), None)
             self.values[job_key] = JobSetting(
-                value=value, note=self._default(note) if lost is None else self._lost(lost)
+                value=value, note=self._default_note(note) if lost is None else self._lost_note(lost)
             )
 
-    def _default(self, note: str) -> str:
+    def _default_note(self, note: str) -> str:
         """As good as written: leaving a key out is how its default is chosen."""
         return f"default of {self.title}" + (f": {note}" if note else "")
 
-    def _lost(self, leaf: Leaf) -> str:
+    def _lost_note(self, leaf: Leaf) -> str:
         """A number holds the place of what the file does say, and nobody may judge by it."""
         return f"in place of {value_text(leaf.key)}, which is not readable"
 
-    def skip(self, name: str, reason: str) -> None:
+    def skip_leaf(self, name: str, reason: str) -> None:
         """A leaf that no rule of the specification asks about."""
-        self._settle(name, SettledKey(fate="irrelevant", text=reason))
+        self._settle_leaf(name, SettledKey(fate="irrelevant", text=reason))
 
-    def lacks(self, name: str, why: str) -> None:
+    def leave_unmapped(self, name: str, why: str) -> None:
         """A leaf that the job schema has no word for."""
-        self._settle(name, SettledKey(fate="unmapped", text=why))
+        self._settle_leaf(name, SettledKey(fate="unmapped", text=why))
 
-    def used(self, *names: str, by: str) -> None:
+    def mark_used(self, *names: str, by: str) -> None:
         """Leaves that went into another value."""
         for name in names:
-            self._settle(name, SettledKey(fate="mapped", text=by))
+            self._settle_leaf(name, SettledKey(fate="mapped", text=by))
 
-    def _settle(self, name: str, settled: SettledKey) -> None:
+    def _settle_leaf(self, name: str, settled: SettledKey) -> None:
         key = self.read_as[name].key if name in self.read_as else self.names.get(name, name)
         if key in self.leaves:
             self.settled[key] = settled
 
-    def rename(self, name: str, key: str, value: object = None) -> None:
+    def rename_leaf(self, name: str, key: str, value: object = None) -> None:
         """Read the leaf of `key` under a name of ours, with another value where it is said in other words."""
         leaf = self.leaves.get(key)
-        if leaf is not None and leaf.value is not None and not self.has(name):
+        if leaf is not None and leaf.value is not None and not self.has_leaf(name):
             self.read_as[name] = Leaf(key=key, value=leaf.value if value is None else value, line=leaf.line)
 
-    def need(self, what: str, fix: str) -> None:
+    def add_missing(self, what: str, fix: str) -> None:
         """Something that a plan cannot be made without, and the file does not say."""
         self.missing.append(Problem(where=self.file, what=what, fix=fix))
 
-    def value(self, job_key: str) -> object:
+    def job_value(self, job_key: str) -> object:
         """What the job says so far."""
         said = self.values.get(job_key)
         return said.value if said is not None else None
 
     def int_of(self, job_key: str, default: int = 1) -> int:
         """The same, as a whole number."""
-        value = self.value(job_key)
+        value = self.job_value(job_key)
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
     # ---- tables of words --------------------------------------------------------------------------------------------
 
-    def copy(self, table: Mapping[str, tuple[str, Callable[[Conversion, str], object]]]) -> None:
+    def copy_keys(self, table: Mapping[str, tuple[str, Callable[[Conversion, str], object]]]) -> None:
         """Keys that only change their name: name -> (job key, how it is read)."""
         for name, (job_key, read) in table.items():
             self.theirs[job_key] = self.names.get(name, name)
             value = read(self, name)
             if value is not None and value != "":
-                self.put(job_key, value, name)
+                self.set_value(job_key, value, name)
 
-    def close(self, *, irrelevant: Mapping[str, str], unmapped: Mapping[str, str], seen: Callable[[str], str]) -> None:
+    def settle_rest(
+        self, *, irrelevant: Mapping[str, str], unmapped: Mapping[str, str], seen: Callable[[str], str]
+    ) -> None:
         """Settle every leaf that is left: of all entries that fit what `seen` makes of its key, the longest decides."""
         for key, leaf in self.leaves.items():
             if key in self.settled:
@@ -200,7 +202,7 @@ class Conversion:
                 self.settled[key] = SettledKey(fate="unmapped", text="the job schema has no word for it")
 
 
-def _finite(value: object) -> float | None:
+def _finite_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str) or len(str(value)[:100]) > 40:
         return None
     try:
@@ -286,7 +288,7 @@ class Leaf:
 def leaves_of(table: object, *, file: str, line: Callable[[tuple[str | int, ...]], int]) -> dict[str, Leaf]:
     """All leaves of nested tables and lists; raises UserError for more or deeper ones than a configuration has."""
     found: dict[str, Leaf] = {}
-    for path, value in _walk(table, (), file):
+    for path, value in _walk_values(table, (), file):
         key = ".".join(str(part) for part in path)
         found[key] = Leaf(key=key, value=value, line=line(path))
         if len(found) > MOST_LEAVES:
@@ -294,14 +296,16 @@ def leaves_of(table: object, *, file: str, line: Callable[[tuple[str | int, ...]
     return found
 
 
-def _walk(value: object, path: tuple[str | int, ...], file: str) -> Iterator[tuple[tuple[str | int, ...], object]]:
+def _walk_values(
+    value: object, path: tuple[str | int, ...], file: str
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
     if len(path) > MOST_DEPTH:
         raise mistake(file, f"nests deeper than {MOST_DEPTH} levels", why="no training configuration does")
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _walk(inner, (*path, str(name)), file)
+            yield from _walk_values(inner, (*path, str(name)), file)
     elif isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
         for index, inner in enumerate(value):
-            yield from _walk(inner, (*path, index), file)
+            yield from _walk_values(inner, (*path, index), file)
     elif path:
         yield path, value

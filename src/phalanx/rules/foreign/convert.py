@@ -60,12 +60,12 @@ def convert_config(
     found = resolve_cluster(spec, base=None if cluster else path.parent) if spec else None
     devices = found.devices if found is not None else config.machines[0] * config.machines[1]
     complete_job(config, devices=devices, settings=overrides, habits=habits_of(trainer.name))
-    _cluster(config, spec, found, named=bool(cluster))
+    _set_cluster(config, spec, found, named=bool(cluster))
     if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
-        config.need("does not say how many sequences a step takes", GIVE_BATCH)
+        config.add_missing("does not say how many sequences a step takes", GIVE_BATCH)
     changed: dict[str, Any] = config.practice
     practice = replace(habits_of(trainer.name), **changed)
-    return _converted(config, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
+    return _converted_config(config, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
 
 
 def find_trainer(kind: str) -> Trainer:
@@ -88,12 +88,12 @@ def _cluster_set(overrides: Sequence[str]) -> str:
     return found[-1] if found else ""
 
 
-def _cluster(config: Conversion, spec: str, found: Cluster | None, *, named: bool) -> None:
+def _set_cluster(config: Conversion, spec: str, found: Cluster | None, *, named: bool) -> None:
     hosts, each = config.machines
     said = f"{hosts} × {each} devices" if hosts and each else ""
     if found is None:
         what = "does not say what it runs on" + (f": {said} of an unknown kind" if said else "")
-        config.need(what, GIVE_CLUSTER)
+        config.add_missing(what, GIVE_CLUSTER)
         note = f"{said}: " if said else ""
         config.values["cluster.spec"] = JobSetting(
             value=UNKNOWN_CLUSTER, note=f'{note}name it, as "8xH100:{hosts or 16}"'
@@ -104,7 +104,7 @@ def _cluster(config: Conversion, spec: str, found: Cluster | None, *, named: boo
         note = f"--cluster, {found.devices:,} devices; the file says {said}"
         for key, settled in config.settled.items():
             if settled.text.startswith("cluster:"):
-                config.lacks(key, f"--cluster has {found.devices:,} devices and goes before it")
+                config.leave_unmapped(key, f"--cluster has {found.devices:,} devices and goes before it")
     if not named:  # --set said it, and stands in the job already
         return
     for key in ("cluster.spec", "cluster.file"):
@@ -115,7 +115,7 @@ def _cluster(config: Conversion, spec: str, found: Cluster | None, *, named: boo
         config.values["cluster.spec"] = JobSetting(value=spec, note=note)
 
 
-def _converted(
+def _converted_config(
     config: Conversion,
     trainer: Trainer,
     practice: Practice,
@@ -130,7 +130,7 @@ def _converted(
         _leave_steps(config, steps)
         written = dict(config.values)
         add_stand_ins(config)
-        resolved = _load(config)
+        resolved = _load_converted(config)
         config.values = written
     else:
         resolved = _with_interval(config, steps, found)
@@ -156,7 +156,7 @@ def _converted(
 
 def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster | None) -> ResolvedJob:
     """Steps between checkpoints as seconds, with the predicted step of the same job."""
-    resolved = _load(config)
+    resolved = _load_converted(config)
     if steps is None or not isinstance(steps.value, int) or found is None or "checkpoint.interval_s" in config.values:
         return resolved
     from phalanx.plan.make import make_plan  # numpy: only for those who save by steps
@@ -172,8 +172,8 @@ def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster 
         note = f"{steps.note}: all {format_seconds(wall_s)} of the run, as predicted, are at stake"
     seconds = round(min(1e9, max(1e-3, steps.value * step_s if steps.value != NEVER else wall_s)), 3)
     config.values["checkpoint.interval_s"] = JobSetting(value=seconds, key=steps.key, note=note, line=steps.line)
-    config.used(steps.key, by="checkpoint.interval_s")
-    return _load(config)
+    config.mark_used(steps.key, by="checkpoint.interval_s")
+    return _load_converted(config)
 
 
 def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
@@ -186,12 +186,12 @@ def _leave_steps(config: Conversion, steps: JobSetting | None) -> None:
     if steps is None or not steps.key:
         return
     if steps.value == NEVER:
-        config.used(steps.key, by="practice: saves")
+        config.mark_used(steps.key, by="practice: saves")
     else:
-        config.lacks(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
+        config.leave_unmapped(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
 
 
-def _load(config: Conversion) -> ResolvedJob:
+def _load_converted(config: Conversion) -> ResolvedJob:
     table: dict[str, object] = {}
     origins: dict[str, Origin] = {}
     for key, said in config.values.items():
@@ -202,12 +202,14 @@ def _load(config: Conversion) -> ResolvedJob:
             inner = table.setdefault(section, {})
             assert isinstance(inner, dict)
             inner[name] = said.value
-        origins[key] = _origin(config, said)
-    table.setdefault("name", _name(config.file))
+        origins[key] = _setting_origin(config, said)
+    table.setdefault(
+        "name", re.sub(r"[^a-z0-9._-]+", "-", Path(config.file).stem.lower()).lstrip("._-")[:63] or "imported"
+    )
     return load_table(Path(config.file), table, origins)
 
 
-def _origin(config: Conversion, said: JobSetting) -> Origin:
+def _setting_origin(config: Conversion, said: JobSetting) -> Origin:
     if said.note.startswith("--"):
         return Origin(kind="set", where=said.note)
     if said.key:
@@ -215,11 +217,6 @@ def _origin(config: Conversion, said: JobSetting) -> Origin:
     if said.note.startswith("default of"):  # as good as written: leaving a key out is how its default is chosen
         return Origin(kind="file", where=f"{config.file} ({said.note})")
     return Origin(kind="derived", where=said.note or config.title)
-
-
-def _name(file: str) -> str:
-    stem = re.sub(r"[^a-z0-9._-]+", "-", Path(file).stem.lower()).lstrip("._-")[:63]
-    return stem or "imported"
 
 
 # The equivalent job file: every value with where it came from, and at the end what could not be said.
@@ -234,53 +231,56 @@ def render_job_file(
 ) -> str:
     """The text of the job file; `folder` is where it will be written, for paths relative to it."""
     parts = [
-        f"# Made by phalanx import from {_comment(Path(config.file).name)}, a configuration of {config.title}.",
+        f"# Made by phalanx import from {_comment_text(Path(config.file).name)}, a configuration of {config.title}.",
         f'spec = "{EDITIONS[-1]}"',
-        f"name = {_toml(name)}",
+        f"name = {_toml_value(name)}",
     ]
     for section in ORDER:
         said = {key: one for key, one in config.values.items() if key.partition(".")[0] == section and "." in key}
         if said:
-            parts += ["", f"[{section}]", *(_line(config, key, one, folder) for key, one in said.items())]
-    parts += ["", *_habits(config), *_rest(config, unmapped)]
+            parts += ["", f"[{section}]", *(_setting_line(config, key, one, folder) for key, one in said.items())]
+    parts += ["", *_habit_lines(config), *_unmapped_lines(config, unmapped)]
     return "\n".join(parts) + "\n"
 
 
-def _line(config: Conversion, key: str, said: JobSetting, folder: Path | None) -> str:
+def _setting_line(config: Conversion, key: str, said: JobSetting, folder: Path | None) -> str:
     value = said.value
     if key in ("model.hf_config", "cluster.file") and folder is not None and isinstance(value, str):
         value = os.path.relpath(Path(config.file).parent / value, folder)
     where = f"{Path(config.file).name}:{said.line} {said.key}" if said.key else ""
-    note = _comment("; ".join(part for part in (where, said.note) if part))
-    return f"{key.partition('.')[2]} = {_toml(value)}" + (f"  # {note}" if note else "")
+    note = _comment_text("; ".join(part for part in (where, said.note) if part))
+    return f"{key.partition('.')[2]} = {_toml_value(value)}" + (f"  # {note}" if note else "")
 
 
-def _habits(config: Conversion) -> list[str]:
+def _habit_lines(config: Conversion) -> list[str]:
     """Settings that change how the trainer behaves, which no key of a job says."""
     head = [
         "# Settings that no key of a job file expresses; phalanx check takes them into account on that file itself."
     ]
-    said = [f"#   {name} = {_comment(str(value))}" for name, value in config.practice.items()]
+    said = [f"#   {name} = {_comment_text(str(value))}" for name, value in config.practice.items()]
     return [*head, *said, ""] if said else []
 
 
-def _rest(config: Conversion, unmapped: tuple[Unmapped, ...]) -> list[str]:
+def _unmapped_lines(config: Conversion, unmapped: tuple[Unmapped, ...]) -> list[str]:
     if not unmapped:
         return [f"# Every setting of {config.title} that the job schema has a word for is above; none was left over."]
     head = f"# Not mapped: {plural(len(unmapped), 'setting')} that the job schema cannot say."
-    return [head, *(f"#   {_comment(one.key)} = {_comment(one.value)}: {_comment(one.why)}" for one in unmapped)]
+    return [
+        head,
+        *(f"#   {_comment_text(one.key)} = {_comment_text(one.value)}: {_comment_text(one.why)}" for one in unmapped),
+    ]
 
 
-def _comment(text: str) -> str:
+def _comment_text(text: str) -> str:
     """One line, printable, short."""
     clean = "".join(one if one.isprintable() else "?" for one in text)
     return clean if len(clean) <= 160 else clean[:159] + "…"
 
 
-def _toml(value: object) -> str:
+def _toml_value(value: object) -> str:
     """A value as TOML writes it.
 
-    >>> _toml(True), _toml(1e-8), _toml([0.9, 0.95]), _toml({"a": 1})
+    >>> _toml_value(True), _toml_value(1e-8), _toml_value([0.9, 0.95]), _toml_value({"a": 1})
     ('true', '1e-08', '[0.9, 0.95]', '{ a = 1 }')
     """
     match value:
@@ -289,11 +289,11 @@ def _toml(value: object) -> str:
         case int() | float():
             return repr(value)
         case list() if value and isinstance(value[0], dict):
-            return "[\n" + "".join(f"  {_toml(one)},\n" for one in value) + "]"
+            return "[\n" + "".join(f"  {_toml_value(one)},\n" for one in value) + "]"
         case list() | tuple():
-            return "[" + ", ".join(_toml(one) for one in value) + "]"
+            return "[" + ", ".join(_toml_value(one) for one in value) + "]"
         case dict():
-            return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+            return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
         case _:
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -313,7 +313,7 @@ class Trainer:
     example: str  # of its files
 
 
-def _arguments(path: Path) -> dict[str, Leaf]:
+def _read_arguments(path: Path) -> dict[str, Leaf]:
     """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
     if path.suffix not in (".yaml", ".yml"):
         return read_arguments(path)
@@ -331,15 +331,15 @@ TRAINERS = {
             title="torchtitan",
             framework="torchtitan",
             read=read_tree,
-            translate=torchtitan.translate,
+            translate=torchtitan.translate_config,
             example="a TOML with [training] and [parallelism], as llama3_8b.toml",
         ),
         Trainer(
             name="megatron",
             title="Megatron-LM",
             framework="megatron-core",
-            read=_arguments,
-            translate=megatron.translate,
+            read=_read_arguments,
+            translate=megatron.translate_config,
             example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
         ),
         Trainer(
@@ -347,7 +347,7 @@ TRAINERS = {
             title="DeepSpeed",
             framework="deepspeed",
             read=read_tree,
-            translate=deepspeed.translate,
+            translate=deepspeed.translate_config,
             example='a JSON with "zero_optimization" and "train_batch_size", as ds_config.json',
         ),
         Trainer(
@@ -355,7 +355,7 @@ TRAINERS = {
             title="Accelerate",
             framework="accelerate",
             read=read_tree,
-            translate=accelerate.translate,
+            translate=accelerate.translate_config,
             example="a YAML with distributed_type, as accelerate config writes it",
         ),
         Trainer(
@@ -363,7 +363,7 @@ TRAINERS = {
             title="NeMo",
             framework="nemo",
             read=read_tree,
-            translate=nemo.translate,
+            translate=nemo.translate_config,
             example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
         ),
     )

@@ -84,177 +84,181 @@ UNMAPPED = {
 }
 
 
-def translate(config: Conversion) -> None:
+def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
     for key, leaf in config.leaves.items():
         if leaf.value == "auto":
-            config.lacks(key, "auto: Hugging Face's Trainer fills it in from its own arguments")
+            config.leave_unmapped(key, "auto: Hugging Face's Trainer fills it in from its own arguments")
             config.read_as[key] = type(leaf)(key=key, value=None, line=leaf.line)
-    _zero(config)
-    _precision(config)
-    _buckets(config)
-    _batch(config)
-    _optimizer(config)
-    _pipeline(config)
-    config.put("checkpoint.async", False, note="default of DeepSpeed: save_checkpoint stands still")
+    _read_zero(config)
+    _read_precision(config)
+    _read_buckets(config)
+    _read_batch(config)
+    _read_optimizer(config)
+    _read_pipeline(config)
+    config.set_value("checkpoint.async", False, note="default of DeepSpeed: save_checkpoint stands still")
     config.theirs |= dict.fromkeys(("comm.init_timeout_s", "train.timeout_s"), "DEEPSPEED_TIMEOUT of the environment")
-    config.assume("comm.init_timeout_s", TIMEOUT_S, "DEEPSPEED_TIMEOUT, 30 minutes")
-    config.assume("train.timeout_s", TIMEOUT_S, "DEEPSPEED_TIMEOUT, 30 minutes")
-    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+    config.assume_default("comm.init_timeout_s", TIMEOUT_S, "DEEPSPEED_TIMEOUT, 30 minutes")
+    config.assume_default("train.timeout_s", TIMEOUT_S, "DEEPSPEED_TIMEOUT, 30 minutes")
+    config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
-def _auto(config: Conversion, key: str) -> bool:
+def _is_auto(config: Conversion, key: str) -> bool:
     """Whether a key is left to the Trainer."""
     return key in config.leaves and config.leaves[key].value == "auto"
 
 
-def _zero(config: Conversion) -> None:
+def _read_zero(config: Conversion) -> None:
     z = "zero_optimization."
-    config.put("parallel.mode", "fixed", note="DeepSpeed searches nothing")
-    if (plain := config.flag("zero_optimization")) is not None:  # an old spelling: true is stage 1
-        config.put("parallel.zero", int(plain), "zero_optimization")
+    config.set_value("parallel.mode", "fixed", note="DeepSpeed searches nothing")
+    if (plain := config.read_flag("zero_optimization")) is not None:  # an old spelling: true is stage 1
+        config.set_value("parallel.zero", int(plain), "zero_optimization")
     else:
-        config.put("parallel.zero", config.whole(f"{z}stage") or 0, f"{z}stage")
-    if (part := config.whole(f"{z}mics_shard_size")) is not None and part > 0:
-        config.put("parallel.shard", part, f"{z}mics_shard_size", note="MiCS")
-    elif config.has(f"{z}mics_shard_size"):
-        config.used(f"{z}mics_shard_size", by="parallel.shard = auto: all data ranks")
-    if (part := config.whole(f"{z}zero_hpz_partition_size")) is not None and part > 1:
-        config.lacks(
+        config.set_value("parallel.zero", config.read_whole(f"{z}stage") or 0, f"{z}stage")
+    if (part := config.read_whole(f"{z}mics_shard_size")) is not None and part > 0:
+        config.set_value("parallel.shard", part, f"{z}mics_shard_size", note="MiCS")
+    elif config.has_leaf(f"{z}mics_shard_size"):
+        config.mark_used(f"{z}mics_shard_size", by="parallel.shard = auto: all data ranks")
+    if (part := config.read_whole(f"{z}zero_hpz_partition_size")) is not None and part > 1:
+        config.leave_unmapped(
             f"{z}zero_hpz_partition_size", "a second copy of the weights per host has no word in the job schema"
         )
-    elif config.has(f"{z}zero_hpz_partition_size"):
-        config.used(f"{z}zero_hpz_partition_size", by="parallel.shard")
+    elif config.has_leaf(f"{z}zero_hpz_partition_size"):
+        config.mark_used(f"{z}zero_hpz_partition_size", by="parallel.shard")
     for what, ours, old in (("optimizer", "optimizer", "cpu_offload"), ("param", "parameters", "cpu_offload_param")):
-        device = config.text(f"{z}offload_{what}.device")
-        if device in ("cpu", "nvme") or config.flag(f"{z}{old}"):
+        device = config.read_word(f"{z}offload_{what}.device")
+        if device in ("cpu", "nvme") or config.read_flag(f"{z}{old}"):
             note = "on NVMe: the planner counts host memory" if device == "nvme" else ""
-            config.put("parallel.offload", ours, f"{z}offload_{what}.device", f"{z}{old}", note=note)
+            config.set_value("parallel.offload", ours, f"{z}offload_{what}.device", f"{z}{old}", note=note)
         else:
-            config.used(f"{z}offload_{what}.device", f"{z}{old}", by="parallel.offload")
+            config.mark_used(f"{z}offload_{what}.device", f"{z}{old}", by="parallel.offload")
 
 
-def _precision(config: Conversion) -> None:
-    brain = config.flag("bf16.enabled") or config.flag("bfloat16.enabled")
-    half = config.flag("fp16.enabled")
+def _read_precision(config: Conversion) -> None:
+    brain = config.read_flag("bf16.enabled") or config.read_flag("bfloat16.enabled")
+    half = config.read_flag("fp16.enabled")
     names = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
     compute = "bf16" if brain else "fp16" if half else "fp32"
-    if compute == "fp32" and any(_auto(config, name) for name in names):
+    if compute == "fp32" and any(_is_auto(config, name) for name in names):
         compute = "what it computes in"  # nobody knows yet: `finish` asks for it
     else:
-        config.put("precision.compute", compute, *sorted(names, key=lambda name: not config.flag(name)))
-    scale = config.number("fp16.loss_scale")
+        config.set_value("precision.compute", compute, *sorted(names, key=lambda name: not config.read_flag(name)))
+    scale = config.read_number("fp16.loss_scale")
     if compute == "fp16" and scale:
-        config.put("precision.loss_scale", scale, "fp16.loss_scale", note="static")
+        config.set_value("precision.loss_scale", scale, "fp16.loss_scale", note="static")
     elif compute == "fp16":
-        config.put("precision.loss_scale", "auto", "fp16.loss_scale", note="0 is dynamic")
-    wire = config.text("communication_data_type") or config.text("data_types.grad_accum_dtype")
+        config.set_value("precision.loss_scale", "auto", "fp16.loss_scale", note="0 is dynamic")
+    wire = config.read_word("communication_data_type") or config.read_word("data_types.grad_accum_dtype")
     wide = wire == "fp32" if wire else compute == "fp32"
     note = "" if wire else f"default of DeepSpeed: gradients travel as {compute}"
     if not wide and (wire == "fp16" or (not wire and compute == "fp16")):
         config.practice["sums_in"] = "fp16"
         note = f"{note or 'fp16'}: the nearest word is bf16"
-    config.put("precision.grad_reduce", "fp32" if wide else "bf16", "communication_data_type", note=note)
-    if (accumulate := config.text("data_types.grad_accum_dtype")) and config.has("communication_data_type"):
-        config.lacks("data_types.grad_accum_dtype", f"{accumulate[:8]}: the job has one format for summing")
+    config.set_value("precision.grad_reduce", "fp32" if wide else "bf16", "communication_data_type", note=note)
+    if (accumulate := config.read_word("data_types.grad_accum_dtype")) and config.has_leaf("communication_data_type"):
+        config.leave_unmapped("data_types.grad_accum_dtype", f"{accumulate[:8]}: the job has one format for summing")
     elif accumulate:
-        config.used("data_types.grad_accum_dtype", by="precision.grad_reduce")
+        config.mark_used("data_types.grad_accum_dtype", by="precision.grad_reduce")
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
-        if (short := config.flag(key)) is not None:
-            config.put("precision.master_weights", not short, key)
-    config.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
-    if config.value("precision.master_weights") is True:
-        config.assume("precision.optimizer_state", "fp32", "moments in the format of the weights that are updated")
-    if config.flag("zero_optimization.zero_quantized_gradients"):
-        config.put("parallel.compression", "int8", "zero_optimization.zero_quantized_gradients", note="ZeRO++ qgZ")
-    elif config.has("zero_optimization.zero_quantized_gradients"):
-        config.used("zero_optimization.zero_quantized_gradients", by="parallel.compression")
+        if (short := config.read_flag(key)) is not None:
+            config.set_value("precision.master_weights", not short, key)
+    config.assume_default("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+    if config.job_value("precision.master_weights") is True:
+        config.assume_default(
+            "precision.optimizer_state", "fp32", "moments in the format of the weights that are updated"
+        )
+    if config.read_flag("zero_optimization.zero_quantized_gradients"):
+        config.set_value(
+            "parallel.compression", "int8", "zero_optimization.zero_quantized_gradients", note="ZeRO++ qgZ"
+        )
+    elif config.has_leaf("zero_optimization.zero_quantized_gradients"):
+        config.mark_used("zero_optimization.zero_quantized_gradients", by="parallel.compression")
 
 
-def _buckets(config: Conversion) -> None:
-    width = BYTES[str(config.value("precision.grad_reduce"))]
+def _read_buckets(config: Conversion) -> None:
+    width = BYTES[str(config.job_value("precision.grad_reduce"))]
     key = "zero_optimization.reduce_bucket_size"
-    size = config.number(key)
+    size = config.read_number(key)
     if size:
         mib = min(65_536.0, size * width / 2**20)
-        config.put("comm.bucket_mib", round(mib, 1), key, note=f"{size:,.0f} elements × {width} bytes")
-    elif not _auto(config, key):
-        config.assume("comm.bucket_mib", round(ELEMENTS * width / 2**20, 1), f"5e8 elements × {width} bytes")
+        config.set_value("comm.bucket_mib", round(mib, 1), key, note=f"{size:,.0f} elements × {width} bytes")
+    elif not _is_auto(config, key):
+        config.assume_default("comm.bucket_mib", round(ELEMENTS * width / 2**20, 1), f"5e8 elements × {width} bytes")
 
 
-def _batch(config: Conversion) -> None:
-    micro = config.whole("train_micro_batch_size_per_gpu")
+def _read_batch(config: Conversion) -> None:
+    micro = config.read_whole("train_micro_batch_size_per_gpu")
     if micro:
-        config.put("batch.micro", micro, "train_micro_batch_size_per_gpu")
-    passes = config.whole("gradient_accumulation_steps") or 1
-    if total := config.whole("train_batch_size"):
-        config.put("batch.global_sequences", total, "train_batch_size")
-        config.used("gradient_accumulation_steps", by="batch.global_sequences / (micro × data)")
-        if not micro and config.has("gradient_accumulation_steps"):
-            config.put("batch.accumulation", passes, "gradient_accumulation_steps")
+        config.set_value("batch.micro", micro, "train_micro_batch_size_per_gpu")
+    passes = config.read_whole("gradient_accumulation_steps") or 1
+    if total := config.read_whole("train_batch_size"):
+        config.set_value("batch.global_sequences", total, "train_batch_size")
+        config.mark_used("gradient_accumulation_steps", by="batch.global_sequences / (micro × data)")
+        if not micro and config.has_leaf("gradient_accumulation_steps"):
+            config.set_value("batch.accumulation", passes, "gradient_accumulation_steps")
     elif micro:
         note = f"{micro} × {passes} passes per data rank"
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        config.put("batch.per_replica", micro * passes, *names, note=note)
+        config.set_value("batch.per_replica", micro * passes, *names, note=note)
 
 
-def _optimizer(config: Conversion) -> None:
-    name = config.text("optimizer.type")
+def _read_optimizer(config: Conversion) -> None:
+    name = config.read_word("optimizer.type")
     if name in ("adam", "adamw"):
-        config.put("optim.name", "adamw", "optimizer.type")
+        config.set_value("optim.name", "adamw", "optimizer.type")
     elif name == "muon":
-        config.put("optim.name", "muon", "optimizer.type")
+        config.set_value("optim.name", "muon", "optimizer.type")
     elif name:
         why = "compressed updates with error feedback" if "onebit" in name or "zeroone" in name else "another optimizer"
-        config.lacks("optimizer.type", f"{why}: not one of the job schema's")
-    config.copy(
+        config.leave_unmapped("optimizer.type", f"{why}: not one of the job schema's")
+    config.copy_keys(
         {
-            "optimizer.params.lr": ("optim.lr", Conversion.number),
-            "optimizer.params.eps": ("optim.eps", Conversion.number),
-            "optimizer.params.weight_decay": ("optim.weight_decay", Conversion.number),
-            "gradient_clipping": ("optim.clip", Conversion.number),
+            "optimizer.params.lr": ("optim.lr", Conversion.read_number),
+            "optimizer.params.eps": ("optim.eps", Conversion.read_number),
+            "optimizer.params.weight_decay": ("optim.weight_decay", Conversion.read_number),
+            "gradient_clipping": ("optim.clip", Conversion.read_number),
         }
     )
-    if _auto(config, "gradient_clipping"):
-        config.put(
+    if _is_auto(config, "gradient_clipping"):
+        config.set_value(
             "optim.clip", 1.0, note="auto: max_grad_norm of Hugging Face's Trainer, 1.0 unless it is told otherwise"
         )
-    config.assume("optim.clip", 0.0, "no clipping")
-    betas = config.leaf("optimizer.params.betas")
+    config.assume_default("optim.clip", 0.0, "no clipping")
+    betas = config.find_leaf("optimizer.params.betas")
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
-        config.put("optim.betas", betas.value, "optimizer.params.betas")
-    config.used("optimizer.params.adam_w_mode", by="optim.name")
-    _scheduler(config)
+        config.set_value("optim.betas", betas.value, "optimizer.params.betas")
+    config.mark_used("optimizer.params.adam_w_mode", by="optim.name")
+    _read_scheduler(config)
 
 
-def _scheduler(config: Conversion) -> None:
-    kind = config.text("scheduler.type")
+def _read_scheduler(config: Conversion) -> None:
+    kind = config.read_word("scheduler.type")
     if not kind:
         return
     if "cosine" in kind:
-        config.put("optim.schedule", "cosine", "scheduler.type")
+        config.set_value("optim.schedule", "cosine", "scheduler.type")
     elif kind in ("warmuplr", "warmupdecaylr"):
-        config.put("optim.schedule", "wsd", "scheduler.type", note=kind)
-        config.put("optim.decay", 1.0 if kind == "warmupdecaylr" else 0.0, "scheduler.type", note=kind)
+        config.set_value("optim.schedule", "wsd", "scheduler.type", note=kind)
+        config.set_value("optim.decay", 1.0 if kind == "warmupdecaylr" else 0.0, "scheduler.type", note=kind)
     else:
-        config.lacks("scheduler.type", "the job schema knows wsd and cosine")
-    if (steps := config.whole("scheduler.params.warmup_num_steps")) is not None:
-        config.put("optim.warmup_steps", steps, "scheduler.params.warmup_num_steps")
-    if steps := config.whole("scheduler.params.total_num_steps"):
-        config.put("data.steps", steps, "scheduler.params.total_num_steps")
-    if (peak := config.number("scheduler.params.warmup_max_lr")) is not None and peak > 0:
-        config.put("optim.lr", peak, "scheduler.params.warmup_max_lr")
+        config.leave_unmapped("scheduler.type", "the job schema knows wsd and cosine")
+    if (steps := config.read_whole("scheduler.params.warmup_num_steps")) is not None:
+        config.set_value("optim.warmup_steps", steps, "scheduler.params.warmup_num_steps")
+    if steps := config.read_whole("scheduler.params.total_num_steps"):
+        config.set_value("data.steps", steps, "scheduler.params.total_num_steps")
+    if (peak := config.read_number("scheduler.params.warmup_max_lr")) is not None and peak > 0:
+        config.set_value("optim.lr", peak, "scheduler.params.warmup_max_lr")
 
 
-def _pipeline(config: Conversion) -> None:
-    if (degree := config.whole("tensor_parallel.autotp_size")) is not None and degree > 0:
-        config.put("parallel.tensor", degree, "tensor_parallel.autotp_size")
+def _read_pipeline(config: Conversion) -> None:
+    if (degree := config.read_whole("tensor_parallel.autotp_size")) is not None and degree > 0:
+        config.set_value("parallel.tensor", degree, "tensor_parallel.autotp_size")
     for key in ("sequence_parallel_size", "sequence_parallelism.size"):
-        if degree := config.whole(key):
-            config.put("parallel.context", degree, key)
-            config.put("parallel.context_kind", "ulysses", key)
-    every = config.whole("pipeline.activation_checkpoint_interval")
+        if degree := config.read_whole(key):
+            config.set_value("parallel.context", degree, key)
+            config.set_value("parallel.context_kind", "ulysses", key)
+    every = config.read_whole("pipeline.activation_checkpoint_interval")
     if every is not None:
-        config.put("parallel.recompute", "full" if every else "none", "pipeline.activation_checkpoint_interval")
+        config.set_value("parallel.recompute", "full" if every else "none", "pipeline.activation_checkpoint_interval")
     else:
-        config.put("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")
+        config.set_value("parallel.recompute", "auto", note="not said: the model's own code recomputes or not")

@@ -74,12 +74,12 @@ def trainer_of_file(path: Path) -> str:
     Raises UserError for a file that is neither: what ends in .json, .yaml or .yml is never a job file.
     """
     if path.suffix == ".toml":
-        return _best(_toml_words(path), ".toml")
+        return _best_match(_toml_words(path), ".toml")
     if path.suffix in TREES:
         from phalanx.rules.foreign.config_files import read_tree
 
         words = {key.partition(".")[0] for key in read_tree(path)}
-        return "megatron" if "MODEL_ARGS" in words else _best(words, path.suffix) or _nobody(path)
+        return "megatron" if "MODEL_ARGS" in words else _best_match(words, path.suffix) or _refuse_unknown(path)
     # Two of Megatron's flags; a job file with such a line would not be TOML.
     text = read_head(path, MOST_LOOKED).decode("utf-8", errors="replace")
     has_flags = sum(flag in text for flag in FLAGS) >= 2
@@ -93,13 +93,13 @@ def _toml_words(path: Path) -> set[str]:
     return set() if words & OURS else words
 
 
-def _best(words: Iterable[str], ending: str) -> str:
+def _best_match(words: Iterable[str], ending: str) -> str:
     counts = {name: len(SIGNS[name] & set(words)) for name in FITS[ending]}
     name = max(counts, key=lambda one: counts[one])
     return name if counts[name] >= 2 else ""
 
 
-def _nobody(path: Path) -> str:
+def _refuse_unknown(path: Path) -> str:
     raise mistake(
         str(path),
         "is not a configuration that Phalanx recognises",

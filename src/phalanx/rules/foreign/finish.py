@@ -25,23 +25,23 @@ PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequence
 
 def complete_job(config: Conversion, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
     """Settle the open ends; `devices` is 0 where neither the file nor the caller says."""
-    _set(config, settings)
-    _sequence(config)
-    data = _replicas(config, devices)
-    _batch(config, data)
-    _fill(config, data)
-    _steps(config)
-    _ramp(config)
-    _sharding(config, data)
-    _bucket(config, data)
-    _habits(config, habits)
-    _model(config)
-    _decisive(config)
+    _apply_overrides(config, settings)
+    _set_sequence(config)
+    data = _data_ranks(config, devices)
+    _set_batch(config, data)
+    _set_fill(config, data)
+    _set_steps(config)
+    _set_ramp(config)
+    _set_sharding(config, data)
+    _set_bucket(config, data)
+    _set_habits(config, habits)
+    _set_model(config)
+    _check_sizes(config)
     if "precision.compute" not in config.values:
-        config.need("does not say in which format it computes", "give --set precision.compute=bf16")
+        config.add_missing("does not say in which format it computes", "give --set precision.compute=bf16")
 
 
-def _set(config: Conversion, settings: Sequence[str]) -> None:
+def _apply_overrides(config: Conversion, settings: Sequence[str]) -> None:
     """--set goes before everything the file says."""
     draft = Draft(path=Path(config.file), table={}, lines={})
     apply_overrides(draft, settings)
@@ -59,19 +59,19 @@ def _set(config: Conversion, settings: Sequence[str]) -> None:
                     config.values.pop(other, None)
 
 
-def _sequence(config: Conversion) -> None:
+def _set_sequence(config: Conversion) -> None:
     """Said, or published with the model, or our default: never silently."""
     if "data.sequence" in config.values:
         return
-    name = config.value("model.preset")
+    name = config.job_value("model.preset")
     known = known_presets()[name].train.get("sequence") if isinstance(name, str) and name in known_presets() else None
     note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
     config.values["data.sequence"] = JobSetting(value=known or Data().sequence, note=note)
 
 
-def _replicas(config: Conversion, devices: int) -> int:
+def _data_ranks(config: Conversion, devices: int) -> int:
     """Data ranks, or 0."""
-    data = config.value("parallel.data")
+    data = config.job_value("parallel.data")
     if isinstance(data, int) and not isinstance(data, bool):
         return data
     apart = 1
@@ -80,7 +80,7 @@ def _replicas(config: Conversion, devices: int) -> int:
     return devices // apart if devices and devices % apart == 0 else 0
 
 
-def _batch(config: Conversion, data: int) -> None:
+def _set_batch(config: Conversion, data: int) -> None:
     said = config.values.pop("batch.per_replica", None)
     if said is not None and isinstance(said.value, int):
         if data:
@@ -89,14 +89,16 @@ def _batch(config: Conversion, data: int) -> None:
                 value=said.value * data, key=said.key, note=note, line=said.line
             )
         elif said.key:
-            config.lacks(said.key, "per data rank: the global batch follows once --cluster says how many there are")
+            config.leave_unmapped(
+                said.key, "per data rank: the global batch follows once --cluster says how many there are"
+            )
     for key, settled in list(config.settled.items()):
         if settled.text == "batch.per_replica":
-            config.used(key, by="batch.global_sequences")
-    _accumulation(config, data)
+            config.mark_used(key, by="batch.global_sequences")
+    _set_accumulation(config, data)
 
 
-def _accumulation(config: Conversion, data: int) -> None:
+def _set_accumulation(config: Conversion, data: int) -> None:
     """Passes of a step: with the global batch they say the micro-batch, with the micro-batch the global one."""
     said = config.values.pop("batch.accumulation", None)
     if said is None or not isinstance(said.value, int):
@@ -105,7 +107,7 @@ def _accumulation(config: Conversion, data: int) -> None:
     share = said.value * data
     if not share or not (total or micro):
         why = "passes per step: --set batch.micro or batch.global_sequences, and --cluster, make a batch of them"
-        return _unsaid(config, said, why)
+        return _list_unmapped(config, said, why)
     if not micro and total % share == 0:
         note = f"{total} / ({data} data ranks × {said.value} passes)"
         config.values["batch.micro"] = JobSetting(value=total // share, key=said.key, note=note, line=said.line)
@@ -116,33 +118,35 @@ def _accumulation(config: Conversion, data: int) -> None:
         )
     elif total != micro * share:
         had = f"micro-batch {micro}" if micro else "whole sequences"
-        return _unsaid(config, said, f"{total:,} sequences on {data} data ranks in {had} are not {said.value} passes")
-    config.used(said.key, by="batch.global_sequences / (micro × data)")
+        return _list_unmapped(
+            config, said, f"{total:,} sequences on {data} data ranks in {had} are not {said.value} passes"
+        )
+    config.mark_used(said.key, by="batch.global_sequences / (micro × data)")
 
 
-def _unsaid(config: Conversion, said: JobSetting, why: str) -> None:
+def _list_unmapped(config: Conversion, said: JobSetting, why: str) -> None:
     if said.key in config.settled and config.settled[said.key].text == "batch.accumulation":
-        config.lacks(said.key, why)
+        config.leave_unmapped(said.key, why)
 
 
-def _fill(config: Conversion, data: int) -> None:
+def _set_fill(config: Conversion, data: int) -> None:
     """A pipeline that is drained before the step ends; where one fill is the whole step there is nothing to say."""
     said = config.values.pop("batch.fill", None)
     if said is None or not isinstance(said.value, int):
         return
     total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro")
     if total and data and total <= said.value * micro * data:
-        config.used(said.key, by="batch.global_sequences")
+        config.mark_used(said.key, by="batch.global_sequences")
         return
     config.practice["pipeline_fill"] = said.value
     why = f"a pipeline is drained after {said.value:,} micro-batches: BAT004 counts so, the plan's step drains it once"
-    config.lacks(said.key, why)
+    config.leave_unmapped(said.key, why)
 
 
-def _tokens(config: Conversion) -> int:
+def _step_tokens(config: Conversion) -> int:
     """Tokens per step, or 0."""
     sequence = config.int_of("data.sequence", 0)
-    total = config.value("batch.global_tokens")
+    total = config.job_value("batch.global_tokens")
     if isinstance(total, str):
         try:
             total = int(parse_count(total))
@@ -151,8 +155,8 @@ def _tokens(config: Conversion) -> int:
     return total if isinstance(total, int) and total else config.int_of("batch.global_sequences", 0) * sequence
 
 
-def _steps(config: Conversion) -> None:
-    step, sequence = _tokens(config), config.int_of("data.sequence", 0)
+def _set_steps(config: Conversion) -> None:
+    step, sequence = _step_tokens(config), config.int_of("data.sequence", 0)
     for name, ours, unit, each in (
         ("data.steps", "data.tokens", "steps", step),
         ("data.samples", "data.tokens", "sequences", sequence),
@@ -165,26 +169,26 @@ def _steps(config: Conversion) -> None:
         if each:
             note = f"{said.value:,} {unit} × {each:,} tokens" + (f"; {said.note}" if said.note else "")
             config.values[ours] = JobSetting(value=max(0, said.value) * each, key=said.key, note=note, line=said.line)
-            config.used(said.key, by=ours)
+            config.mark_used(said.key, by=ours)
         elif said.key:
-            config.lacks(said.key, "in steps: tokens follow once the global batch is known")
+            config.leave_unmapped(said.key, "in steps: tokens follow once the global batch is known")
 
 
-def _ramp(config: Conversion) -> None:
+def _set_ramp(config: Conversion) -> None:
     """Megatron's start, increment and length as stages: each increment lasts equally many sequences."""
     said = config.values.pop("batch.ramp_of", None)
     if said is None or not isinstance(said.value, list):
         return
     total, sequence = config.int_of("batch.global_sequences", 0), config.int_of("data.sequence", 0)
-    stages = _stages(said.value, total) if len(said.value) == 3 else []
+    stages = _ramp_stages(said.value, total) if len(said.value) == 3 else []
     if not stages or not sequence:
-        config.lacks(said.key, "not a start, an increment and a length that reach the global batch")
+        config.leave_unmapped(said.key, "not a start, an increment and a length that reach the global batch")
         return
     value = [{"until_tokens": until * sequence, "global_tokens": size * sequence} for until, size in stages]
     count = (total - said.value[0]) // said.value[1]
     note = f"{count} increments" + (f" as {len(value)} stages" if len(value) < count else "")
     config.values["batch.ramp"] = JobSetting(value=value, key=said.key, note=note, line=said.line)
-    config.used(said.key, by="batch.ramp")
+    config.mark_used(said.key, by="batch.ramp")
 
 
 MOST_STAGES = (
@@ -192,10 +196,10 @@ MOST_STAGES = (
 )
 
 
-def _stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
+def _ramp_stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
     """(sequences seen when it ends, sequences per step) of each stage; the middle one stands for many increments.
 
-    >>> _stages([16, 16, 90], 64)
+    >>> _ramp_stages([16, 16, 90], 64)
     [(30, 16), (60, 32), (90, 48)]
     """
     start, step, length = ramp
@@ -207,20 +211,20 @@ def _stages(ramp: list[int], total: int) -> list[tuple[int, int]]:
     return [(length * after // count, start + (before + after - 1) // 2 * step) for before, after in pairwise(edges)]
 
 
-def _sharding(config: Conversion, data: int) -> None:
+def _set_sharding(config: Conversion, data: int) -> None:
     said = config.values.pop("parallel.shard_copies", None)
     if said is not None and isinstance(said.value, int):
         if data and said.value > 0 and data % said.value == 0:
             config.values["parallel.shard"] = JobSetting(
                 value=data // said.value, key=said.key, note=f"{data} data ranks / {said.value}", line=said.line
             )
-            config.used(said.key, by="parallel.shard")
+            config.mark_used(said.key, by="parallel.shard")
         else:
-            config.lacks(said.key, "the shard group follows once --cluster says how many data ranks there are")
+            config.leave_unmapped(said.key, "the shard group follows once --cluster says how many data ranks there are")
     _shard_group(config, data)
-    if config.int_of("parallel.tensor") == 1 and config.value("parallel.sequence_parallel") is True:
+    if config.int_of("parallel.tensor") == 1 and config.job_value("parallel.sequence_parallel") is True:
         key = config.values.pop("parallel.sequence_parallel").key
-        config.skip(key, "no effect without tensor parallelism")
+        config.skip_leaf(key, "no effect without tensor parallelism")
     if config.int_of("parallel.context") == 1:
         config.values.pop("parallel.context_kind", None)
 
@@ -231,11 +235,11 @@ def _shard_group(config: Conversion, data: int) -> None:
     if config.int_of("parallel.zero", -1) == 0:
         config.values.pop("parallel.shard", None)
     elif said is None and data:
-        config.assume("parallel.shard", data * context, "over all data and context ranks")
+        config.assume_default("parallel.shard", data * context, "over all data and context ranks")
     elif said is not None and isinstance(said.value, int) and context > 1 and not said.note.startswith("--set"):
         note = f"{said.value} data × {context} context ranks"
         config.values["parallel.shard"] = replace(said, value=said.value * context, note=note)
-    group, fixed = config.int_of("parallel.shard"), config.value("parallel.data")
+    group, fixed = config.int_of("parallel.shard"), config.job_value("parallel.data")
     if isinstance(fixed, int) and fixed % max(
         1, group
     ):  # the schema counts groups within data; the devices say the rest
@@ -245,7 +249,7 @@ def _shard_group(config: Conversion, data: int) -> None:
 LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # parameters: core/distributed/distributed_data_parallel.py
 
 
-def _bucket(config: Conversion, data: int) -> None:
+def _set_bucket(config: Conversion, data: int) -> None:
     """Megatron Core's default, which grows with the data ranks."""
     said = config.values.pop("comm.bucket_width", None)
     if said is None or not isinstance(said.value, int):
@@ -253,14 +257,14 @@ def _bucket(config: Conversion, data: int) -> None:
     ranks = data * config.int_of("parallel.context")
     size = max(LEAST_BUCKET, BUCKET_PER_RANK * ranks)
     note = f"max(40e6, 1e6 × {ranks or 'data'} ranks) parameters × {said.value} bytes"
-    config.assume("comm.bucket_mib", round(min(65_536.0, size * said.value / 2**20), 1), note)
+    config.assume_default("comm.bucket_mib", round(min(65_536.0, size * said.value / 2**20), 1), note)
 
 
-def _habits(config: Conversion, habits: Practice) -> None:
+def _set_habits(config: Conversion, habits: Practice) -> None:
     """What Phalanx does by itself and these trainers do not, said in the job's own keys."""
-    limit = config.value("train.timeout_s")
-    config.assume("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
-    config.assume("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
+    limit = config.job_value("train.timeout_s")
+    config.assume_default("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
+    config.assume_default("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
     # No defaults of the trainer's: whether something starts it again, and on what, no file of theirs says.
     again = "not said: a lost rank ends the job, and the scheduler may start it again"
     config.values.setdefault("fault.recovery", JobSetting(value="stop", note=again))
@@ -268,19 +272,21 @@ def _habits(config: Conversion, habits: Practice) -> None:
         "fault.spares", JobSetting(value=0, note="not said: spare hosts are the scheduler's matter")
     )
     if habits.bounded_restarts is not None:
-        config.assume("fault.restarts", habits.bounded_restarts, (habits.sources or {}).get("bounded_restarts", ""))
-    config.assume("checkpoint.memory_every", 0, "no copies in memory")
-    config.assume("fault.digest_every", 0, "replicas are not compared")
-    config.assume("telemetry.peers_every_s", 0, "peer latency is not measured")
-    config.assume("telemetry.timeline_every", 0)
+        config.assume_default(
+            "fault.restarts", habits.bounded_restarts, (habits.sources or {}).get("bounded_restarts", "")
+        )
+    config.assume_default("checkpoint.memory_every", 0, "no copies in memory")
+    config.assume_default("fault.digest_every", 0, "replicas are not compared")
+    config.assume_default("telemetry.peers_every_s", 0, "peer latency is not measured")
+    config.assume_default("telemetry.timeline_every", 0)
 
 
-def _model(config: Conversion) -> None:
-    lacking = _lacking(config)
+def _set_model(config: Conversion) -> None:
+    lacking = _missing_sizes(config)
     if lacking == ["vocab"]:
-        config.need("does not say the size of the vocabulary", "give --set model.vocab=128256")
+        config.add_missing("does not say the size of the vocabulary", "give --set model.vocab=128256")
     elif lacking:
-        config.need("does not say which model is trained", GIVE_MODEL)
+        config.add_missing("does not say which model is trained", GIVE_MODEL)
 
 
 DECISIVE = {
@@ -305,18 +311,18 @@ DECISIVE = {
 }
 
 
-def _decisive(config: Conversion) -> None:
+def _check_sizes(config: Conversion) -> None:
     """A size that cannot be read must not become the trainer's default: the layout would be another one."""
     for name, leaf in config.unreadable.items():
         key = DECISIVE.get(name, "")
         said = config.values.get(key)
         if key and not (said is not None and said.note.startswith("--set")):
-            config.need(f"{leaf.key} = {value_text(leaf.value)} is not a number", f"give --set {key}=…")
+            config.add_missing(f"{leaf.key} = {value_text(leaf.value)} is not a number", f"give --set {key}=…")
 
 
-def _lacking(config: Conversion) -> list[str]:
+def _missing_sizes(config: Conversion) -> list[str]:
     """Sizes of the model that nothing says."""
-    if config.value("model.preset") or config.value("model.hf_config"):
+    if config.job_value("model.preset") or config.job_value("model.hf_config"):
         return []
     return [name for name in NEEDED if f"model.{name}" not in config.values]
 
@@ -327,7 +333,7 @@ def add_stand_ins(config: Conversion) -> None:
     chunks = config.int_of("parallel.virtual_pipeline")
     heads = config.int_of("model.heads", max(1, tensor))
     model = {"name": "unknown", "layers": max(1, stages * chunks), "heads": heads, "hidden": 64 * heads, "vocab": 1}
-    if _lacking(config):
+    if _missing_sizes(config):
         for name, value in ({"ffn": 64 * heads, "kv_heads": heads, "head_dim": 64} | model).items():
             config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
     if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:

@@ -13,312 +13,324 @@ from phalanx.rules.foreign.conversion import NEVER, UNSET, Conversion
 DTYPES = {"bf16": 2, "fp32": 4, "fp16": 2}
 
 
-def translate(config: Conversion, *, whole: bool = True) -> None:
+def translate_config(config: Conversion, *, whole: bool = True) -> None:
     """Fill the config with all that Megatron Core has words for; a file that is not `whole` may leave them to code."""
     translate_shape(config)
-    _degrees(config)
-    _sharding(config)
-    _recompute(config)
-    _batch(config)
-    _precision(config)
-    _optimizer(config)
+    _read_degrees(config)
+    _read_sharding(config)
+    _read_recompute(config)
+    _read_batch(config)
+    _read_precision(config)
+    _read_optimizer(config)
     _learning_rate(config)
-    _checkpoint(config, whole)
-    _resume(config)
-    _timeouts(config)
-    _telemetry(config)
+    _read_checkpoint(config, whole)
+    _read_resume(config)
+    _read_timeouts(config)
+    _read_telemetry(config)
 
 
-def _degrees(config: Conversion) -> None:
-    config.put("parallel.mode", "fixed", note=f"{config.title} searches nothing")
+def _read_degrees(config: Conversion) -> None:
+    config.set_value("parallel.mode", "fixed", note=f"{config.title} searches nothing")
     for name, ours in (
         ("tensor_model_parallel_size", "tensor"),
         ("pipeline_model_parallel_size", "pipeline"),
         ("context_parallel_size", "context"),
         ("expert_model_parallel_size", "expert"),
     ):
-        if (degree := config.whole(name)) is not None and degree > 0:
-            config.put(f"parallel.{ours}", degree, name)
-    if (split := config.flag("sequence_parallel")) is not None:
-        config.put("parallel.sequence_parallel", split, "sequence_parallel")
+        if (degree := config.read_whole(name)) is not None and degree > 0:
+            config.set_value(f"parallel.{ours}", degree, name)
+    if (split := config.read_flag("sequence_parallel")) is not None:
+        config.set_value("parallel.sequence_parallel", split, "sequence_parallel")
     kinds = {"p2p": "ring", "a2a": "ulysses", "all_gather": "allgather", "a2a+p2p": "ring"}
-    if (kind := config.text("cp_comm_type")) in kinds:
-        config.put("parallel.context_kind", kinds[kind], "cp_comm_type")
-    if (own := config.whole("expert_tensor_parallel_size")) is not None:
+    if (kind := config.read_word("cp_comm_type")) in kinds:
+        config.set_value("parallel.context_kind", kinds[kind], "cp_comm_type")
+    if (own := config.read_whole("expert_tensor_parallel_size")) is not None:
         same = own == config.int_of("parallel.tensor") or not config.int_of("model.experts", 0)
         why = "experts split over tensor ranks as the rest" if same else "the planner splits experts whole"
-        config.skip("expert_tensor_parallel_size", why) if same else config.lacks("expert_tensor_parallel_size", why)
-    _virtual(config)
+        config.skip_leaf("expert_tensor_parallel_size", why) if same else config.leave_unmapped(
+            "expert_tensor_parallel_size", why
+        )
+    _read_virtual(config)
 
 
-def _virtual(config: Conversion) -> None:
+def _read_virtual(config: Conversion) -> None:
     layers, stages = config.int_of("model.layers", 0), config.int_of("parallel.pipeline")
     chunks, name = 1, ""
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
-        if (found := config.whole(name)) is not None:
+        if (found := config.read_whole(name)) is not None:
             chunks = found
             break
     else:
         name = "num_layers_per_virtual_pipeline_stage"
-        each = config.whole(name)
+        each = config.read_whole(name)
         chunks = max(1, layers // stages // each) if each and layers else 1
     if stages > 1 and chunks > 1:
-        config.put("parallel.virtual_pipeline", chunks, name)
-        config.put("parallel.schedule", "interleaved", name)
-    elif config.has(name):
-        config.skip(name, "one chunk per stage, or one stage")
+        config.set_value("parallel.virtual_pipeline", chunks, name)
+        config.set_value("parallel.schedule", "interleaved", name)
+    elif config.has_leaf(name):
+        config.skip_leaf(name, "one chunk per stage, or one stage")
 
 
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def _sharding(config: Conversion) -> None:
+def _read_sharding(config: Conversion) -> None:
     own, torch = (
-        bool(config.flag("use_megatron_fsdp") or config.flag("use_custom_fsdp")),
-        config.flag("use_torch_fsdp2"),
+        bool(config.read_flag("use_megatron_fsdp") or config.read_flag("use_custom_fsdp")),
+        config.read_flag("use_torch_fsdp2"),
     )
     flags = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
-    strategy = config.text("data_parallel_sharding_strategy")
+    strategy = config.read_word("data_parallel_sharding_strategy")
     if own or torch:
         stage = STRATEGIES.get(strategy, 3) if own and strategy else 3
-        config.put("parallel.zero", stage, "data_parallel_sharding_strategy", *flags, note="FSDP")
-        config.used("use_distributed_optimizer", by="parallel.zero")
+        config.set_value("parallel.zero", stage, "data_parallel_sharding_strategy", *flags, note="FSDP")
+        config.mark_used("use_distributed_optimizer", by="parallel.zero")
     else:
-        on = bool(config.flag("use_distributed_optimizer"))
+        on = bool(config.read_flag("use_distributed_optimizer"))
         note = "distributed optimizer" if on else "no distributed optimizer"
-        config.put("parallel.zero", int(on), "use_distributed_optimizer", note=note)
-        config.skip("data_parallel_sharding_strategy", "no effect without Megatron-FSDP")
+        config.set_value("parallel.zero", int(on), "use_distributed_optimizer", note=note)
+        config.skip_leaf("data_parallel_sharding_strategy", "no effect without Megatron-FSDP")
         for name in flags:
-            config.used(name, by="parallel.zero")
-    if config.flag("optimizer_cpu_offload"):
-        config.put("parallel.offload", "optimizer", "optimizer_cpu_offload")
-    elif config.has("optimizer_cpu_offload"):
-        config.used("optimizer_cpu_offload", by="parallel.offload")
-    if (copies := config.whole("num_distributed_optimizer_instances")) is not None:
+            config.mark_used(name, by="parallel.zero")
+    if config.read_flag("optimizer_cpu_offload"):
+        config.set_value("parallel.offload", "optimizer", "optimizer_cpu_offload")
+    elif config.has_leaf("optimizer_cpu_offload"):
+        config.mark_used("optimizer_cpu_offload", by="parallel.offload")
+    if (copies := config.read_whole("num_distributed_optimizer_instances")) is not None:
         if copies == 1:
-            config.used("num_distributed_optimizer_instances", by="parallel.shard = auto: all data ranks")
+            config.mark_used("num_distributed_optimizer_instances", by="parallel.shard = auto: all data ranks")
         else:
-            config.put("parallel.shard_copies", copies, "num_distributed_optimizer_instances")
+            config.set_value("parallel.shard_copies", copies, "num_distributed_optimizer_instances")
 
 
-def _recompute(config: Conversion) -> None:
-    kind = config.text("recompute_granularity")
-    if not kind and (config.flag("recompute_activations") or config.flag("checkpoint_activations")):
-        kind = "selective" if config.flag("recompute_activations") else "full"
+def _read_recompute(config: Conversion) -> None:
+    kind = config.read_word("recompute_granularity")
+    if not kind and (config.read_flag("recompute_activations") or config.read_flag("checkpoint_activations")):
+        kind = "selective" if config.read_flag("recompute_activations") else "full"
     names = ("recompute_granularity", "recompute_activations", "checkpoint_activations")
     if kind in ("selective", "full"):
-        config.put("parallel.recompute", kind, *names)
+        config.set_value("parallel.recompute", kind, *names)
     else:
-        config.put("parallel.recompute", "none", *names)
-    count = config.whole("recompute_num_layers")
-    if kind == "full" and config.text("recompute_method") == "block" and count:
-        config.put("parallel.recompute_layers", count, "recompute_num_layers", "recompute_method")
+        config.set_value("parallel.recompute", "none", *names)
+    count = config.read_whole("recompute_num_layers")
+    if kind == "full" and config.read_word("recompute_method") == "block" and count:
+        config.set_value("parallel.recompute_layers", count, "recompute_num_layers", "recompute_method")
     else:
         for name in ("recompute_num_layers", "recompute_method"):
-            config.skip(name, "uniform recomputation covers every layer; only its chunks differ")
+            config.skip_leaf(name, "uniform recomputation covers every layer; only its chunks differ")
 
 
-def _batch(config: Conversion) -> None:
-    sequence = config.whole("seq_length")
+def _read_batch(config: Conversion) -> None:
+    sequence = config.read_whole("seq_length")
     if sequence:
-        config.put("data.sequence", sequence, "seq_length")
-    config.put("batch.micro", config.whole("micro_batch_size") or 1, "micro_batch_size")
-    if (total := config.whole("global_batch_size")) is not None and total > 0:
-        config.put("batch.global_sequences", total, "global_batch_size")
+        config.set_value("data.sequence", sequence, "seq_length")
+    config.set_value("batch.micro", config.read_whole("micro_batch_size") or 1, "micro_batch_size")
+    if (total := config.read_whole("global_batch_size")) is not None and total > 0:
+        config.set_value("batch.global_sequences", total, "global_batch_size")
     else:
-        config.put("batch.per_replica", config.int_of("batch.micro"), "micro_batch_size", note="one micro-batch each")
-    if samples := config.whole("train_samples"):
-        config.put("data.samples", samples, "train_samples")
-    elif steps := config.whole("train_iters"):
-        config.put("data.steps", steps, "train_iters")
-    if (seed := config.whole("seed")) is not None:
-        config.put("data.seed", abs(seed), "seed")
-    config.put("batch.ramp_of", _ramp(config), "rampup_batch_size") if config.has("rampup_batch_size") else None
-    if (per_token := config.flag("calculate_per_token_loss")) is not None:
+        config.set_value(
+            "batch.per_replica", config.int_of("batch.micro"), "micro_batch_size", note="one micro-batch each"
+        )
+    if samples := config.read_whole("train_samples"):
+        config.set_value("data.samples", samples, "train_samples")
+    elif steps := config.read_whole("train_iters"):
+        config.set_value("data.steps", steps, "train_iters")
+    if (seed := config.read_whole("seed")) is not None:
+        config.set_value("data.seed", abs(seed), "seed")
+    config.set_value("batch.ramp_of", _read_ramp(config), "rampup_batch_size") if config.has_leaf(
+        "rampup_batch_size"
+    ) else None
+    if (per_token := config.read_flag("calculate_per_token_loss")) is not None:
         config.practice["token_weighted_loss"] = per_token
-        config.used("calculate_per_token_loss", by="practice: token_weighted_loss")
+        config.mark_used("calculate_per_token_loss", by="practice: token_weighted_loss")
 
 
-def _ramp(config: Conversion) -> list[int]:
+def _read_ramp(config: Conversion) -> list[int]:
     """[first batch, increment, sequences over which it grows], or nothing usable."""
-    leaf = config.leaf("rampup_batch_size")
+    leaf = config.find_leaf("rampup_batch_size")
     parts = leaf.value if leaf is not None and isinstance(leaf.value, list) else []
     numbers = [int(str(one)) for one in parts if str(one).isdigit() and len(str(one)) < 16]
     return numbers if len(numbers) == 3 else []
 
 
-def _precision(config: Conversion) -> None:
-    base = "bf16" if config.flag("bf16") else "fp16" if config.flag("fp16") else "fp32"
-    flags = [name for name in ("bf16", "fp16") if config.has(name)]
-    eight = next((name for name in ("fp8_format", "fp8") if config.text(name) not in ("", "none", "false")), "")
-    four = next((name for name in ("fp4_format", "fp4") if config.text(name) not in ("", "none", "false")), "")
+def _read_precision(config: Conversion) -> None:
+    base = "bf16" if config.read_flag("bf16") else "fp16" if config.read_flag("fp16") else "fp32"
+    flags = [name for name in ("bf16", "fp16") if config.has_leaf(name)]
+    eight = next((name for name in ("fp8_format", "fp8") if config.read_word(name) not in ("", "none", "false")), "")
+    four = next((name for name in ("fp4_format", "fp4") if config.read_word(name) not in ("", "none", "false")), "")
     if four or eight:
-        config.put("precision.compute", "fp4" if four else "fp8", four or eight)
-        config.used(*flags, by="precision.compute: what is not in few bits")
+        config.set_value("precision.compute", "fp4" if four else "fp8", four or eight)
+        config.mark_used(*flags, by="precision.compute: what is not in few bits")
     else:
-        config.put("precision.compute", base, *flags, note="" if flags else "neither --bf16 nor --fp16")
-    wide = config.flag("accumulate_allreduce_grads_in_fp32")
-    wide = config.flag("grad_reduce_in_fp32") if wide is None else wide
+        config.set_value("precision.compute", base, *flags, note="" if flags else "neither --bf16 nor --fp16")
+    wide = config.read_flag("accumulate_allreduce_grads_in_fp32")
+    wide = config.read_flag("grad_reduce_in_fp32") if wide is None else wide
     if wide is None:
-        wide = base != "fp16" and not config.flag("grad_reduce_in_bf16")
+        wide = base != "fp16" and not config.read_flag("grad_reduce_in_bf16")
     names = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32", "grad_reduce_in_bf16")
-    note = "" if any(config.has(name) for name in names) else "bf16 sums in fp32"
+    note = "" if any(config.has_leaf(name) for name in names) else "bf16 sums in fp32"
     if base == "fp16" and not wide:
         config.practice["sums_in"] = "fp16"
         note = "summed in fp16: the nearest word is bf16"
-    config.put("precision.grad_reduce", "fp32" if wide else "bf16", *names, note=note)
-    if (scale := config.number("loss_scale")) is not None and base == "fp16" and scale > 0:
-        config.put("precision.loss_scale", scale, "loss_scale", note="static")
+    config.set_value("precision.grad_reduce", "fp32" if wide else "bf16", *names, note=note)
+    if (scale := config.read_number("loss_scale")) is not None and base == "fp16" and scale > 0:
+        config.set_value("precision.loss_scale", scale, "loss_scale", note="static")
     elif base == "fp16":
-        config.assume("precision.loss_scale", "auto", "dynamic for fp16")
-    _state(config)
+        config.assume_default("precision.loss_scale", "auto", "dynamic for fp16")
+    _read_state(config)
 
 
-def _state(config: Conversion) -> None:
+def _read_state(config: Conversion) -> None:
     """What the optimizer updates; formats other than fp32 are for its precision-aware one."""
-    kept = config.text("main_params_dtype")
+    kept = config.read_word("main_params_dtype")
     if kept:
-        config.put("precision.master_weights", "32" in kept, "main_params_dtype")
-    config.assume("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
-    moments = next((config.text(n) for n in ("exp_avg_dtype", "exp_avg_dtype._target_") if config.has(n)), "")
+        config.set_value("precision.master_weights", "32" in kept, "main_params_dtype")
+    config.assume_default("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
+    moments = next((config.read_word(n) for n in ("exp_avg_dtype", "exp_avg_dtype._target_") if config.has_leaf(n)), "")
     if "bfloat16" in moments or moments == "bf16":
-        config.put("precision.optimizer_state", "bf16", "exp_avg_dtype", "exp_avg_dtype._target_")
+        config.set_value("precision.optimizer_state", "bf16", "exp_avg_dtype", "exp_avg_dtype._target_")
     elif "float32" in moments or moments == "fp32":
-        config.put("precision.optimizer_state", "fp32", "exp_avg_dtype", "exp_avg_dtype._target_")
+        config.set_value("precision.optimizer_state", "fp32", "exp_avg_dtype", "exp_avg_dtype._target_")
     elif not moments:
-        config.assume("precision.optimizer_state", "fp32")
+        config.assume_default("precision.optimizer_state", "fp32")
 
 
-def _optimizer(config: Conversion) -> None:
-    name = config.text("optimizer") or "adam"
+def _read_optimizer(config: Conversion) -> None:
+    name = config.read_word("optimizer") or "adam"
     if "adam" in name:
-        config.put("optim.name", "adamw", "optimizer", note="decoupled weight decay")
+        config.set_value("optim.name", "adamw", "optimizer", note="decoupled weight decay")
     elif "muon" in name:
-        config.put("optim.name", "muon", "optimizer")
+        config.set_value("optim.name", "muon", "optimizer")
     else:
-        config.lacks("optimizer", "not an optimizer of the job schema")
-    config.copy(
+        config.leave_unmapped("optimizer", "not an optimizer of the job schema")
+    config.copy_keys(
         {
-            "lr": ("optim.lr", Conversion.number),
-            "weight_decay": ("optim.weight_decay", Conversion.number),
-            "clip_grad": ("optim.clip", Conversion.number),
-            "adam_eps": ("optim.eps", Conversion.number),
+            "lr": ("optim.lr", Conversion.read_number),
+            "weight_decay": ("optim.weight_decay", Conversion.read_number),
+            "clip_grad": ("optim.clip", Conversion.read_number),
+            "adam_eps": ("optim.eps", Conversion.read_number),
         }
     )
-    config.assume("optim.weight_decay", 0.01)
-    first, second = config.number("adam_beta1"), config.number("adam_beta2")
+    config.assume_default("optim.weight_decay", 0.01)
+    first, second = config.read_number("adam_beta1"), config.read_number("adam_beta2")
     betas = [0.9 if first is None else first, 0.999 if second is None else second]
-    config.put("optim.betas", betas, "adam_beta1", "adam_beta2")
+    config.set_value("optim.betas", betas, "adam_beta1", "adam_beta2")
 
 
 def _learning_rate(config: Conversion) -> None:
-    style = config.text("lr_decay_style") or "linear"
+    style = config.read_word("lr_decay_style") or "linear"
     if style == "cosine":
-        config.put("optim.schedule", "cosine", "lr_decay_style")
+        config.set_value("optim.schedule", "cosine", "lr_decay_style")
     else:
-        config.put("optim.schedule", "wsd", "lr_decay_style", note=style)
-        whole, tail = config.number("lr_decay_iters"), config.number("lr_wsd_decay_iters")
+        config.set_value("optim.schedule", "wsd", "lr_decay_style", note=style)
+        whole, tail = config.read_number("lr_decay_iters"), config.read_number("lr_wsd_decay_iters")
         part = tail / whole if style == "wsd" and tail and whole else {"constant": 0.0}.get(style, 1.0)
-        config.put("optim.decay", min(1.0, max(0.0, part)), "lr_wsd_decay_iters", "lr_decay_style")
-    least, peak = config.number("min_lr"), config.number("lr")
+        config.set_value("optim.decay", min(1.0, max(0.0, part)), "lr_wsd_decay_iters", "lr_decay_style")
+    least, peak = config.read_number("min_lr"), config.read_number("lr")
     if least is not None and peak:
-        config.put("optim.final_lr", min(1.0, least / peak), "min_lr", note=f"{least:g} / {peak:g}")
-    config.assume("optim.final_lr", 0.0)
-    if (steps := config.whole("lr_warmup_iters")) is not None:
-        config.put("optim.warmup_steps", steps, "lr_warmup_iters")
-    elif samples := config.whole("lr_warmup_samples"):
-        config.put("optim.warmup_samples", samples, "lr_warmup_samples")
-    elif (share := config.number("lr_warmup_fraction")) is not None and (steps := config.whole("lr_decay_iters")):
-        config.put(
+        config.set_value("optim.final_lr", min(1.0, least / peak), "min_lr", note=f"{least:g} / {peak:g}")
+    config.assume_default("optim.final_lr", 0.0)
+    if (steps := config.read_whole("lr_warmup_iters")) is not None:
+        config.set_value("optim.warmup_steps", steps, "lr_warmup_iters")
+    elif samples := config.read_whole("lr_warmup_samples"):
+        config.set_value("optim.warmup_samples", samples, "lr_warmup_samples")
+    elif (share := config.read_number("lr_warmup_fraction")) is not None and (
+        steps := config.read_whole("lr_decay_iters")
+    ):
+        config.set_value(
             "optim.warmup_steps", round(share * steps), "lr_warmup_fraction", note=f"{share:g} of {steps:,} steps"
         )
     for name in ("lr_decay_iters", "lr_decay_samples"):
-        config.skip(name, "the job decays over all its tokens")
+        config.skip_leaf(name, "the job decays over all its tokens")
 
 
-def _checkpoint(config: Conversion, whole: bool) -> None:
-    save, every = config.leaf("save"), config.whole("save_interval")
+def _read_checkpoint(config: Conversion, whole: bool) -> None:
+    save, every = config.find_leaf("save"), config.read_whole("save_interval")
     if save is not None and every:
-        config.put("checkpoint.steps", every, "save_interval")
+        config.set_value("checkpoint.steps", every, "save_interval")
     elif save is None and (whole or "checkpoint.save" in config.leaves):  # null says it as well
-        config.put("checkpoint.steps", NEVER, "save_interval", note="nothing is saved")
+        config.set_value("checkpoint.steps", NEVER, "save_interval", note="nothing is saved")
         config.theirs["checkpoint.steps"] = "save"
         config.practice["saves"] = False
     if save is not None:
         text = str(save.value)
         good = text.isprintable() and 0 < len(text) < 1000 and "$" not in text
-        config.put("checkpoint.path", text, "save") if good else config.lacks("save", UNSET)
-    keep = config.whole("most_recent_k")
-    config.put(
+        config.set_value("checkpoint.path", text, "save") if good else config.leave_unmapped("save", UNSET)
+    keep = config.read_whole("most_recent_k")
+    config.set_value(
         "checkpoint.keep", keep if keep and keep > 0 else 10**6, "most_recent_k", note="" if keep else "keeps all"
     )
-    config.put("checkpoint.async", bool(config.flag("async_save")), "async_save")
+    config.set_value("checkpoint.async", bool(config.read_flag("async_save")), "async_save")
     kinds = {"torch_dist": "dcp", "torch_dcp": "dcp", "fsdp_dtensor": "dcp", "torch": "torch-pickle", "zarr": "zarr"}
-    if (kind := config.text("ckpt_format")) in kinds:
+    if (kind := config.read_word("ckpt_format")) in kinds:
         config.practice["checkpoint_format"] = kinds[kind]
-        config.used("ckpt_format", by="practice: checkpoint_format")
-    if config.flag("replication") and config.text("non_persistent_ckpt_type") == "local":
+        config.mark_used("ckpt_format", by="practice: checkpoint_format")
+    if config.read_flag("replication") and config.read_word("non_persistent_ckpt_type") == "local":
         config.practice["memory_copies"] = "other host"
-        config.used("replication", "non_persistent_ckpt_type", by="practice: memory_copies")
-        if every_local := config.whole("non_persistent_save_interval"):
-            config.put("checkpoint.memory_every", every_local, "non_persistent_save_interval")
+        config.mark_used("replication", "non_persistent_ckpt_type", by="practice: memory_copies")
+        if every_local := config.read_whole("non_persistent_save_interval"):
+            config.set_value("checkpoint.memory_every", every_local, "non_persistent_save_interval")
 
 
 # Megatron's checkpointing.py: what is left out of a file, or of a resume. The loss scale is part of the optimizer.
 LEFT_OUT = {"optim": ("moments", "scheduler", "scaler"), "rng": ("rng",)}
 
 
-def _resume(config: Conversion) -> None:
+def _read_resume(config: Conversion) -> None:
     """`--no-load-optim` of the arguments, `load_optim: false` of Megatron-Bridge."""
     lost: set[str] = set()
     for part, states in LEFT_OUT.items():
         for verb in ("load", "save"):
             off, on = f"no_{verb}_{part}", f"{verb}_{part}"
-            if config.flag(off) or config.flag(on) is False:
+            if config.read_flag(off) or config.read_flag(on) is False:
                 lost |= {*states}
-            config.used(off, on, by="practice: resumes_exactly")
+            config.mark_used(off, on, by="practice: resumes_exactly")
     if lost:
         config.practice["resumes_exactly"] = tuple(one for one in MEGATRON.resumes_exactly or () if one not in lost)
 
 
-def _timeouts(config: Conversion) -> None:
-    minutes = config.number("distributed_timeout_minutes")
+def _read_timeouts(config: Conversion) -> None:
+    minutes = config.read_number("distributed_timeout_minutes")
     limit = 600.0 if minutes is None else 60 * minutes
     note = f"{minutes:g} minutes" if minutes is not None else f"default of {config.title}: 10 minutes"
-    config.put("comm.init_timeout_s", limit, "distributed_timeout_minutes", note=note)
-    if (after := config.number("distributed_timeout_seconds_after_init")) is not None:
-        config.put("train.timeout_s", after, "distributed_timeout_seconds_after_init")
+    config.set_value("comm.init_timeout_s", limit, "distributed_timeout_minutes", note=note)
+    if (after := config.read_number("distributed_timeout_seconds_after_init")) is not None:
+        config.set_value("train.timeout_s", after, "distributed_timeout_seconds_after_init")
     else:
-        config.put("train.timeout_s", limit, "distributed_timeout_minutes", note=note)
+        config.set_value("train.timeout_s", limit, "distributed_timeout_minutes", note=note)
         config.theirs["train.timeout_s"] = "distributed_timeout_seconds_after_init"
-    _buckets(config)
-    if every := config.whole("check_weight_hash_across_dp_replicas_interval"):
-        config.put("fault.digest_every", every, "check_weight_hash_across_dp_replicas_interval")
-    elif config.has("check_weight_hash_across_dp_replicas_interval"):
-        config.used("check_weight_hash_across_dp_replicas_interval", by="fault.digest_every")
+    _read_buckets(config)
+    if every := config.read_whole("check_weight_hash_across_dp_replicas_interval"):
+        config.set_value("fault.digest_every", every, "check_weight_hash_across_dp_replicas_interval")
+    elif config.has_leaf("check_weight_hash_across_dp_replicas_interval"):
+        config.mark_used("check_weight_hash_across_dp_replicas_interval", by="fault.digest_every")
 
 
-def _buckets(config: Conversion) -> None:
-    width = DTYPES[str(config.value("precision.grad_reduce") or "fp32")]
-    overlap = config.flag("overlap_grad_reduce")
+def _read_buckets(config: Conversion) -> None:
+    width = DTYPES[str(config.job_value("precision.grad_reduce") or "fp32")]
+    overlap = config.read_flag("overlap_grad_reduce")
     config.theirs["comm.bucket_mib"] = "ddp_bucket_size" if overlap else "overlap_grad_reduce"
-    size = config.whole("bucket_size")
+    size = config.read_whole("bucket_size")
     if size is not None and size > 0:
         mib = size * width / 2**20
-        config.put("comm.bucket_mib", min(65_536.0, mib), "bucket_size", note=f"{size:,} parameters × {width} bytes")
+        config.set_value(
+            "comm.bucket_mib", min(65_536.0, mib), "bucket_size", note=f"{size:,} parameters × {width} bytes"
+        )
     elif overlap:
-        config.put("comm.bucket_width", width)  # its size follows from the number of data ranks
+        config.set_value("comm.bucket_width", width)  # its size follows from the number of data ranks
     else:
-        config.assume("comm.bucket_mib", 65_536.0, "without overlap of the reduction all gradients are one bucket")
-    config.used("overlap_grad_reduce", by="comm.bucket_mib")
+        config.assume_default(
+            "comm.bucket_mib", 65_536.0, "without overlap of the reduction all gradients are one bucket"
+        )
+    config.mark_used("overlap_grad_reduce", by="comm.bucket_mib")
 
 
-def _telemetry(config: Conversion) -> None:
+def _read_telemetry(config: Conversion) -> None:
     written = ["steps"]
     for name, series in (("log_throughput", "utilization"), ("log_energy", "energy")):
-        if config.flag(name):
+        if config.read_flag(name):
             written.append(series)
-            config.used(name, by="practice: telemetry")
+            config.mark_used(name, by="practice: telemetry")
     if len(written) > 1:
         config.practice["telemetry"] = tuple(written)
 
@@ -342,144 +354,148 @@ SIZES = {
 
 def translate_shape(config: Conversion) -> None:
     """Fill [model]."""
-    _shape(config)
-    _details(config)
-    _experts(config)
+    _read_shape(config)
+    _read_details(config)
+    _read_experts(config)
     _latent_attention(config)
-    _vocabulary(config)
+    _read_vocabulary(config)
 
 
-def _shape(config: Conversion) -> None:
+def _read_shape(config: Conversion) -> None:
     for name, ours in SIZES.items():
-        if (size := config.whole(name)) is not None and size > 0:
-            config.put(f"model.{ours}", size, name)
+        if (size := config.read_whole(name)) is not None and size > 0:
+            config.set_value(f"model.{ours}", size, name)
     hidden = config.int_of("model.hidden", 0)
-    gated = bool(config.flag("swiglu")) or bool(config.flag("gated_linear_unit"))
+    gated = bool(config.read_flag("swiglu")) or bool(config.read_flag("gated_linear_unit"))
     if hidden and "model.ffn" not in config.values:
         width = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
-        config.assume("model.ffn", width, "4 × hidden, two thirds of that with SwiGLU")
-    if (groups := config.whole("num_query_groups")) is not None and groups > 0:
-        config.put("model.kv_heads", groups, "num_query_groups", "group_query_attention")
-    elif config.has("group_query_attention"):
-        config.used("group_query_attention", by="model.kv_heads")
-    if (channels := config.whole("kv_channels")) is not None:
-        config.put("model.head_dim", channels, "kv_channels")
+        config.assume_default("model.ffn", width, "4 × hidden, two thirds of that with SwiGLU")
+    if (groups := config.read_whole("num_query_groups")) is not None and groups > 0:
+        config.set_value("model.kv_heads", groups, "num_query_groups", "group_query_attention")
+    elif config.has_leaf("group_query_attention"):
+        config.mark_used("group_query_attention", by="model.kv_heads")
+    if (channels := config.read_whole("kv_channels")) is not None:
+        config.set_value("model.head_dim", channels, "kv_channels")
     if hidden:
-        config.put("model.gated", gated, "swiglu", "gated_linear_unit")
+        config.set_value("model.gated", gated, "swiglu", "gated_linear_unit")
 
 
-def _details(config: Conversion) -> None:
+def _read_details(config: Conversion) -> None:
     if "model.hidden" not in config.values:
         return
-    norm = config.text("normalization") or "layernorm"
-    config.put("model.norm", "rms" if "rms" in norm else "layer", "normalization")
-    if (epsilon := config.number("norm_epsilon")) is not None:
-        config.put("model.norm_eps", epsilon, "norm_epsilon")
-    without = config.flag("disable_bias_linear") is True or config.flag("add_bias_linear") is False
-    config.put("model.bias", not without, "disable_bias_linear", "add_bias_linear")
-    if (biased := config.flag("add_qkv_bias")) is not None:
-        config.put("model.qkv_bias", biased, "add_qkv_bias")
-    if (normed := config.flag("qk_layernorm")) is not None:
-        config.put("model.qk_norm", normed, "qk_layernorm")
-    tied = config.flag("share_embeddings_and_output_weights")
+    norm = config.read_word("normalization") or "layernorm"
+    config.set_value("model.norm", "rms" if "rms" in norm else "layer", "normalization")
+    if (epsilon := config.read_number("norm_epsilon")) is not None:
+        config.set_value("model.norm_eps", epsilon, "norm_epsilon")
+    without = config.read_flag("disable_bias_linear") is True or config.read_flag("add_bias_linear") is False
+    config.set_value("model.bias", not without, "disable_bias_linear", "add_bias_linear")
+    if (biased := config.read_flag("add_qkv_bias")) is not None:
+        config.set_value("model.qkv_bias", biased, "add_qkv_bias")
+    if (normed := config.read_flag("qk_layernorm")) is not None:
+        config.set_value("model.qk_norm", normed, "qk_layernorm")
+    tied = config.read_flag("share_embeddings_and_output_weights")
     if tied is None:
-        tied = not config.flag("untie_embeddings_and_output_weights")
-    config.put("model.tied", tied, "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
-    if not config.flag("swiglu") and not config.flag("gated_linear_unit"):
-        config.assume("model.activation", "gelu_tanh")
-    _positions(config)
+        tied = not config.read_flag("untie_embeddings_and_output_weights")
+    config.set_value("model.tied", tied, "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
+    if not config.read_flag("swiglu") and not config.read_flag("gated_linear_unit"):
+        config.assume_default("model.activation", "gelu_tanh")
+    _read_positions(config)
 
 
-def _positions(config: Conversion) -> None:
-    kind = config.text("position_embedding_type") or "learned_absolute"
-    if kind in ("rope", "yarn") or config.flag("use_rotary_position_embeddings"):
-        config.put("model.positions", "rope", "position_embedding_type", "use_rotary_position_embeddings")
-        if (base := config.number("rotary_base")) is not None:
-            config.put("model.rope_theta", base, "rotary_base")
-        config.skip("max_position_embeddings", "rotary positions have no table")
+def _read_positions(config: Conversion) -> None:
+    kind = config.read_word("position_embedding_type") or "learned_absolute"
+    if kind in ("rope", "yarn") or config.read_flag("use_rotary_position_embeddings"):
+        config.set_value("model.positions", "rope", "position_embedding_type", "use_rotary_position_embeddings")
+        if (base := config.read_number("rotary_base")) is not None:
+            config.set_value("model.rope_theta", base, "rotary_base")
+        config.skip_leaf("max_position_embeddings", "rotary positions have no table")
         return
-    reach = config.whole("max_position_embeddings") or config.whole("seq_length") or 0
+    reach = config.read_whole("max_position_embeddings") or config.read_whole("seq_length") or 0
     if kind != "learned_absolute":
-        config.lacks("position_embedding_type", "the job schema knows rope and learned positions here")
-    config.put("model.positions", "learned", "position_embedding_type")
-    config.put("model.max_positions", reach, "max_position_embeddings")
-    config.skip("rotary_base", "positions are learned")
+        config.leave_unmapped("position_embedding_type", "the job schema knows rope and learned positions here")
+    config.set_value("model.positions", "learned", "position_embedding_type")
+    config.set_value("model.max_positions", reach, "max_position_embeddings")
+    config.skip_leaf("rotary_base", "positions are learned")
 
 
-def _experts(config: Conversion) -> None:
+def _read_experts(config: Conversion) -> None:
     if not config.int_of("model.experts", 0):
         for name in ("expert_ffn", "experts_per_token", "experts"):
             config.values.pop(f"model.{name}", None)
         for name in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk"):
-            config.skip(name, "the model is dense")
+            config.skip_leaf(name, "the model is dense")
         return
-    config.assume("model.experts_per_token", 2)
-    config.assume("model.expert_ffn", config.int_of("model.ffn"), "ffn_hidden_size")
+    config.assume_default("model.experts_per_token", 2)
+    config.assume_default("model.expert_ffn", config.int_of("model.ffn"), "ffn_hidden_size")
     width, name = config.int_of("model.expert_ffn"), "moe_shared_expert_intermediate_size"
-    if (shared := config.whole(name)) is not None and shared >= width:
-        config.put("model.shared_experts", max(1, shared // width), name, note=f"{shared} / {width}")
+    if (shared := config.read_whole(name)) is not None and shared >= width:
+        config.set_value("model.shared_experts", max(1, shared // width), name, note=f"{shared} / {width}")
     _dense_layers(config)
-    if (score := config.text("moe_router_score_function")) in ("softmax", "sigmoid"):
-        config.put("model.router_score", score, "moe_router_score_function")
-    if (scale := config.number("moe_router_topk_scaling_factor")) is not None:
-        config.put("model.routed_scale", scale, "moe_router_topk_scaling_factor")
-    _balance(config)
+    if (score := config.read_word("moe_router_score_function")) in ("softmax", "sigmoid"):
+        config.set_value("model.router_score", score, "moe_router_score_function")
+    if (scale := config.read_number("moe_router_topk_scaling_factor")) is not None:
+        config.set_value("model.routed_scale", scale, "moe_router_topk_scaling_factor")
+    _read_balance(config)
 
 
 def _dense_layers(config: Conversion) -> None:
-    leaf = config.leaf("moe_layer_freq")
+    leaf = config.find_leaf("moe_layer_freq")
     if leaf is None:
         return
     found = re.fullmatch(r"\(?\[0\]\s*\*\s*(\d{1,4})\s*\+\s*\[1\]\s*\*\s*\d{1,4}\)?", str(leaf.value).strip("\"' "))
     if found:
-        config.put("model.dense_layers", int(found.group(1)), "moe_layer_freq")
+        config.set_value("model.dense_layers", int(found.group(1)), "moe_layer_freq")
     elif isinstance(leaf.value, list) and all(one in (0, 1) for one in leaf.value):
         dense = (leaf.value.index(1) if 1 in leaf.value else len(leaf.value)) if leaf.value else 0
         if all(one == 1 for one in leaf.value[dense:]):
-            config.put("model.dense_layers", dense, "moe_layer_freq")
+            config.set_value("model.dense_layers", dense, "moe_layer_freq")
     elif str(leaf.value) == "1":
-        config.put("model.dense_layers", 0, "moe_layer_freq")
+        config.set_value("model.dense_layers", 0, "moe_layer_freq")
     if leaf.key not in config.settled:
-        config.lacks("moe_layer_freq", "the job schema has dense layers at the beginning only")
+        config.leave_unmapped("moe_layer_freq", "the job schema has dense layers at the beginning only")
 
 
-def _balance(config: Conversion) -> None:
-    if config.flag("moe_router_enable_expert_bias"):
-        config.put("model.balance", "bias", "moe_router_enable_expert_bias")
-        config.put("model.router_bias", True, "moe_router_enable_expert_bias")
-        if (rate := config.number("moe_router_bias_update_rate")) is not None:
-            config.put("model.balance_rate", rate, "moe_router_bias_update_rate")
+def _read_balance(config: Conversion) -> None:
+    if config.read_flag("moe_router_enable_expert_bias"):
+        config.set_value("model.balance", "bias", "moe_router_enable_expert_bias")
+        config.set_value("model.router_bias", True, "moe_router_enable_expert_bias")
+        if (rate := config.read_number("moe_router_bias_update_rate")) is not None:
+            config.set_value("model.balance_rate", rate, "moe_router_bias_update_rate")
         for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-            config.lacks(name, "the job schema has one way of balancing, here the bias")
+            config.leave_unmapped(name, "the job schema has one way of balancing, here the bias")
         return
-    kind = config.text("moe_router_load_balancing_type") or "aux_loss"
-    config.put("model.balance", "none" if kind == "none" else "aux", "moe_router_load_balancing_type")
-    if (rate := config.number("moe_aux_loss_coeff")) is not None:
-        config.put("model.balance_rate", rate, "moe_aux_loss_coeff")
+    kind = config.read_word("moe_router_load_balancing_type") or "aux_loss"
+    config.set_value("model.balance", "none" if kind == "none" else "aux", "moe_router_load_balancing_type")
+    if (rate := config.read_number("moe_aux_loss_coeff")) is not None:
+        config.set_value("model.balance_rate", rate, "moe_aux_loss_coeff")
 
 
 def _latent_attention(config: Conversion) -> None:
     sizes = ("kv_lora_rank", 512), ("qk_head_dim", 128), ("qk_pos_emb_head_dim", 64), ("v_head_dim", 128)
-    if not config.flag("multi_latent_attention"):
+    if not config.read_flag("multi_latent_attention"):
         config.values.pop("model.q_lora_rank", None)
         for name in ("q_lora_rank", *(name for name, _ in sizes)):
-            config.skip(name, "no latent attention")
-        config.used("multi_latent_attention", by="model.kv_lora_rank = 0")
+            config.skip_leaf(name, "no latent attention")
+        config.mark_used("multi_latent_attention", by="model.kv_lora_rank = 0")
         return
     ours = ("kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim")
     for (name, default), key in zip(sizes, ours, strict=True):
-        config.put(f"model.{key}", config.whole(name) or default, name, "multi_latent_attention")
-    config.put("model.head_dim", config.int_of("model.qk_nope_dim") + config.int_of("model.qk_rope_dim"), "qk_head_dim")
-    config.skip("kv_channels", "latent attention has its own sizes")
+        config.set_value(f"model.{key}", config.read_whole(name) or default, name, "multi_latent_attention")
+    config.set_value(
+        "model.head_dim", config.int_of("model.qk_nope_dim") + config.int_of("model.qk_rope_dim"), "qk_head_dim"
+    )
+    config.skip_leaf("kv_channels", "latent attention has its own sizes")
 
 
-def _vocabulary(config: Conversion) -> None:
-    size = config.whole("padded_vocab_size") or config.whole("vocab_size")
-    name = "padded_vocab_size" if config.has("padded_vocab_size") else "vocab_size"
+def _read_vocabulary(config: Conversion) -> None:
+    size = config.read_whole("padded_vocab_size") or config.read_whole("vocab_size")
+    name = "padded_vocab_size" if config.has_leaf("padded_vocab_size") else "vocab_size"
     if size:
-        config.put("model.vocab", size, name)
-    elif "gpt2bpe" in config.text("tokenizer_type") or "gpt2" in config.text("vocab_file").rpartition("/")[2]:
-        unit = (config.whole("make_vocab_size_divisible_by") or 128) * (config.whole("tensor_model_parallel_size") or 1)
+        config.set_value("model.vocab", size, name)
+    elif "gpt2bpe" in config.read_word("tokenizer_type") or "gpt2" in config.read_word("vocab_file").rpartition("/")[2]:
+        unit = (config.read_whole("make_vocab_size_divisible_by") or 128) * (
+            config.read_whole("tensor_model_parallel_size") or 1
+        )
         padded = -(-GPT2_VOCAB // unit) * unit
         note = f"GPT-2's {GPT2_VOCAB:,} padded to {unit}"
-        config.put("model.vocab", padded, "tokenizer_type", "make_vocab_size_divisible_by", note=note)
+        config.set_value("model.vocab", padded, "tokenizer_type", "make_vocab_size_divisible_by", note=note)

@@ -129,50 +129,54 @@ UNMAPPED = {
 }
 
 
-def translate(config: Conversion) -> None:
+def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
-    config.names |= {_canonical(key): key for key in config.leaves if key.startswith("--") and " " not in key}
-    _aside(config)
-    _machines(config)
+    config.names |= {_canonical_key(key): key for key in config.leaves if key.startswith("--") and " " not in key}
+    _set_aside(config)
+    _read_machines(config)
     words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
-    if (word := config.text("env.NCCL_ALGO")) in words:
-        config.put("comm.algorithm", words[word], "env.NCCL_ALGO")
-    mcore.translate(config)
-    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
+    if (word := config.read_word("env.NCCL_ALGO")) in words:
+        config.set_value("comm.algorithm", words[word], "env.NCCL_ALGO")
+    mcore.translate_config(config)
+    config.settle_rest(
+        irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: _canonical_key(key) if key.startswith("--") else key
+    )
 
 
-def _canonical(key: str) -> str:
+def _canonical_key(key: str) -> str:
     """
-    >>> _canonical("--tensor-model-parallel-size")
+    >>> _canonical_key("--tensor-model-parallel-size")
     'tensor_model_parallel_size'
     """
     name = key.removeprefix("--").replace("-", "_").lower()
     return SAME.get(name, name)
 
 
-def _seen(key: str) -> str:
-    return _canonical(key) if key.startswith("--") else key
-
-
-def _aside(config: Conversion) -> None:
+def _set_aside(config: Conversion) -> None:
     """Flags in an if, and those given again further down."""
     for key in config.leaves:
         if "(in an if" in key:
-            config.lacks(key, "stands between if and fi, which are not run; give its effect with --set")
+            config.leave_unmapped(key, "stands between if and fi, which are not run; give its effect with --set")
         elif "given again)" in key:
-            config.skip(key, "given again further down, which holds")
+            config.skip_leaf(key, "given again further down, which holds")
 
 
-def _machines(config: Conversion) -> None:
-    hosts = next((n for n in ("nnodes", "SBATCH.nodes") if (config.whole(n) or 0) > 0), "")
+def _read_machines(config: Conversion) -> None:
+    hosts = next((n for n in ("nnodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
     each = next(
-        (n for n in ("nproc_per_node", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node") if (config.whole(n) or 0) > 0),
+        (
+            n
+            for n in ("nproc_per_node", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node")
+            if (config.read_whole(n) or 0) > 0
+        ),
         "",
     )
-    config.machines = ((config.whole(hosts) or 0) if hosts else 0, (config.whole(each) or 0) if each else 0)
-    config.used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
+    config.machines = ((config.read_whole(hosts) or 0) if hosts else 0, (config.read_whole(each) or 0) if each else 0)
+    config.mark_used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
     for name in ("SBATCH.nodes", "SBATCH.ntasks-per-node", "SBATCH.gpus-per-node"):
         if name not in (hosts, each):
-            config.skip(name, "the launcher says the same")
-    if (again := config.whole("max_restarts")) is not None:
-        config.put("fault.restarts", again + 1, "max_restarts", note="torchrun --max-restarts, and the first start")
+            config.skip_leaf(name, "the launcher says the same")
+    if (again := config.read_whole("max_restarts")) is not None:
+        config.set_value(
+            "fault.restarts", again + 1, "max_restarts", note="torchrun --max-restarts, and the first start"
+        )

@@ -160,32 +160,36 @@ UNMAPPED = megatron.UNMAPPED | {
 }
 
 
-def translate(config: Conversion) -> None:
+def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
-    _interpolate(config)
-    hosts, each = config.whole("trainer.num_nodes"), config.whole("trainer.devices")
+    _fill_references(config)
+    hosts, each = config.read_whole("trainer.num_nodes"), config.read_whole("trainer.devices")
     config.machines = (hosts or 0, each if each and each > 0 else 0)
-    config.used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
-    _trainer(config)
+    config.mark_used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
+    _read_trainer(config)
     _optimizer_of_one(config)
-    _model(config)
-    _precision(config)
+    _read_model(config)
+    _read_precision(config)
     for key in config.leaves:
-        _place(config, key)
-    if "distributed" in config.text("optimizer") and "optimizer" in config.read_as:
-        config.rename("use_distributed_optimizer", config.read_as["optimizer"].key, True)
-    mcore.translate(config, whole=False)
-    _amp(config)
-    _chunk(config)
-    _shadowed(config)
-    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=_seen)
+        _strongest_place(config, key)
+    if "distributed" in config.read_word("optimizer") and "optimizer" in config.read_as:
+        config.rename_leaf("use_distributed_optimizer", config.read_as["optimizer"].key, True)
+    mcore.translate_config(config, whole=False)
+    _read_amp(config)
+    _read_chunk(config)
+    _drop_shadowed(config)
+    config.settle_rest(
+        irrelevant=IRRELEVANT,
+        unmapped=UNMAPPED,
+        seen=lambda key: key if found_in(key, [*UNMAPPED, *IRRELEVANT]) else key.rpartition(".")[2],
+    )
 
 
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_HOPS = 8
 
 
-def _interpolate(config: Conversion) -> None:
+def _fill_references(config: Conversion) -> None:
     """`${model.encoder_seq_length}` and `${.encoder_seq_length}` as OmegaConf reads them; functions stay."""
     for key, leaf in config.leaves.items():
         value, place = leaf.value, key
@@ -213,115 +217,111 @@ def word_of(key: str) -> str:
     return ""
 
 
-def _place(config: Conversion, key: str) -> None:
+def _strongest_place(config: Conversion, key: str) -> None:
     """Of several places that say the same word the strongest one is read."""
     name = word_of(key)
     leaf = config.leaves[key]
     if not name or leaf.value is None or name in config.read_as:
         return
     known = config.names.get(name)
-    if known is None or _rank(key) < _rank(known):
+    if known is None or _place_rank(key) < _place_rank(known):
         config.names[name] = key
 
 
-def _rank(key: str) -> int:
+def _place_rank(key: str) -> int:
     return next(index for index, prefix in enumerate(PREFIXES) if key.startswith(prefix))
 
 
-def _shadowed(config: Conversion) -> None:
+def _drop_shadowed(config: Conversion) -> None:
     for key, leaf in config.leaves.items():
         name = word_of(key)
-        held = config.leaf(name) if name else None
+        held = config.find_leaf(name) if name else None
         if held is None or held.key == key or key in config.settled or leaf.value is None:
             continue
         if held.value == leaf.value:
-            config.skip(key, f"{held.key} says the same")
+            config.skip_leaf(key, f"{held.key} says the same")
         else:
-            config.lacks(key, f"{held.key} goes before it")
+            config.leave_unmapped(key, f"{held.key} goes before it")
 
 
-def _trainer(config: Conversion) -> None:
-    config.rename("train_iters", "trainer.max_steps")
-    config.rename("clip_grad", "trainer.gradient_clip_val")
+def _read_trainer(config: Conversion) -> None:
+    config.rename_leaf("train_iters", "trainer.max_steps")
+    config.rename_leaf("clip_grad", "trainer.gradient_clip_val")
     callback = "exp_manager.checkpoint_callback_params."
     for key in (f"{callback}every_n_train_steps", "log.ckpt.every_n_train_steps"):
-        if (config.whole(key) or 0) > 0:
-            config.rename("save_interval", key)
-    config.rename("save_interval", "trainer.val_check_interval")
+        if (config.read_whole(key) or 0) > 0:
+            config.rename_leaf("save_interval", key)
+    config.rename_leaf("save_interval", "trainer.val_check_interval")
     for key in ("exp_manager.explicit_log_dir", "exp_manager.exp_dir", "log.log_dir"):
-        config.rename("save", key)
-    if not config.has("save") and config.has("save_interval"):
-        config.rename("save", config.read_as["save_interval"].key, "checkpoints")
+        config.rename_leaf("save", key)
+    if not config.has_leaf("save") and config.has_leaf("save_interval"):
+        config.rename_leaf("save", config.read_as["save_interval"].key, "checkpoints")
     for key in (f"{callback}save_top_k", "log.ckpt.save_top_k"):
-        if (config.whole(key) or 0) > 0:
-            config.rename("most_recent_k", key)
+        if (config.read_whole(key) or 0) > 0:
+            config.rename_leaf("most_recent_k", key)
 
 
 def _optimizer_of_one(config: Conversion) -> None:
     """NeMo 1.x and the scheduler of 2.0."""
     o = "model.optim."
-    config.rename("optimizer", f"{o}name")
+    config.rename_leaf("optimizer", f"{o}name")
     for name in ("lr", "weight_decay"):
-        config.rename(name, f"{o}{name}")
+        config.rename_leaf(name, f"{o}{name}")
     leaf = config.leaves.get(f"{o}betas")
     if leaf is not None and isinstance(leaf.value, list) and len(leaf.value) == 2:
-        config.rename("adam_beta1", leaf.key, leaf.value[0])
-        config.rename("adam_beta2", leaf.key, leaf.value[1])
+        config.rename_leaf("adam_beta1", leaf.key, leaf.value[0])
+        config.rename_leaf("adam_beta2", leaf.key, leaf.value[1])
     for sched in (f"{o}sched.", "optim.lr_scheduler."):
-        config.rename("lr_warmup_iters", f"{sched}warmup_steps")
-        config.rename("min_lr", f"{sched}min_lr")
+        config.rename_leaf("lr_warmup_iters", f"{sched}warmup_steps")
+        config.rename_leaf("min_lr", f"{sched}min_lr")
         for key in (f"{sched}name", f"{sched}_target_"):
-            if "cosine" in config.text(key):
-                config.rename("lr_decay_style", key, "cosine")
-        config.skip(f"{sched}constant_steps", "a plateau at the end of the schedule")
+            if "cosine" in config.read_word(key):
+                config.rename_leaf("lr_decay_style", key, "cosine")
+        config.skip_leaf(f"{sched}constant_steps", "a plateau at the end of the schedule")
 
 
-def _model(config: Conversion) -> None:
+def _read_model(config: Conversion) -> None:
     leaf = config.leaves.get("model.config._target_")
     name = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
     if name in CLASSES:
-        config.put("model.preset", CLASSES[name], "model.config._target_", note=name)
-    activation = config.text("model.activation")
+        config.set_value("model.preset", CLASSES[name], "model.config._target_", note=name)
+    activation = config.read_word("model.activation")
     if "swiglu" in activation:
-        config.rename("swiglu", "model.activation", True)
-    if not config.leaf("model.position_embedding_type") and "bridge" in config.text("model._target_"):
-        config.skip("model._target_", "which class is built; the values beside it are read")
+        config.rename_leaf("swiglu", "model.activation", True)
+    if not config.find_leaf("model.position_embedding_type") and "bridge" in config.read_word("model._target_"):
+        config.skip_leaf("model._target_", "which class is built; the values beside it are read")
 
 
-def _precision(config: Conversion) -> None:
+def _read_precision(config: Conversion) -> None:
     """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
     for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
-        text = config.text(key)
+        text = config.read_word(key)
         if not text:
             continue
         if "fp8" in text:
-            config.rename("fp8", key, "hybrid")
+            config.rename_leaf("fp8", key, "hybrid")
         if re.search(r"bf16|bfloat16", text):
-            config.rename("bf16", key, True)
+            config.rename_leaf("bf16", key, True)
         elif re.search(r"fp16|^16", text):
-            config.rename("fp16", key, True)
+            config.rename_leaf("fp16", key, True)
         else:
-            config.rename("fp16", key, False)
+            config.rename_leaf("fp16", key, False)
 
 
-def _amp(config: Conversion) -> None:
+def _read_amp(config: Conversion) -> None:
     """NeMo 1.x: O2 keeps 16-bit weights with an fp32 copy; without it (the default) all is fp32, under autocast."""
     key = "model.megatron_amp_O2"
-    if not config.has("model.micro_batch_size") and not config.has(key):  # NeMo 2.0 and Megatron-Bridge
+    if not config.has_leaf("model.micro_batch_size") and not config.has_leaf(key):  # NeMo 2.0 and Megatron-Bridge
         return
-    if not config.flag(key):
+    if not config.read_flag(key):
         note = "without O2 weights and gradients are fp32, cast for each use"
-        config.put("precision.grad_reduce", "fp32", key, note=note)
+        config.set_value("precision.grad_reduce", "fp32", key, note=note)
         config.practice.pop("sums_in", None)
-    config.used(key, by="precision.grad_reduce")
+    config.mark_used(key, by="precision.grad_reduce")
 
 
-def _chunk(config: Conversion) -> None:
+def _read_chunk(config: Conversion) -> None:
     for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
-        if (size := config.number(key)) is not None and size > 0:
-            config.put("comm.bucket_mib", size, key)
-    config.used("model.optim.overlap_grad_sync", by="comm.bucket_mib")
-
-
-def _seen(key: str) -> str:
-    return key if found_in(key, [*UNMAPPED, *IRRELEVANT]) else key.rpartition(".")[2]
+        if (size := config.read_number(key)) is not None and size > 0:
+            config.set_value("comm.bucket_mib", size, key)
+    config.mark_used("model.optim.overlap_grad_sync", by="comm.bucket_mib")

@@ -68,257 +68,274 @@ UNMAPPED = {
 }
 
 
-def translate(config: Conversion) -> None:
+def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
-    _model(config)
-    _degrees(config)
-    _batch(config)
-    _precision(config)
-    _optimizer(config)
-    _checkpoint(config)
-    _faults(config)
-    _converters(config)
-    config.close(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+    _read_model(config)
+    _read_degrees(config)
+    _read_batch(config)
+    _read_precision(config)
+    _read_optimizer(config)
+    _read_checkpoint(config)
+    _read_faults(config)
+    _read_converters(config)
+    config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
-def _converters(config: Conversion) -> None:
+def _read_converters(config: Conversion) -> None:
     """How a converter scales; where none is named its settings are dead."""
-    used = config.value("precision.compute") == "fp8"
+    used = config.job_value("precision.compute") == "fp8"
     for key in (key for key in config.leaves if key not in config.settled):
         if not used and key.startswith(CONVERTERS):
-            config.skip(key, "no converter of model.converters reads it")
+            config.skip_leaf(key, "no converter of model.converters reads it")
         elif key.startswith(("quantize.", "mx.")) or key == "float8.recipe_name":
-            config.skip(key, "how fp8 is scaled: precision.compute is fp8 either way")
+            config.skip_leaf(key, "how fp8 is scaled: precision.compute is fp8 either way")
 
 
-def _model(config: Conversion) -> None:
-    name, flavor = config.text("model.name") or "llama3", config.text("model.flavor") or "debugmodel"
+def _read_model(config: Conversion) -> None:
+    name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
     if preset := PRESETS.get((name, flavor)):
-        config.put("model.preset", preset, "model.flavor", "model.name", note=f"{name} {flavor}")
+        config.set_value("model.preset", preset, "model.flavor", "model.name", note=f"{name} {flavor}")
     elif (name, flavor) == ("llama3", "debugmodel"):
         for key, value in DEBUG.items():
-            config.put(f"model.{key}", value, "model.flavor", "model.name", note="llama3 debugmodel")
-        config.put("model.name", "llama3-debugmodel", "model.flavor", "model.name")
+            config.set_value(f"model.{key}", value, "model.flavor", "model.name", note="llama3 debugmodel")
+        config.set_value("model.name", "llama3-debugmodel", "model.flavor", "model.name")
     else:
         for key in ("model.name", "model.flavor"):
-            config.lacks(key, "the shape of this flavour is code of torchtitan's, which is not read")
+            config.leave_unmapped(key, "the shape of this flavour is code of torchtitan's, which is not read")
 
 
-def _degrees(config: Conversion) -> None:
+def _read_degrees(config: Conversion) -> None:
     p = "parallelism."
-    config.put("parallel.mode", "fixed", note="torchtitan searches nothing")
+    config.set_value("parallel.mode", "fixed", note="torchtitan searches nothing")
     for theirs, ours in (("tensor", "tensor"), ("pipeline", "pipeline"), ("context", "context"), ("expert", "expert")):
-        if (degree := config.whole(f"{p}{theirs}_parallel_degree")) is not None:
-            config.put(f"parallel.{ours}", max(1, degree), f"{p}{theirs}_parallel_degree")
-    _sharding(config, p)
+        if (degree := config.read_whole(f"{p}{theirs}_parallel_degree")) is not None:
+            config.set_value(f"parallel.{ours}", max(1, degree), f"{p}{theirs}_parallel_degree")
+    _read_sharding(config, p)
     tensor, pipeline = config.int_of("parallel.tensor"), config.int_of("parallel.pipeline")
-    config.assume("parallel.sequence_parallel", tensor > 1, "its tensor parallelism always splits norms too")
-    if (off := config.flag(f"{p}disable_loss_parallel")) is not None:
-        config.put("parallel.loss_parallel", not off, f"{p}disable_loss_parallel")
-    rotate = config.text(f"{p}context_parallel_rotate_method") or "allgather"
+    config.assume_default("parallel.sequence_parallel", tensor > 1, "its tensor parallelism always splits norms too")
+    if (off := config.read_flag(f"{p}disable_loss_parallel")) is not None:
+        config.set_value("parallel.loss_parallel", not off, f"{p}disable_loss_parallel")
+    rotate = config.read_word(f"{p}context_parallel_rotate_method") or "allgather"
     kinds = {"allgather": "allgather", "alltoall": "ring"}
-    config.put("parallel.context_kind", kinds.get(rotate, "allgather"), f"{p}context_parallel_rotate_method")
-    _schedule(config, p, pipeline)
-    _recompute(config)
+    config.set_value("parallel.context_kind", kinds.get(rotate, "allgather"), f"{p}context_parallel_rotate_method")
+    _read_schedule(config, p, pipeline)
+    _read_recompute(config)
 
 
-def _sharding(config: Conversion, p: str) -> None:
-    replicas, shard = config.whole(f"{p}data_parallel_replicate_degree"), config.whole(f"{p}data_parallel_shard_degree")
+def _read_sharding(config: Conversion, p: str) -> None:
+    replicas, shard = (
+        config.read_whole(f"{p}data_parallel_replicate_degree"),
+        config.read_whole(f"{p}data_parallel_shard_degree"),
+    )
     replicas, shard = 1 if replicas is None else replicas, -1 if shard is None else shard
-    policy = config.text(f"{p}fsdp_reshard_after_forward") or "default"
-    keeps = policy == "never" or (policy == "default" and (config.whole(f"{p}pipeline_parallel_degree") or 1) > 1)
+    policy = config.read_word(f"{p}fsdp_reshard_after_forward") or "default"
+    keeps = policy == "never" or (policy == "default" and (config.read_whole(f"{p}pipeline_parallel_degree") or 1) > 1)
     names = (f"{p}data_parallel_shard_degree", f"{p}fsdp_reshard_after_forward")
     if shard == 1:
-        config.put("parallel.zero", 0, *names, note="no sharding: DDP")
+        config.set_value("parallel.zero", 0, *names, note="no sharding: DDP")
     else:
-        config.put(
+        config.set_value(
             "parallel.zero", 2 if keeps else 3, *names, note="FSDP" + (" that keeps the weights" if keeps else "")
         )
     if shard > 0:
-        config.put(
+        config.set_value(
             "parallel.data", replicas * shard, f"{p}data_parallel_replicate_degree", names[0], note="both degrees"
         )
-        config.put("parallel.shard", shard, names[0])
+        config.set_value("parallel.shard", shard, names[0])
     elif replicas > 1:
-        config.put("parallel.shard_copies", replicas, f"{p}data_parallel_replicate_degree")
-        config.used(names[0], by="parallel.shard: the devices that are left")
+        config.set_value("parallel.shard_copies", replicas, f"{p}data_parallel_replicate_degree")
+        config.mark_used(names[0], by="parallel.shard: the devices that are left")
     else:
-        config.used(
+        config.mark_used(
             f"{p}data_parallel_replicate_degree", names[0], by="parallel.data = auto: the devices that are left"
         )
     if shard == 1:
-        config.assume("comm.bucket_mib", 100, "bucket_cap_mb of its replicate()")
+        config.assume_default("comm.bucket_mib", 100, "bucket_cap_mb of its replicate()")
 
 
-def _schedule(config: Conversion, p: str, pipeline: int) -> None:
-    name = config.text(f"{p}pipeline_parallel_schedule") or "1f1b"
+def _read_schedule(config: Conversion, p: str, pipeline: int) -> None:
+    name = config.read_word(f"{p}pipeline_parallel_schedule") or "1f1b"
     known = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "interleavedzerobubble": "zero-bubble"}
     if name not in known:
-        config.lacks(f"{p}pipeline_parallel_schedule", "the planner knows 1F1B, GPipe, Interleaved1F1B, zero bubble")
+        config.leave_unmapped(
+            f"{p}pipeline_parallel_schedule", "the planner knows 1F1B, GPipe, Interleaved1F1B, zero bubble"
+        )
     if pipeline == 1:
-        config.skip(f"{p}pipeline_parallel_schedule", "no effect with one stage")
+        config.skip_leaf(f"{p}pipeline_parallel_schedule", "no effect with one stage")
         return
-    config.put("parallel.schedule", known.get(name, "1f1b"), f"{p}pipeline_parallel_schedule")
+    config.set_value("parallel.schedule", known.get(name, "1f1b"), f"{p}pipeline_parallel_schedule")
     if known.get(name) == "interleaved":
-        config.assume("parallel.virtual_pipeline", 2, "two stages per rank for looped schedules")
+        config.assume_default("parallel.virtual_pipeline", 2, "two stages per rank for looped schedules")
 
 
-def _recompute(config: Conversion) -> None:
-    mode = config.text("activation_checkpoint.mode") or "selective"
-    option = config.text("activation_checkpoint.selective_ac_option")
+def _read_recompute(config: Conversion) -> None:
+    mode = config.read_word("activation_checkpoint.mode") or "selective"
+    option = config.read_word("activation_checkpoint.selective_ac_option")
     if mode == "selective" and option.isdigit() and int(option) >= 1:
         note = f"every layer of {option}, whole"
-        config.put("parallel.recompute", "full", "activation_checkpoint.mode", note=note)
-        config.lacks("activation_checkpoint.selective_ac_option", "the job counts layers per stage, not every n-th")
+        config.set_value("parallel.recompute", "full", "activation_checkpoint.mode", note=note)
+        config.leave_unmapped(
+            "activation_checkpoint.selective_ac_option", "the job counts layers per stage, not every n-th"
+        )
     else:
         words = {"full": "full", "none": "none", "selective": "selective", "memory_budget": "selective"}
-        config.put("parallel.recompute", words.get(mode, "selective"), "activation_checkpoint.mode")
-        config.used("activation_checkpoint.selective_ac_option", by="parallel.recompute")
+        config.set_value("parallel.recompute", words.get(mode, "selective"), "activation_checkpoint.mode")
+        config.mark_used("activation_checkpoint.selective_ac_option", by="parallel.recompute")
 
 
-def _batch(config: Conversion) -> None:
-    sequence = config.whole("training.seq_len") or 2048
-    config.put("data.sequence", sequence, "training.seq_len")
-    local = "training.local_batch_size" if config.has("training.local_batch_size") else "training.batch_size"
-    size = config.whole(local) or 8
+def _read_batch(config: Conversion) -> None:
+    sequence = config.read_whole("training.seq_len") or 2048
+    config.set_value("data.sequence", sequence, "training.seq_len")
+    local = "training.local_batch_size" if config.has_leaf("training.local_batch_size") else "training.batch_size"
+    size = config.read_whole(local) or 8
     pipeline = config.int_of("parallel.pipeline")
-    micro = (config.whole("parallelism.pipeline_parallel_microbatch_size") or 1) if pipeline > 1 else size
+    micro = (config.read_whole("parallelism.pipeline_parallel_microbatch_size") or 1) if pipeline > 1 else size
     name = "parallelism.pipeline_parallel_microbatch_size" if pipeline > 1 else local
-    config.put("batch.micro", micro, name)
+    config.set_value("batch.micro", micro, name)
     if pipeline == 1:
-        config.skip("parallelism.pipeline_parallel_microbatch_size", "no effect with one stage")
-    total = config.whole("training.global_batch_size")
+        config.skip_leaf("parallelism.pipeline_parallel_microbatch_size", "no effect with one stage")
+    total = config.read_whole("training.global_batch_size")
     if total is not None and total > 0:
-        config.put("batch.global_sequences", total, "training.global_batch_size")
-        config.used(local, by="batch.micro")
+        config.set_value("batch.global_sequences", total, "training.global_batch_size")
+        config.mark_used(local, by="batch.micro")
         if (
             pipeline > 1
         ):  # distributed/pipeline_parallel.py: a schedule runs over the local batch, again for each of them
-            config.put("batch.fill", max(1, size // max(1, micro)), local)
+            config.set_value("batch.fill", max(1, size // max(1, micro)), local)
     else:
-        config.put("batch.per_replica", size, local, "training.global_batch_size", note=f"{size} per data rank")
-    steps = config.whole("training.steps")
-    config.put("data.steps", steps or 10_000, "training.steps")
-    if (seed := config.whole("training.seed")) is not None or (seed := config.whole("debug.seed")) is not None:
-        config.put("data.seed", abs(seed), "training.seed" if config.has("training.seed") else "debug.seed")
+        config.set_value("batch.per_replica", size, local, "training.global_batch_size", note=f"{size} per data rank")
+    steps = config.read_whole("training.steps")
+    config.set_value("data.steps", steps or 10_000, "training.steps")
+    if (seed := config.read_whole("training.seed")) is not None or (
+        seed := config.read_whole("debug.seed")
+    ) is not None:
+        config.set_value("data.seed", abs(seed), "training.seed" if config.has_leaf("training.seed") else "debug.seed")
     for key in ("training.deterministic", "debug.deterministic"):
-        config.lacks(key, "the same bits on the same ranks; numerics.reproducible means on any number of ranks")
+        config.leave_unmapped(
+            key, "the same bits on the same ranks; numerics.reproducible means on any number of ranks"
+        )
 
 
-def _precision(config: Conversion) -> None:
+def _read_precision(config: Conversion) -> None:
     formats = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-    compute = formats.get(config.text("training.mixed_precision_param") or "bfloat16", "bf16")
-    converters = config.text("model.converters")
+    compute = formats.get(config.read_word("training.mixed_precision_param") or "bfloat16", "bf16")
+    converters = config.read_word("model.converters")
     if any(word in converters for word in ("float8", "mx", "quantize")):
-        config.put("precision.compute", "fp8", "model.converters", note=converters[:60])
-        _spared(config)
-        config.used("training.mixed_precision_param", by="precision.compute: what is not fp8")
+        config.set_value("precision.compute", "fp8", "model.converters", note=converters[:60])
+        _read_exclusions(config)
+        config.mark_used("training.mixed_precision_param", by="precision.compute: what is not fp8")
     else:
-        config.put("precision.compute", compute, "training.mixed_precision_param")
-        if config.has("model.converters"):
-            config.skip("model.converters", "no converter that changes the number format")
-    reduce = formats.get(config.text("training.mixed_precision_reduce") or "float32", "fp32")
-    config.put("precision.grad_reduce", "bf16" if reduce != "fp32" else "fp32", "training.mixed_precision_reduce")
-    if config.text("training.dtype") == "bfloat16":
-        config.put("precision.master_weights", False, "training.dtype")
-        config.put("precision.optimizer_state", "bf16", "training.dtype")
+        config.set_value("precision.compute", compute, "training.mixed_precision_param")
+        if config.has_leaf("model.converters"):
+            config.skip_leaf("model.converters", "no converter that changes the number format")
+    reduce = formats.get(config.read_word("training.mixed_precision_reduce") or "float32", "fp32")
+    config.set_value("precision.grad_reduce", "bf16" if reduce != "fp32" else "fp32", "training.mixed_precision_reduce")
+    if config.read_word("training.dtype") == "bfloat16":
+        config.set_value("precision.master_weights", False, "training.dtype")
+        config.set_value("precision.optimizer_state", "bf16", "training.dtype")
     else:
-        config.put("precision.master_weights", True, "training.dtype", note="weights are fp32, cast for each use")
-        config.put("precision.optimizer_state", "fp32", "training.dtype", note="moments in the format of the weights")
+        config.set_value("precision.master_weights", True, "training.dtype", note="weights are fp32, cast for each use")
+        config.set_value(
+            "precision.optimizer_state", "fp32", "training.dtype", note="moments in the format of the weights"
+        )
     for key in ("training.compile", "compile.enable"):
-        if (compiled := config.flag(key)) is not None:
-            config.put("train.compile", compiled, key)
-    if offload := config.flag("training.enable_cpu_offload"):
-        config.put("parallel.offload", "parameters", "training.enable_cpu_offload")
+        if (compiled := config.read_flag(key)) is not None:
+            config.set_value("train.compile", compiled, key)
+    if offload := config.read_flag("training.enable_cpu_offload"):
+        config.set_value("parallel.offload", "parameters", "training.enable_cpu_offload")
     elif offload is not None:
-        config.used("training.enable_cpu_offload", by="parallel.offload")
+        config.mark_used("training.enable_cpu_offload", by="parallel.offload")
 
 
-def _spared(config: Conversion) -> None:
+def _read_exclusions(config: Conversion) -> None:
     """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
     filters = [key for key in config.leaves if key.endswith("float8.filter_fqns")]
-    named = any(word in config.text(key) for key in filters for word in ("output", "lm_head"))
-    config.practice["fp8_spares_sensitive"] = named or "float8" not in config.text("model.converters")
-    config.used(*filters, by="practice: fp8_spares_sensitive")
+    named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
+    config.practice["fp8_spares_sensitive"] = named or "float8" not in config.read_word("model.converters")
+    config.mark_used(*filters, by="practice: fp8_spares_sensitive")
 
 
-def _optimizer(config: Conversion) -> None:
-    name = config.text("optimizer.name") or "adamw"
+def _read_optimizer(config: Conversion) -> None:
+    name = config.read_word("optimizer.name") or "adamw"
     if name in ("adamw", "adam"):
-        config.put("optim.name", "adamw", "optimizer.name")
+        config.set_value("optim.name", "adamw", "optimizer.name")
     elif name == "muon":
-        config.put("optim.name", "muon", "optimizer.name")
+        config.set_value("optim.name", "muon", "optimizer.name")
     else:
-        config.lacks("optimizer.name", "not an optimizer of the job schema")
-    config.put("optim.lr", config.number("optimizer.lr") or 8e-4, "optimizer.lr")
-    betas = [config.number("optimizer.beta1"), config.number("optimizer.beta2")]
+        config.leave_unmapped("optimizer.name", "not an optimizer of the job schema")
+    config.set_value("optim.lr", config.read_number("optimizer.lr") or 8e-4, "optimizer.lr")
+    betas = [config.read_number("optimizer.beta1"), config.read_number("optimizer.beta2")]
     if any(one is not None for one in betas):
         values = [0.9 if betas[0] is None else betas[0], 0.95 if betas[1] is None else betas[1]]
-        config.put("optim.betas", values, "optimizer.beta1", "optimizer.beta2")
-    config.copy(
+        config.set_value("optim.betas", values, "optimizer.beta1", "optimizer.beta2")
+    config.copy_keys(
         {
-            "optimizer.eps": ("optim.eps", Conversion.number),
-            "optimizer.weight_decay": ("optim.weight_decay", Conversion.number),
-            "training.max_norm": ("optim.clip", Conversion.number),
+            "optimizer.eps": ("optim.eps", Conversion.read_number),
+            "optimizer.weight_decay": ("optim.weight_decay", Conversion.read_number),
+            "training.max_norm": ("optim.clip", Conversion.read_number),
         }
     )
-    if config.has("optimizer.early_step_in_backward"):
-        config.lacks("optimizer.early_step_in_backward", "the planner updates after the backward pass")
+    if config.has_leaf("optimizer.early_step_in_backward"):
+        config.leave_unmapped("optimizer.early_step_in_backward", "the planner updates after the backward pass")
     _schedule_of_lr(config)
 
 
 def _schedule_of_lr(config: Conversion) -> None:
     s = "lr_scheduler."
-    warmup = config.whole(f"{s}warmup_steps")
-    config.put("optim.warmup_steps", 200 if warmup is None else warmup, f"{s}warmup_steps")
-    kind, ratio = config.text(f"{s}decay_type") or "linear", config.number(f"{s}decay_ratio")
+    warmup = config.read_whole(f"{s}warmup_steps")
+    config.set_value("optim.warmup_steps", 200 if warmup is None else warmup, f"{s}warmup_steps")
+    kind, ratio = config.read_word(f"{s}decay_type") or "linear", config.read_number(f"{s}decay_ratio")
     if kind == "cosine" and ratio is None:
-        config.put("optim.schedule", "cosine", f"{s}decay_type")
+        config.set_value("optim.schedule", "cosine", f"{s}decay_type")
     else:
-        config.put("optim.schedule", "wsd", f"{s}decay_type", f"{s}decay_ratio", note=f"warm-up, then {kind} decay")
-        config.put("optim.decay", 1.0 if ratio is None else ratio, f"{s}decay_ratio", f"{s}decay_type")
+        config.set_value(
+            "optim.schedule", "wsd", f"{s}decay_type", f"{s}decay_ratio", note=f"warm-up, then {kind} decay"
+        )
+        config.set_value("optim.decay", 1.0 if ratio is None else ratio, f"{s}decay_ratio", f"{s}decay_type")
     for key in (f"{s}lr_min", f"{s}min_lr_factor"):
-        if (last := config.number(key)) is not None:
-            config.put("optim.final_lr", last, key)
-    config.assume("optim.final_lr", 0.0)
+        if (last := config.read_number(key)) is not None:
+            config.set_value("optim.final_lr", last, key)
+    config.assume_default("optim.final_lr", 0.0)
 
 
-def _checkpoint(config: Conversion) -> None:
+def _read_checkpoint(config: Conversion) -> None:
     c = "checkpoint."
-    switch = f"{c}enable_checkpoint" if config.has(f"{c}enable_checkpoint") else f"{c}enable"
-    on = bool(config.flag(switch))
-    steps = config.whole(f"{c}interval")
+    switch = f"{c}enable_checkpoint" if config.has_leaf(f"{c}enable_checkpoint") else f"{c}enable"
+    on = bool(config.read_flag(switch))
+    steps = config.read_whole(f"{c}interval")
     if on:
-        config.put("checkpoint.steps", steps or 500, f"{c}interval", switch)
+        config.set_value("checkpoint.steps", steps or 500, f"{c}interval", switch)
     else:
-        config.put("checkpoint.steps", NEVER, switch, note="checkpoints are off")
+        config.set_value("checkpoint.steps", NEVER, switch, note="checkpoints are off")
         config.practice["saves"] = False
-        config.skip(f"{c}interval", "checkpoints are off")
-    config.copy({f"{c}folder": ("checkpoint.path", _path)})
-    keep = config.whole(f"{c}keep_latest_k")
+        config.skip_leaf(f"{c}interval", "checkpoints are off")
+    config.copy_keys({f"{c}folder": ("checkpoint.path", _path_text)})
+    keep = config.read_whole(f"{c}keep_latest_k")
     note = "0 keeps all" if keep == 0 else ""
-    config.put("checkpoint.keep", 10**6 if keep == 0 else keep or 10, f"{c}keep_latest_k", note=note)
-    mode = config.text(f"{c}async_mode") or "disabled"
-    config.put("checkpoint.async", mode != "disabled", f"{c}async_mode")
+    config.set_value("checkpoint.keep", 10**6 if keep == 0 else keep or 10, f"{c}keep_latest_k", note=note)
+    mode = config.read_word(f"{c}async_mode") or "disabled"
+    config.set_value("checkpoint.async", mode != "disabled", f"{c}async_mode")
 
 
-def _path(config: Conversion, name: str) -> str:
-    leaf = config.leaf(name)
+def _path_text(config: Conversion, name: str) -> str:
+    leaf = config.find_leaf(name)
     text = str(leaf.value) if leaf is not None else ""
     return text if text.isprintable() and len(text) < 1000 else ""
 
 
-def _faults(config: Conversion) -> None:
-    config.copy(
+def _read_faults(config: Conversion) -> None:
+    config.copy_keys(
         {
-            "comm.init_timeout_seconds": ("comm.init_timeout_s", Conversion.number),
-            "comm.train_timeout_seconds": ("train.timeout_s", Conversion.number),
+            "comm.init_timeout_seconds": ("comm.init_timeout_s", Conversion.read_number),
+            "comm.train_timeout_seconds": ("train.timeout_s", Conversion.read_number),
         }
     )
-    config.assume("comm.init_timeout_s", 300)
-    config.assume("train.timeout_s", 100)
-    if config.flag("fault_tolerance.enable"):
-        config.put("fault.recovery", "shrink", "fault_tolerance.enable", note="torchft: replica groups come and go")
+    config.assume_default("comm.init_timeout_s", 300)
+    config.assume_default("train.timeout_s", 100)
+    if config.read_flag("fault_tolerance.enable"):
+        config.set_value(
+            "fault.recovery", "shrink", "fault_tolerance.enable", note="torchft: replica groups come and go"
+        )
         config.practice |= {"step_transaction": True}
-    elif config.has("fault_tolerance.enable"):
-        config.used("fault_tolerance.enable", by="fault.recovery")
+    elif config.has_leaf("fault_tolerance.enable"):
+        config.mark_used("fault_tolerance.enable", by="fault.recovery")

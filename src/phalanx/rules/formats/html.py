@@ -26,7 +26,7 @@ MOST_TEXT = 1000
 
 def render_html(reports: Sequence[CheckReport]) -> str:
     """The whole file."""
-    body = "\n".join(_report(one) for one in reports)
+    body = "\n".join(_report_html(one) for one in reports)
     title = _escaped_text(f"phalanx check {reports[0].target}" if len(reports) == 1 else "phalanx check")
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -53,7 +53,7 @@ def _fragment_item(finding: Finding, report: CheckReport) -> str:
     return f"{head} <small>{_escaped_text(shown_place(finding))}</small><br>{_escaped_text(outcome.what)}{more}"
 
 
-def _report(report: CheckReport) -> str:
+def _report_html(report: CheckReport) -> str:
     problems = "\n".join(_finding_html(one, report) for one in report.problems)
     rows = [_row_cells(one) for one in report.findings]
     table = f'<div class="scroll">{html_table(rows, head=("rule", "verdict", "what", "where"))}</div>'

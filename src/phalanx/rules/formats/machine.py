@@ -21,10 +21,10 @@ from phalanx.rules.rule import LETTERS, Rule
 from phalanx.rules.rule_page import rule_page
 
 
-def relative(file: str, root: str) -> str:
+def relative_path(file: str, root: str) -> str:
     """A file below `root` as seen from there; any other by its whole path.
 
-    >>> relative("/src/jobs/a.toml", "/src"), relative("a.toml", "/src"), relative("/etc/a.toml", "/src")
+    >>> relative_path("/src/jobs/a.toml", "/src"), relative_path("a.toml", "/src"), relative_path("/etc/a.toml", "/src")
     ('jobs/a.toml', 'a.toml', '/etc/a.toml')
     """
     path = os.path.normpath(os.path.join(root, file))
@@ -38,7 +38,7 @@ def as_uri(file: str, root: str) -> str:
     >>> as_uri("a b.toml", "/src"), as_uri("/etc/a.toml", "/src")
     ('a%20b.toml', 'file:///etc/a.toml')
     """
-    name = relative(file, root)
+    name = relative_path(file, root)
     escaped = quote(name.encode("utf-8", "surrogateescape"), safe="/")
     return f"file://{escaped}" if name.startswith("/") else escaped
 
@@ -65,11 +65,11 @@ MOST_TEXT = 1000
 
 def render_sarif(reports: Sequence[CheckReport], *, root: str, version: str) -> str:
     """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
-    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(reports, root, version)]}
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_sarif_run(reports, root, version)]}
     return visible_json(json_text(log, indent=2)) + "\n"
 
 
-def _run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
+def _sarif_run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
     rules = {one.rule.id: one.rule for report in reports for one in report.findings}
     index = {rule_id: number for number, rule_id in enumerate(rules)}
     seen: Counter[str] = Counter()
@@ -144,7 +144,7 @@ def _finding_fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str
     """Of rule, file and setting: neither a moved line nor another value makes another finding of it."""
     at = finding.outcome.at
     what = "log" if isinstance(at, Spot) else at
-    text = f"{finding.rule.id}\n{relative(finding.file, root)}\n{what}"
+    text = f"{finding.rule.id}\n{relative_path(finding.file, root)}\n{what}"
     seen[text] += 1
     return hashlib.sha256(f"{text}\n{seen[text]}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -185,7 +185,7 @@ def _github_commands(report: CheckReport, root: str) -> list[str]:
 
 def _github_command(finding: Finding, report: CheckReport, root: str) -> str:
     outcome = finding.outcome
-    place = {"file": relative(finding.file, root), "line": str(finding.line) if finding.line else ""}
+    place = {"file": relative_path(finding.file, root), "line": str(finding.line) if finding.line else ""}
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
     statement = ",".join(f"{name}={_github_property(value)}" for name, value in {**place, **title}.items() if value)
     lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]

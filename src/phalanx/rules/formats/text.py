@@ -151,18 +151,15 @@ def _by_option(report: CheckReport) -> str:
     return f"  fixable: {', '.join(statement)}; --diff shows the edits" if statement else ""
 
 
-def _devices_text(report: CheckReport) -> str:
-    if not report.devices:
-        return f"number of devices not known (taken as {report.scaling})"
-    return f"{plural(report.devices, 'device')} ({report.scaling})"
-
-
 def _basis_text(report: CheckReport) -> str:
     """What the verdicts rest on, and the money in question."""
     seen = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
     own = len({one.rule.id for one in report.findings if one.rule.origin})
     mine = f" and {plural(own, 'rule')} of your own" if own else ""
-    basis = f"  edition {report.edition}{mine}, {report.profile}, {_devices_text(report)}"
+    devices = f"number of devices not known (taken as {report.scaling})"
+    if report.devices:
+        devices = f"{plural(report.devices, 'device')} ({report.scaling})"
+    basis = f"  edition {report.edition}{mine}, {report.profile}, {devices}"
     stake = total_at_stake(report)
     statement = f"; at stake: {shown_cost(stake, report.usd)}" if stake.points or stake.usd else ""
     return f"{basis}; evidence: {seen}{statement}"
@@ -302,12 +299,12 @@ def total_at_stake(report: CheckReport) -> Impact:
     is dearer.
     """
     bad = [one for one in report.findings if one.verdict == "fail"]
-    points, usd = (_summed(bad, name) for name in ("points", "usd"))
+    points, usd = (_summed_cost(bad, name) for name in ("points", "usd"))
     most = report.usd if report.usd is not None else math.inf
     return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
 
 
-def _summed(findings: Sequence[Finding], name: str) -> float | None:
+def _summed_cost(findings: Sequence[Finding], name: str) -> float | None:
     by_failures = whole = 0.0
     parts: dict[object, float] = {}
     costs = [(one, getattr(one.outcome.impact, name)) for one in findings]

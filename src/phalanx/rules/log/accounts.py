@@ -5,8 +5,9 @@ Nothing is computed twice: this is `phalanx.record.account`, asked once and put 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.cost import Cost, run_cost
@@ -20,6 +21,8 @@ from phalanx.record.run import Run
 from phalanx.rules.facts.log_facts import Spread
 from phalanx.rules.log.sums import Histogram
 from phalanx.units import HOUR_S
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +53,13 @@ def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = 
     return Account(
         walked=walked,
         incidents=fell,
-        lowest_hour=_lowest(walked),
-        scores=_scores(history),
-        cost=_cost(run, history, walked),
+        lowest_hour=_lowest_hour(walked),
+        scores=_or_none(lambda: scores(history)),
+        cost=_or_none(lambda: run_cost(run, history, walked.ledger)),
     )
 
 
-def _lowest(walked: LedgerWalk) -> float | None:
+def _lowest_hour(walked: LedgerWalk) -> float | None:
     """The lowest share of an hour that was effective; of the whole, when it was shorter."""
     if not walked.ledger.steps or not walked.trail:
         return None
@@ -68,16 +71,10 @@ def _lowest(walked: LedgerWalk) -> float | None:
     return min(whole, default=walked.ledger.effective)
 
 
-def _scores(history: RunHistory) -> Scores | None:
+def _or_none(read: Callable[[], T]) -> T | None:
+    """What is read; None where the record is too damaged for it."""
     try:
-        return scores(history)
-    except TROUBLES:
-        return None
-
-
-def _cost(run: Run, history: RunHistory, walked: LedgerWalk) -> Cost | None:
-    try:
-        return run_cost(run, history, walked.ledger)
+        return read()
     except TROUBLES:
         return None
 

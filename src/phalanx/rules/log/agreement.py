@@ -125,9 +125,9 @@ class Digests:
             holder = where.holder(epoch, rank)
             if holder is None:
                 self._alone += where.knows(epoch)
-            elif not _mixed(step) & self._mask:
+            elif not _mixed_bits(step) & self._mask:
                 said = (rank, hash(digest))  # of 64 bits: a few bytes instead of a hundred
-                self._add((epoch, step), holder, said, Spot(file=file, line=lines[place]))
+                self._add_digest((epoch, step), holder, said, Spot(file=file, line=lines[place]))
 
     def past(self, count: int, spot: Spot) -> None:
         """Steps of a membership that was over."""
@@ -135,7 +135,7 @@ class Digests:
         self.stale_spot = self.stale_spot or spot
         self.is_reported = True
 
-    def _add(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
+    def _add_digest(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
         held = self._held.setdefault(key, {})
         before = held.get(holder)
         if before is None or before[0] == said[0]:  # the same rank again: a step that was done again
@@ -147,12 +147,12 @@ class Digests:
                 self._differing.add(key)
                 self.differing_spot = self.differing_spot or spot
         while self._count > MOST_HELD and self._mask < 2**20:
-            self._forget()
+            self._forget_half()
 
-    def _forget(self) -> None:
+    def _forget_half(self) -> None:
         """Every second step; what was compared of them was."""
         self._mask = 2 * self._mask + 1
-        gone = {key for key in self._held if _mixed(key[1]) & self._mask}
+        gone = {key for key in self._held if _mixed_bits(key[1]) & self._mask}
         self._count -= sum(len(self._held.pop(key)) for key in gone)
         self._gone = (self._gone[0] + len(gone & self._compared), self._gone[1] + len(gone & self._differing))
         self._compared -= gone
@@ -174,7 +174,7 @@ class Digests:
         )
 
 
-def _mixed(step: int) -> int:
+def _mixed_bits(step: int) -> int:
     """Digests come every hundred steps or so: the low bits of the number itself would keep all or none."""
     return (step * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFF
 
@@ -188,7 +188,7 @@ class Clocks:
 
     def know(self, columns: EventColumns) -> None:
         """The witness's times."""
-        for step, epoch, time_s in self._picked(columns):
+        for step, epoch, time_s in self._picked_steps(columns):
             self._times[epoch, step] = time_s
         while len(self._times) > MOST_TIMES:
             self._every *= 2
@@ -198,10 +198,10 @@ class Clocks:
         """Another rank's; what it is ahead by goes into `offsets`."""
         if len(offsets) >= MOST_OFFSETS:
             return
-        found = ((epoch, step, time_s) for step, epoch, time_s in self._picked(columns))
+        found = ((epoch, step, time_s) for step, epoch, time_s in self._picked_steps(columns))
         offsets += [time_s - self._times[epoch, step] for epoch, step, time_s in found if (epoch, step) in self._times]
 
-    def _picked(self, columns: EventColumns) -> Iterable[tuple[int, int, float]]:
+    def _picked_steps(self, columns: EventColumns) -> Iterable[tuple[int, int, float]]:
         steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
         first = -steps[0] % self._every
         picked = zip(
@@ -211,7 +211,7 @@ class Clocks:
         return [(step, epoch or 0, time_s) for step, epoch, time_s in picked]
 
 
-def skew(offsets: Iterable[Sequence[float]]) -> float | None:
+def clock_skew(offsets: Iterable[Sequence[float]]) -> float | None:
     """The clock that is farthest from the witness's: a rank's median, since a single step may be told of late."""
     found = [abs(statistics.median(some)) for some in offsets if some]
     return max(found, default=None)
@@ -223,13 +223,13 @@ def skips_differ(
     """A step that one rank skipped and another, that tells of the steps around it, did not."""
     keys = {key for some in skips.values() for key in some}
     for key in sorted(keys)[:MOST_GAPS]:
-        reported = [rank for rank, span in spans.items() if _spans(span, key)]
+        reported = [rank for rank, span in spans.items() if _spans_step(span, key)]
         skipped = [rank for rank in reported if key in skips.get(rank, ())]
         if skipped and len(skipped) < len(reported):
             return skips[skipped[0]][key]
     return None
 
 
-def _spans(span: Mapping[int, tuple[int, int]], key: Key) -> bool:
+def _spans_step(span: Mapping[int, tuple[int, int]], key: Key) -> bool:
     first, last = span.get(key[0], (0, -1))
     return first <= key[1] <= last

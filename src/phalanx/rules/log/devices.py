@@ -36,7 +36,7 @@ class Gaps:
 
     def begin(self) -> None:
         """A membership begins: what lies between two of them is no gap of a thread that slept."""
-        _put(self._taken, self._tail_s())
+        _put_gap(self._taken, self._tail_s())
         self._last_s = self._first_step_s = None
 
     def step(self, times: Sequence[float]) -> None:
@@ -51,7 +51,7 @@ class Gaps:
             times, epochs = (before_s, *times), (epochs[0], *epochs)
         for sooner, later, before, now in zip(times, times[1:], epochs, epochs[1:], strict=False):
             if before == now:
-                _put(self._taken, later - sooner)
+                _put_gap(self._taken, later - sooner)
         self._epoch, self._last_s = epochs[-1], times[-1]
 
     def _tail_s(self) -> float:
@@ -62,7 +62,7 @@ class Gaps:
     def longest_s(self) -> float | None:
         """The distance that is not exceeded for 99 % of the time; None where there is none."""
         taken = dict(self._taken)
-        _put(taken, self._tail_s())
+        _put_gap(taken, self._tail_s())
         total_s, longer_s = sum(taken.values()), 0.0
         for place in sorted(taken, reverse=True):
             longer_s += taken[place]
@@ -71,7 +71,7 @@ class Gaps:
         return None
 
 
-def _put(taken: dict[int, float], gap_s: float) -> None:
+def _put_gap(taken: dict[int, float], gap_s: float) -> None:
     if LEAST_S < gap_s < MOST_S:
         place = math.floor(math.log(gap_s) / WIDTH)
         taken[place] = taken.get(place, 0.0) + gap_s

@@ -77,25 +77,27 @@ class RankLog:
         if not batch.events:
             return
         for segment in batch.parts([place for place, kind in batch.others if kind in STARTS]):
-            self._segment(segment, piece.file)
+            self._take_segment(segment, piece.file)
 
-    def _segment(self, batch: EventBatch, file: str) -> None:
+    def _take_segment(self, batch: EventBatch, file: str) -> None:
         """Events without a start between them: steps go up."""
-        self._time(batch.times, file, batch.lines)
+        self._check_times(batch.times, file, batch.lines)
         for kind in batch.kinds:
             columns, lines = batch.columns(kind)
             if kind not in known_kinds():
                 self._all.grammar.strange(kind, len(columns))
                 self._all.secrets.look_in(columns.events, file, lines)
             else:
-                self._kind(kind, columns, lines, file)
+                self._take_kind(kind, columns, lines, file)
 
-    def _kind(self, kind: str, columns: EventColumns, lines: Sequence[int], file: str) -> None:
+    def _take_kind(self, kind: str, columns: EventColumns, lines: Sequence[int], file: str) -> None:
         wrong = self._all.grammar.valid(columns, file, lines)
         if wrong or set(columns.get("rank")) != {self.rank}:
             events = columns.events
             good = [
-                place for place in range(len(events)) if place not in (wrong or ()) and self._is_mine(events[place])
+                place
+                for place in range(len(events))
+                if place not in (wrong or ()) and events[place].get("rank") == self.rank
             ]
             strange = len(events) - len(good) - len(wrong or ())
             if strange:  # events of another rank in this one's file
@@ -114,16 +116,13 @@ class RankLog:
             self._all.secrets.look_in(columns.events, file, lines)
         else:
             self._all.secrets.look_through(columns, file, lines)
-        self._hand(kind, columns, file, lines)
+        self._hand_on(kind, columns, file, lines)
 
-    def _is_mine(self, event: Event) -> bool:
-        return bool(event.get("rank") == self.rank)
-
-    def _hand(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
+    def _hand_on(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         if kind == "step":
-            self._steps(columns, file, lines)
+            self._take_steps(columns, file, lines)
         elif kind in STARTS:
-            self._start(kind, columns, file, lines)
+            self._take_start(kind, columns, file, lines)
         elif kind == "monitor":
             self.monitor_gaps.take(columns.get("t"), columns.get("epoch"))
             self._all.monitors.take(columns, self.meter)
@@ -139,7 +138,7 @@ class RankLog:
         elif kind == "run_end":
             self.states = (self.states + [str(state) for state in columns.get("state")])[-16:]
 
-    def _start(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
+    def _take_start(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         self._is_begun = True
         self.monitor_gaps.begin()
         self.peer_gaps.begin()
@@ -166,7 +165,7 @@ class RankLog:
 
     # ---- order
 
-    def _time(self, times: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def _check_times(self, times: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         try:
             if times[0] >= self._last_s and times == sorted(times):
                 self._last_s = times[-1]
@@ -181,11 +180,11 @@ class RankLog:
                 self._last_s = time_s  # once for a clock that was set, not for all that follows
             self._last_s = max(self._last_s, time_s)
 
-    def _steps(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
+    def _take_steps(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         steps = columns.get("step")
         follows = steps[0] == self._last_step + 1 or self._is_begun
         if not (follows and steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))):
-            keep = self._ordered(steps, file, lines)
+            keep = self._ordered_steps(steps, file, lines)
             if not keep:
                 return
             columns, lines = columns.pick(keep), [lines[place] for place in keep]
@@ -193,7 +192,7 @@ class RankLog:
         self._is_begun, self._last_step = False, steps[-1]
         self._note_epochs(columns, file, lines)
         self._note_skips(columns, file, lines)
-        self._sum(columns)
+        self._sum_times(columns)
         self.monitor_gaps.step(columns.get("t"))
         self.peer_gaps.step(columns.get("t"))
         if columns.has("digest") and any(columns.get("digest")):
@@ -205,7 +204,7 @@ class RankLog:
         else:
             self._all.clocks.compare(columns, self.offsets)
 
-    def _ordered(self, steps: Sequence[int], file: str, lines: Sequence[int]) -> list[int]:
+    def _ordered_steps(self, steps: Sequence[int], file: str, lines: Sequence[int]) -> list[int]:
         """Places of the steps that go up: none may go back while nothing says that the run did."""
         self.is_whole = False
         keep: list[int] = []
@@ -247,7 +246,7 @@ class RankLog:
             if one is True and len(self.skips) < MOST_SKIPS:
                 self.skips[epochs[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
 
-    def _sum(self, columns: EventColumns) -> None:
+    def _sum_times(self, columns: EventColumns) -> None:
         """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
         took, waited = columns.get("duration_s"), columns.get("wait_s")
         self.steps += len(columns)
@@ -299,14 +298,14 @@ class Supervisor:
                 grammar.strange(kind, 1)
             elif not grammar.breaks(event, piece.file, line):
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
-                self._event(kind, event, Spot(file=piece.file, line=line))
+                self._take_event(kind, event, Spot(file=piece.file, line=line))
             secrets.look_in([event], piece.file, [line])
 
-    def _event(self, kind: str, event: Event, spot: Spot) -> None:
+    def _take_event(self, kind: str, event: Event, spot: Spot) -> None:
         if kind == "host":
-            self._host(event)
+            self._take_host(event)
         elif kind == "epoch":
-            self._membership(event)
+            self._take_membership(event)
         elif kind == "restore":
             restore = restore_of(event, spot)
             if restore is not None:
@@ -322,7 +321,7 @@ class Supervisor:
         elif kind == "end":
             self.ended_s = number(event, "t")
 
-    def _host(self, event: Mapping[str, Any]) -> None:
+    def _take_host(self, event: Mapping[str, Any]) -> None:
         name = printable(event["host"], most=100)
         if event["state"] == "joined" and len(self._hosts) < MOST_HOSTS:
             problems = event.get("problems")
@@ -331,7 +330,7 @@ class Supervisor:
         elif event["state"] == "lost":
             self._hosts.pop(name, None)
 
-    def _membership(self, event: Mapping[str, Any]) -> None:
+    def _take_membership(self, event: Mapping[str, Any]) -> None:
         """A host looks at itself when it joins, and again whenever it is asked for ranks of a new membership."""
         members = event.get("members")
         hosts = {printable(one.get("host"), most=100) for one in members or () if isinstance(one, dict)}

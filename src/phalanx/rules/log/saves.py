@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import Spot
+from phalanx.io.files import Spot, free_bytes
 from phalanx.io.values import integer, number
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import COMMIT, Run
@@ -68,18 +67,18 @@ class Saves:
                 self._error_spot = self._error_spot or spot
                 pending.steps.discard(event["step"])
             elif event.get("phase") == "stage" or (event.get("phase") is None and not event.get("path")):
-                self._stage(event, spot, pending, witness)
+                self._take_stage(event, spot, pending, witness)
             else:
-                self._commit(event, spot, pending, witness)
+                self._take_commit(event, spot, pending, witness)
 
-    def _stage(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
+    def _take_stage(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         self._stages += witness
         for histogram, value in pending.unsure:  # another one followed: it was not the last
             histogram.add([value])
         pending.unsure.clear()
         blocked_s = number(event, "blocked_s")
         if blocked_s is not None:
-            self._measure(event, pending, blocked_s, due=self._blocked, final=self._final_blocked)
+            self._measure_save(event, pending, blocked_s, due=self._blocked, final=self._final_blocked)
         if pending.steps:
             if event.get("reason") in (None, INTERVAL):  # a stop may come while one is being written
                 self._overlapping += 1
@@ -87,7 +86,7 @@ class Saves:
             pending.late = pending.late | pending.steps if len(pending.late) < MOST_PENDING else pending.steps
         pending.steps = {event["step"]}
 
-    def _commit(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
+    def _take_commit(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         step = event["step"]
         if step not in pending.steps and step not in pending.late:
             self._unstaged += 1
@@ -96,16 +95,16 @@ class Saves:
         pending.late.discard(step)
         took_s, now_s = number(event, "seconds"), number(event, "t")
         if took_s is not None:
-            self._measure(event, pending, took_s, due=self._persist, final=self._final_persist)
+            self._measure_save(event, pending, took_s, due=self._persist, final=self._final_persist)
         if witness:
             self._commits += 1
-            self._measure(event, pending, 1.0, due=self._due, final=None)
+            self._measure_save(event, pending, 1.0, due=self._due, final=None)
             if pending.last_s is not None and now_s is not None:
-                self._measure(event, pending, now_s - pending.last_s, due=self._interval, final=None)
+                self._measure_save(event, pending, now_s - pending.last_s, due=self._interval, final=None)
             pending.last_s = now_s
-        self._remember(step, number(event, "bytes"))
+        self._remember_size(step, number(event, "bytes"))
 
-    def _measure(
+    def _measure_save(
         self, event: Mapping[str, Any], pending: Pending, value: float, *, due: Histogram, final: Histogram | None
     ) -> None:
         """Put what a save took where it belongs, by the reason it was made for."""
@@ -117,7 +116,7 @@ class Saves:
         elif final is not None:
             final.add([value])
 
-    def _remember(self, step: int, size: float | None) -> None:
+    def _remember_size(self, step: int, size: float | None) -> None:
         self._steps.pop(step, None)
         self._steps[step] = None
         if len(self._steps) > MOST_STEPS:
@@ -169,10 +168,10 @@ class Folder:
         except PhalanxError:
             return
         if isinstance(root, Path) and root.is_dir():
-            self._list(root)
-            self.free_bytes = _free(root)
+            self._list_steps(root)
+            self.free_bytes = free_bytes(root)
 
-    def _list(self, root: Path) -> None:
+    def _list_steps(self, root: Path) -> None:
         self.kept = self.incomplete = 0
         try:
             with os.scandir(root) as entries:
@@ -187,13 +186,6 @@ class Folder:
                         self.incomplete += 1
         except OSError:
             self.kept = self.incomplete = None
-
-
-def _free(root: Path) -> float | None:
-    try:
-        return float(shutil.disk_usage(root).free)
-    except OSError:
-        return None
 
 
 def restore_of(event: Mapping[str, Any], spot: Spot) -> Restore | None:

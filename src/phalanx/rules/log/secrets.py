@@ -100,14 +100,14 @@ class Secrets:
             self.is_partial = True
             return
         for event, line in zip(events, lines, strict=True):
-            if any(_is_found(text.encode(errors="replace")) for text in _texts(event)):
-                self._note(Spot(file=file, line=line))
+            if any(_is_found(text.encode(errors="replace")) for text in _nested_texts(event)):
+                self._note_spot(Spot(file=file, line=line))
 
     def look_through(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
         for name in columns.free():
             column = columns.get(name)
-            if all(self._is_known(value) for value in _distinct(column)):
+            if all(self._is_known(value) for value in _distinct_values(column)):
                 continue
             for value, line in zip(column, lines, strict=True):
                 if not self._is_known(value):
@@ -127,24 +127,24 @@ class Secrets:
         self.is_partial |= len(numbers) > MOST_LINES
         for number in numbers[:MOST_LINES]:
             if _is_found(lines[number - piece.line]):
-                self._note(Spot(file=piece.file, line=number))
+                self._note_spot(Spot(file=piece.file, line=number))
 
     def look_around(self, run: Run, shown: str) -> None:
         """Logs, errors and the few files of the folder itself; what was looked at before is not again."""
-        for path in _files(run):
+        for path in _text_files(run):
             known = self._files.get(path)
             if self._bytes >= MOST_BYTES or (known is None and len(self._files) >= MOST_FILES):
                 self.is_partial = True
                 return
             try:
                 with open_regular(path) as file:
-                    self._file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
+                    self._search_file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
             except FileNotFoundError:
                 continue
             except OSError:  # a link, or not ours to read
                 self.is_partial = True
 
-    def _file(self, file: int, place: _Place, path: Path, name: str) -> None:
+    def _search_file(self, file: int, place: _Place, path: Path, name: str) -> None:
         self._files[path] = place
         size = os.fstat(file).st_size
         end = min(size, MOST_FILE_BYTES)
@@ -161,28 +161,28 @@ class Secrets:
             data = held + block
             stop = data.rfind(b"\n") + 1
             if stop:
-                self._lines(data[: stop - 1], place, name)
+                self._search_lines(data[: stop - 1], place, name)
                 place.offset += stop
             elif len(data) > BLOCK_BYTES:  # a line without an end, as progress bars draw: in parts that overlap
-                self._line(data, place, name)
+                self._search_line(data, place, name)
                 stop = len(data) - OVERLAP
                 place.offset += stop
             held = data[stop:]
-        self._line(held, place, name)  # nobody may ever end it; where somebody does, it is searched again
+        self._search_line(held, place, name)  # nobody may ever end it; where somebody does, it is searched again
 
-    def _lines(self, data: bytes, place: _Place, name: str) -> None:
+    def _search_lines(self, data: bytes, place: _Place, name: str) -> None:
         may_be = _may_be(data)
         for text in data.split(b"\n"):
             if may_be:
-                self._line(text, place, name)
+                self._search_line(text, place, name)
             place.line, place.is_noted = place.line + 1, False
 
-    def _line(self, text: bytes, place: _Place, name: str) -> None:
+    def _search_line(self, text: bytes, place: _Place, name: str) -> None:
         if not place.is_noted and _is_found(text):
             place.is_noted = True  # once, however often a part of it is seen
-            self._note(Spot(file=name, line=place.line))
+            self._note_spot(Spot(file=name, line=place.line))
 
-    def _note(self, spot: Spot) -> None:
+    def _note_spot(self, spot: Spot) -> None:
         self.count += 1
         self.spot = self.spot or spot
 
@@ -210,14 +210,14 @@ def _may_be(data: bytes) -> bool:
     return any(word in lower for word in _WORDS)
 
 
-def _distinct(column: Sequence[Any]) -> Iterable[Any]:
+def _distinct_values(column: Sequence[Any]) -> Iterable[Any]:
     try:
         return set(column)
     except TypeError:  # lists and tables
         return column
 
 
-def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+def _nested_texts(value: Any, depth: int = 0) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and depth < 8:
@@ -225,13 +225,13 @@ def _texts(value: Any, depth: int = 0) -> Iterator[str]:
             if isinstance(one, str):
                 yield f"{key}={one}"  # the name says what it is
             else:
-                yield from _texts(one, depth + 1)
+                yield from _nested_texts(one, depth + 1)
     elif isinstance(value, list) and depth < 8:
         for one in value[:1000]:
-            yield from _texts(one, depth + 1)
+            yield from _nested_texts(one, depth + 1)
 
 
-def _files(run: Run) -> Iterable[Path]:
+def _text_files(run: Run) -> Iterable[Path]:
     """What people and libraries write into; `secret` is the run's own, and nobody else may read it."""
     yield from (run.path / name for name in ("job.toml", "job.json", "launch.json", "status.json"))
     for folder in ("logs", "errors"):

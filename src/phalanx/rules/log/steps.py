@@ -55,17 +55,17 @@ class Steps:
         steps = columns.get("step")
         self._count(steps)
         taken_s = columns.floats("duration_s")
-        steady = self._steady(columns, taken_s)
-        self._time(columns, taken_s, steady)
-        self._batches(columns, file, lines)
+        steady = self._steady_steps(columns, taken_s)
+        self._take_times(columns, taken_s, steady)
+        self._take_batches(columns, file, lines)
         skipped = columns.get("skipped")
         if any(skipped) or self._row:
             for one in skipped:
                 self._row = self._row + 1 if one is True else 0
                 self._skipped += one is True
                 self._most_in_row = max(self._most_in_row, self._row)
-        self._finite(columns, skipped, file, lines)
-        self._moves(columns, skipped, file, lines)
+        self._check_finite(columns, skipped, file, lines)
+        self._check_norms(columns, skipped, file, lines)
         for jump in self._jumps:
             jump.take(columns.floats(jump.field), skipped, file, lines)
         self._noise.take(columns)
@@ -80,7 +80,7 @@ class Steps:
         self.first = steps[0] if self.first is None else min(self.first, min(steps))
         self.last = steps[-1]
 
-    def _steady(self, columns: EventColumns, taken_s: Any) -> Any:
+    def _steady_steps(self, columns: EventColumns, taken_s: Any) -> Any:
         """Which steps count for timings: not the first of a membership, not those that compiled."""
         steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
         if self._settling < WARM_UP:
@@ -91,15 +91,15 @@ class Steps:
             steady &= ~(np.nan_to_num(columns.floats("compile_s")) > 0.0)
         return steady
 
-    def _time(self, columns: EventColumns, taken_s: Any, steady: Any) -> None:
+    def _take_times(self, columns: EventColumns, taken_s: Any, steady: Any) -> None:
         known_s = taken_s[steady]
         self._durations.add(known_s.tolist())
         self._drift.add(known_s)
         self._steady_s += float(known_s.sum())
-        self._data_s += _sum(columns.floats("data_s"), steady)
-        self._tokens_steady += _sum(columns.floats("tokens"), steady)
+        self._data_s += _sum_steady(columns.floats("data_s"), steady)
+        self._tokens_steady += _sum_steady(columns.floats("tokens"), steady)
 
-    def _batches(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
+    def _take_batches(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         if self._sizes is None:
             return
         column = columns.get("tokens")
@@ -114,7 +114,7 @@ class Steps:
                 self._size_lines[size] = Spot(file=file, line=lines[column.index(size)])
             self._sizes[size] += column.count(size)
 
-    def _finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def _check_finite(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """A number that is not finite is written as null, and was not skipped."""
         for name in ("loss", "grad_norm"):
             column = columns.get(name)
@@ -129,7 +129,7 @@ class Steps:
                 self._not_finite += len(places)
                 self._not_finite_spot = self._not_finite_spot or Spot(file=file, line=lines[places[0]])
 
-    def _moves(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
+    def _check_norms(self, columns: EventColumns, skipped: Sequence[Any], file: str, lines: Sequence[int]) -> None:
         """A norm of exactly 0 moves no weight."""
         if not columns.has("grad_norm"):
             return
@@ -192,11 +192,11 @@ class Jump:
             usual &= np.array([one is not True for one in skipped])
         values, places = values[usual], places[usual]
         for begin in range(0, len(values), BLOCK):
-            self._block(values[begin : begin + BLOCK], places[begin : begin + BLOCK], file, lines)
+            self._take_block(values[begin : begin + BLOCK], places[begin : begin + BLOCK], file, lines)
 
-    def _block(self, values: Any, places: Any, file: str, lines: Sequence[int]) -> None:
+    def _take_block(self, values: Any, places: Any, file: str, lines: Sequence[int]) -> None:
         count = len(values)
-        powers = _powers()[: count + 1]
+        powers = _decay_powers()[: count + 1]
         added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
         means = powers * (self._mean + (1 - DECAY) * added)
         weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
@@ -212,14 +212,14 @@ def _is_run(steps: Sequence[int]) -> bool:
     return steps[-1] - steps[0] == len(steps) - 1 and steps == tuple(range(steps[0], steps[-1] + 1))
 
 
-def _sum(column: Floats, steady: Any) -> float:
+def _sum_steady(column: Floats, steady: Any) -> float:
     """Of what can be a number of seconds or tokens."""
     values = column[steady]
     return float(values[(values >= 0.0) & (values < 1e15)].sum())
 
 
 @functools.cache
-def _powers() -> Floats:
+def _decay_powers() -> Floats:
     return np.power(DECAY, np.arange(BLOCK + 1), dtype=np.float64)
 
 
@@ -261,19 +261,19 @@ class NoiseSteps:
         reported = columns.floats("noise_scale")
         known = ~np.isnan(reported)
         if known.any():
-            self._tell(columns.floats("step")[known], reported[known])
+            self._take_scales(columns.floats("step")[known], reported[known])
         if self._checked < MOST_CHECKED and columns.has("noise_trace") and columns.has("grad_squared"):
             self._checked += len(columns)
-            self._check(columns, steps, scales)
+            self._check_scales(columns, steps, scales)
 
-    def _tell(self, steps: Floats, scales: Floats) -> None:
+    def _take_scales(self, steps: Floats, scales: Floats) -> None:
         before = steps if self._last_step is None else np.concatenate([[self._last_step], steps])
         self._gaps.add(np.diff(before).tolist())
         self._values.add(scales)
         self._count += len(steps)
         self._last_step, self._last = float(steps[-1]), float(scales[-1])
 
-    def _check(self, columns: EventColumns, steps: Sequence[int], scales: Sequence[Any]) -> None:
+    def _check_scales(self, columns: EventColumns, steps: Sequence[int], scales: Sequence[Any]) -> None:
         traces, squares, norms = (columns.get(name) for name in ("noise_trace", "grad_squared", "grad_norm"))
         for step, scale, trace, squared, norm in zip(steps, scales, traces, squares, norms, strict=True):
             has_parts = trace is not None and squared is not None
@@ -289,7 +289,8 @@ class NoiseSteps:
         errors = [means.error for means in self._means if means.compared]
         return NoiseFacts(
             count=self._count,
-            gap_steps=_whole(self._gaps.quantile(0.99)),
+            # Steps are whole: a bin of the histogram is not.
+            gap_steps=None if (gap := self._gaps.quantile(0.99)) is None else float(round(gap)),
             last=self._last,
             growth=self._last / early if early and self._last is not None else None,
             has_parts=self._parts > 0,
@@ -310,17 +311,18 @@ class Means:
     def take(self, step: int, scale: Any, parts: tuple[float, float] | None, norm: Any) -> None:
         """One step: what it says, and its parts."""
         if not self.is_begun:
-            self._begin(step)
+            self._begin_at(step)
         if self._state is None:
             return
         if parts is not None and norm is not None and norm > 0.0:
-            self._add(parts, norm * norm)
+            self._add_parts(parts, norm * norm)
         self._states.append((step, self._state))
         trace, squared, _ = self._state
         if scale is not None and squared > 0.0:
-            self.error, self.compared = max(self.error, _off(scale, trace / squared)), self.compared + 1
+            error = abs(scale - trace / squared) / max(abs(trace / squared), 1e-300)
+            self.error, self.compared = max(self.error, error), self.compared + 1
 
-    def _begin(self, step: int) -> None:
+    def _begin_at(self, step: int) -> None:
         """Go on from the state after the step before, where it is remembered."""
         self.is_begun = True
         if step > 0:
@@ -328,7 +330,7 @@ class Means:
         else:
             self._state = (0.0, 0.0, 0.0)
 
-    def _add(self, parts: tuple[float, float], size: float) -> None:
+    def _add_parts(self, parts: tuple[float, float], size: float) -> None:
         assert self._state is not None
         trace, squared, usual = self._state
         usual = usual or size
@@ -337,12 +339,3 @@ class Means:
             trace = self._decay * trace + (1 - self._decay) * parts[0] / usual
             squared = self._decay * squared + (1 - self._decay) * parts[1] / usual
         self._state = (trace, squared, sized)
-
-
-def _whole(steps: float | None) -> float | None:
-    """Steps are whole: a bin of the histogram is not."""
-    return None if steps is None else float(round(steps))
-
-
-def _off(reported: float, computed: float) -> float:
-    return abs(reported - computed) / max(abs(computed), 1e-300)

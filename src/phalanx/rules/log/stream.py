@@ -24,7 +24,7 @@ from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
 from phalanx.record.run import Run, is_run_over
 from phalanx.rules.facts.log_facts import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
-from phalanx.rules.log.agreement import LoggedMemberships, skew, skips_differ
+from phalanx.rules.log.agreement import LoggedMemberships, clock_skew, skips_differ
 from phalanx.rules.log.folder import has_provenance, is_job_changed, launch_of, listens
 from phalanx.rules.log.rank_log import Counted, RankLog, Supervisor
 
@@ -48,10 +48,10 @@ class LogStream:
         self.run = run
         self._shown = str(run.path)
         self._history = RunHistory(run)
-        self._begin()
+        self._begin_reading()
 
-    def _begin(self) -> None:
-        memberships = LoggedMemberships(_layout(self.run))
+    def _begin_reading(self) -> None:
+        memberships = LoggedMemberships(_plan_layout(self.run))
         self._all, self._reported = Counted(memberships), Supervisor(memberships)
         self._tally = ByteTally()
         self._supervisor = EventFeed(self.run.supervisor, self._shown, tally=self._tally)
@@ -68,10 +68,10 @@ class LogStream:
     @property
     def bytes_left(self) -> int:
         """That are there and were not read."""
-        self._list()
+        self._list_folder()
         return self._supervisor.left_bytes + sum(one.feed.left_bytes for one in self._ranks.values())
 
-    def _list(self) -> None:
+    def _list_folder(self) -> None:
         """The folder, once for all ranks: each for itself would list a thousand files a thousand times."""
         parts = self.run.event_parts()
         for rank, one in self._ranks.items():
@@ -83,7 +83,7 @@ class LogStream:
         self._recorded = list(self.run.recorded())
         found = self._read_ranks(self._recorded)
         if self._ranks and found and found[0] < min(self._ranks):
-            self._begin()  # a lower rank has come: it is the witness, of all its steps
+            self._begin_reading()  # a lower rank has come: it is the witness, of all its steps
         # Of a run that is over, and read at once, the ledger is made as its witness's events pass by.
         at_once = budget_bytes is None and not self._ranks and found and is_run_over(self.run)
         passing = LedgerStream.of(self.run, self._history, found[0]) if at_once else None
@@ -91,8 +91,8 @@ class LogStream:
             if rank not in self._ranks:
                 feed = EventFeed(self.run.events(rank), self._shown, tally=self._tally)
                 self._ranks[rank] = RankLog(rank, feed, self._all, witness=rank == found[0])
-        self._pass(passing)
-        self._list()
+        self._pass_on(passing)
+        self._list_folder()
         for piece in self._supervisor.pieces(budget_bytes):
             self._reported.take(piece, self._all.lines, self._all.grammar, self._all.secrets)
         self._read(before, budget_bytes, progress)
@@ -107,7 +107,7 @@ class LogStream:
         one = max(1, EventFeed(self.run.events(recorded[0]), "").left_bytes)
         return list(spread(recorded, min(max(LEAST_READ, MANY_BYTES // one), len(recorded))))
 
-    def _pass(self, passing: LedgerStream | None) -> None:
+    def _pass_on(self, passing: LedgerStream | None) -> None:
         """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
         self._passing = passing
         for place, rank in enumerate(self._ranks.values()):
@@ -115,7 +115,7 @@ class LogStream:
 
     def _read(self, before: int, budget_bytes: int | None, progress: Progress | None) -> None:
         total = self.bytes_read + self.bytes_left if progress is not None else 0
-        for rank in self._turns(before, budget_bytes):
+        for rank in self._rank_turns(before, budget_bytes):
             left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
             for piece in rank.feed.pieces(left):
                 with uncollected():
@@ -123,7 +123,7 @@ class LogStream:
                 if progress is not None:
                     progress(self.bytes_read, total)
 
-    def _turns(self, before: int, budget_bytes: int | None) -> Iterator[RankLog]:
+    def _rank_turns(self, before: int, budget_bytes: int | None) -> Iterator[RankLog]:
         """Every rank once; with a budget, again and again as long as it lasts, those first that are behind."""
         ranks = list(self._ranks.values())
         if budget_bytes is None:
@@ -145,8 +145,8 @@ class LogStream:
     def facts(self) -> LogFacts:
         """Everything the rules ask, as far as the run was read."""
         ended = is_run_over(self.run)
-        known = self._accounts(ended=ended)
-        steps = self._steps()
+        known = self._run_accounts(ended=ended)
+        steps = self._step_facts()
         launch = launch_of(self.run)
         self._all.secrets.look_around(self.run, self._shown)
         reported = self._reported if self._supervisor.read_bytes else None
@@ -158,7 +158,7 @@ class LogStream:
             state=printable(self.run.status().get("state", ""), most=40),
             is_over=ended,
             message=_first_line(self.run.status().get("message", "")),
-            world=min(self._world(), MOST_WORLD),
+            world=min(self._world_size(), MOST_WORLD),
             ranks=tuple(self._recorded),
             ranks_read=len(self._ranks),
             wall_s=walked.ledger.wall_s if walked is not None else None,
@@ -176,20 +176,20 @@ class LogStream:
             ledger=walked.ledger if walked is not None else None,
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
             lowest_hour=known.lowest_hour,
-            imbalance=self._imbalance(),
+            imbalance=self._rank_imbalance(),
             telemetry_share=self._telemetry_share(),
             mfu=accounts.mfu_of(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
             is_drill=launch.get("drill") is True,
         )
-        return self._rest(self._measured(made), known, launch)
+        return self._with_accounts(self._with_measurements(made), known, launch)
 
-    def _world(self) -> int:
+    def _world_size(self) -> int:
         """Ranks of the newest launch; of a run whose supervisor told nothing, all there are."""
         reported = self._reported.world if self._supervisor.read_bytes else 0
         return max(self.run.world() or 0, reported or len(self._recorded))
 
-    def _measured(self, made: LogFacts) -> LogFacts:
+    def _with_measurements(self, made: LogFacts) -> LogFacts:
         """What devices, neighbours and checkpoints say."""
         ranks = self._ranks.values()
         retries = [one.retries for one in ranks if one.retries is not None]
@@ -201,7 +201,7 @@ class LogStream:
             made,
             monitor=self._all.monitors.facts(
                 [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
-                peak=max((one.peak_bytes for one in ranks if one.rank < self._world()), default=0.0),
+                peak=max((one.peak_bytes for one in ranks if one.rank < self._world_size()), default=0.0),
                 retries=sum(retries) if retries else None,
                 energy_j=sum(one.meter.energy_j for one in ranks) * len(self._recorded) / max(1, len(ranks)),
             ),
@@ -209,7 +209,7 @@ class LogStream:
             checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
         )
 
-    def _rest(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
+    def _with_accounts(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
         """Stragglers, money and energy, and the grammar, which looks at all the others."""
         scored = known.scores
         paid = known.cost
@@ -219,20 +219,20 @@ class LogStream:
             straggler_scores=len(scored.score) if scored is not None and scored.score else None,
             usd=paid.usd if paid is not None else None,
             energy_j=paid.energy_j if paid is not None else None,
-            grammar=self._grammar(made, launch),
+            grammar=self._grammar_facts(made, launch),
         )
 
-    def _accounts(self, *, ended: bool) -> accounts.Account:
+    def _run_accounts(self, *, ended: bool) -> accounts.Account:
         """The ledger and what goes with it; not again for a run that goes on and has hardly grown."""
         read, before = self.bytes_read, self._account_bytes
         little = not ended and read >= SMALL_BYTES and read - before <= AGAIN_SHARE * before
         if before < 0 or (read != before and not little):
             self._account = accounts.account_of_run(self.run, self._history, self._passing)
             self._account_bytes = read
-            self._pass(None)
+            self._pass_on(None)
         return self._account
 
-    def _steps(self) -> StepFacts | None:
+    def _step_facts(self) -> StepFacts | None:
         ranks = self._ranks.values()
         found = self._all.steps.facts()
         if found is None:
@@ -248,21 +248,21 @@ class LogStream:
         took_s = sum(took_s for _, took_s in telling)
         return sum(spent_s for spent_s, _ in telling) / took_s if took_s else None
 
-    def _imbalance(self) -> float | None:
+    def _rank_imbalance(self) -> float | None:
         """The slowest rank's own time over the mean of those that do the same work, in the worst group."""
-        there = [one for one in self._ranks.values() if one.rank < self._world()]
+        there = [one for one in self._ranks.values() if one.rank < self._world_size()]
         own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
         known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
-        where = places({"layout": _layout(self.run)}, self._history.supervisor())
+        where = places({"layout": _plan_layout(self.run)}, self._history.supervisor())
         groups = [[known[rank] for rank in group] for group in where.alike(sorted(known))]
         return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
 
     # ---- grammar -----------------------------------------------------------------------------------------------------
 
-    def _grammar(self, made: LogFacts, launch: Mapping[str, Any]) -> GrammarFacts:
+    def _grammar_facts(self, made: LogFacts, launch: Mapping[str, Any]) -> GrammarFacts:
         all_ = self._all.grammar
-        bad, spot = self._damaged(ended=made.is_over)
-        missing, repeated = self._occurrences(made)
+        bad, spot = self._damaged_lines(ended=made.is_over)
+        missing, repeated = self._wrong_occurrences(made)
         return GrammarFacts(
             unreadable=all_.unreadable + bad,
             unreadable_spot=all_.unreadable_spot or spot,
@@ -274,8 +274,8 @@ class LogStream:
             repeated=repeated,
             out_of_order=all_.out_of_order,
             out_of_order_spot=all_.out_of_order_spot,
-            unclosed=self._unclosed(made),
-            skew_s=skew(one.offsets for one in self._ranks.values()),
+            unclosed=self._unclosed_failures(made),
+            skew_s=clock_skew(one.offsets for one in self._ranks.values()),
             ranks_missing=self._missing_ranks(made),
             secrets=self._all.secrets.count,
             secrets_spot=self._all.secrets.spot,
@@ -284,14 +284,14 @@ class LogStream:
             job_changed=is_job_changed(self.run, launch),
         )
 
-    def _damaged(self, *, ended: bool) -> tuple[int, Spot | None]:
+    def _damaged_lines(self, *, ended: bool) -> tuple[int, Spot | None]:
         """Lines that were too long, files that are none, and last lines that nobody will complete."""
         feeds = [self._supervisor, *(one.feed for one in self._ranks.values())]
         torn = [feed for feed in feeds if ended and feed.is_torn]
         spots = [feed.bad_spot for feed in feeds if feed.bad_spot is not None] + [feed.here for feed in torn]
         return sum(feed.bad for feed in feeds) + len(torn), spots[0] if spots else None
 
-    def _occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _wrong_occurrences(self, made: LogFacts) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What must be there once, or at least once; what a run that goes on will still tell is not missing yet."""
         missing, repeated = [], []
         ranks, reported = list(self._ranks.values()), self._reported.kinds
@@ -323,7 +323,7 @@ class LogStream:
         there = set(self._recorded)
         return tuple(islice((rank for rank in range(made.world) if rank not in there), MOST_MISSING))
 
-    def _unclosed(self, made: LogFacts) -> int:
+    def _unclosed_failures(self, made: LogFacts) -> int:
         """Failures after which neither a step nor the end was told; of a run that goes on, none yet."""
         if not made.is_over:
             return 0
@@ -343,7 +343,7 @@ def _first_line(text: object) -> str:
     return printable(lines[0], most=200) if lines else ""
 
 
-def _layout(run: Run) -> dict[str, object]:
+def _plan_layout(run: Run) -> dict[str, object]:
     try:
         return dict(at(run.plan(), "layout"))
     except PhalanxError:

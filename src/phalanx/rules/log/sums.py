@@ -34,9 +34,9 @@ class Histogram:
         """Take some in."""
         self._held += values
         if len(self._held) >= HELD:
-            self._settle()
+            self._settle_bins()
 
-    def _settle(self) -> None:
+    def _settle_bins(self) -> None:
         known = np.array(self._held, dtype=np.float64)
         self._held = []
         known = known[(known >= 0.0) & (known <= HIGHEST)]  # false for NaN too
@@ -52,7 +52,7 @@ class Histogram:
 
     def quantile(self, share: float) -> float | None:
         """The smallest number that this share of them does not exceed; None where there is none."""
-        self._settle()
+        self._settle_bins()
         if self._bins is None:
             return None
         place = int(np.searchsorted(np.cumsum(self._bins), share * self.count))
@@ -61,7 +61,7 @@ class Histogram:
 
     def spread(self) -> Spread | None:
         """As the rules see it."""
-        self._settle()
+        self._settle_bins()
         if not self.count:
             return None
         p50, p95, p99 = (self.quantile(share) or 0.0 for share in (0.5, 0.95, 0.99))

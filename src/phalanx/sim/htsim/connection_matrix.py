@@ -162,14 +162,14 @@ class Matrix:
 
     def not_mapped(self, *, timed: bool) -> tuple[str, ...]:
         """What a simulation does not hold; `timed` ones start connections when the file says."""
-        found, some = list(self._untimed() if not timed else self._inexact()), self.connections
+        found, some = list(self._untimed_notes() if not timed else self._inexact_notes()), self.connections
         if ranked := sum(one.priority is not None for one in some):
             found.append(f"priorities of {ranked:,} connections")
         if other := sum(one.switch != "AGG" for one in self.failures):
             found.append(f"{other} failures of TOR or CORE links: htsim itself only fails uplinks of AGG switches")
         return tuple(found)
 
-    def _untimed(self) -> Iterator[str]:
+    def _untimed_notes(self) -> Iterator[str]:
         some = self.connections
         if waits := sum(one.trigger > 0 for one in some):
             yield f"triggers: {waits:,} of {len(some):,} connections wait for others there, and start at once here"
@@ -177,7 +177,7 @@ class Matrix:
         if len(starts) > 1:
             yield f"start times up to {max(starts) / 1e6:g} µs: all connections start together here"
 
-    def _inexact(self) -> Iterator[str]:
+    def _inexact_notes(self) -> Iterator[str]:
         waiting = Counter(one.trigger for one in self.connections)
         often = sum(trigger.kind == "multishot" and waiting[trigger.ident] > 1 for trigger in self.triggers)
         if often:

@@ -88,7 +88,7 @@ def _parse_topology(path: Path) -> _File:
             if current in found:
                 raise line.wrong(f"tier {current} is described twice", fix="keep one of the two")
             found[current] = {}
-        _take(file, found, current, word, line)
+        _take_tier(file, found, current, word, line)
     for word in HEAD:
         if word not in file.head:
             raise mistake(str(path), f"{word.capitalize()} is missing", fix="begin with Nodes, Tiers and Podsize")
@@ -102,7 +102,7 @@ def _parse_topology(path: Path) -> _File:
     return file
 
 
-def _take(file: _File, found: dict[int, dict[str, int]], current: int, word: str, line: MatrixLine) -> None:
+def _take_tier(file: _File, found: dict[int, dict[str, int]], current: int, word: str, line: MatrixLine) -> None:
     if (current, word) in file.lines:
         raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
     file.lines[current, word] = line

@@ -76,11 +76,13 @@ def usual_mix() -> tuple[Cause, ...]:
     for row in csv.DictReader(io.StringIO(text)):
         counts[row["cause"]] += float(row["count"])
     total = sum(counts.values())
-    return tuple(_with_source(trait(counts[name] / total), counts[name], total) for name, trait in _TRAITS.items())
-
-
-def _with_source(cause: Cause, count: float, total: float) -> Cause:
-    return replace(cause, source=f"{count:g} of {total:g} interruptions of Llama 3 (arXiv 2407.21783 Table 5)")
+    return tuple(
+        replace(
+            trait(counts[name] / total),
+            source=f"{counts[name]:g} of {total:g} interruptions of Llama 3 (arXiv 2407.21783 Table 5)",
+        )
+        for name, trait in _TRAITS.items()
+    )
 
 
 def failure_arrivals(

@@ -50,7 +50,7 @@ class Forecast:
     fabric: str | None  # whose links and switches fail at rates of their own
     planes: int
     edge: bool  # recovery at the edge of the network
-    effective: ForecastSpread  # at the expected rates: what is left is luck
+    effective: ForecastSpread  # at the expected rates: what is left is variation between runs
     sites: SiteRange | None  # the same plan at other sites; None where every rate and time is the user's own
     formula: float  # plan.reliability.effective_time
     phases: tuple[PhaseShare, ...]
@@ -330,7 +330,7 @@ ALL_FAILURES = 8_000  # of all sites together at the usual rate: a fifth of a se
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteRange:
-    """What 80 % of sites would see, luck included. None stands for a figure that is the user's own."""
+    """What 80 % of sites would see, variation between runs included. None stands for a figure of the user's own."""
 
     count: int  # sites that were simulated
     effective: tuple[float, float]

@@ -39,7 +39,7 @@ def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
         ("WHERE THE TIME GOES", _ledger_lines(made)),
         ("COMPARED WITH THE PLANNER'S FORMULA", _formula_lines(policy, made)),
         ("FAILURES", _failure_lines(made)),
-        ("A LOST RANK, TWO WAYS", _loss_lines(plan, made)),
+        ("A LOST RANK: REBUILD ALL, OR LEAVE ITS REPLICA OUT", _loss_lines(plan, made)),
         ("SPARES AND GAPS", _spare_lines(plan, policy, made)),
         ("MONEY", _money_lines(plan, made)),
         ("WHAT WOULD HELP, ONE CHANGE AT A TIME", _lever_lines(made)),
@@ -47,7 +47,7 @@ def forecast_text(plan: Plan, policy: MonthsPolicy, made: Forecast) -> str:
     lines = _headline_lines(plan, made)
     for title, body in sections:
         if body:
-            lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap(line))]
+            lines += ["", title, *(f"  {part}".rstrip() for line in body for part in _wrap_line(line))]
     return "\n".join(lines)
 
 
@@ -60,7 +60,7 @@ def _headline_lines(plan: Plan, made: Forecast) -> list[str]:
         f"  effective training time {e.mean:.2%}{_ranges_text(e, sites.effective if sites else None, '.2%')}",
         f"  unexpected interruptions {stops.mean:,.1f}"
         f"{_ranges_text(stops, sites.interruptions if sites else None, ',.0f')}; planned {made.planned:.1f}",
-        *(f"  {part}" for part in _wrap(_meaning_text(plan, made))),
+        *(f"  {part}" for part in _wrap_line(_meaning_text(plan, made))),
         f"  network {_network_text(made)}",
     ]
 
@@ -76,11 +76,11 @@ def _network_text(made: Forecast) -> str:
 
 
 def _ranges_text(one: ForecastSpread, sites: tuple[float, float] | None, form: str) -> str:
-    """What other sites would see, and what of it is luck; a single run shows no luck."""
-    luck = "" if math.isnan(one.low) else f"run-to-run luck: {one.run_low:{form}} to {one.run_high:{form}}"
+    """What other sites would see, and how much of that is variation between runs; a single run shows none."""
+    varied = "" if math.isnan(one.low) else f"run-to-run variation: {one.run_low:{form}} to {one.run_high:{form}}"
     if sites is None:
-        return f" (80% of runs, {luck})" if luck else ""
-    of_which = f"; of which {luck}" if luck else ""
+        return f" (80% of runs, {varied})" if varied else ""
+    of_which = f"; of which {varied}" if varied else ""
     return f" (80% of sites: {sites[0]:{form}} to {sites[1]:{form}}{of_which})"
 
 
@@ -88,9 +88,9 @@ def _meaning_text(plan: Plan, made: Forecast) -> str:
     """Which doubts a range has, and how to be rid of them."""
     sites, r = made.sites, plan.reliability
     if sites is None and (r.failures_per_host_day_interval or r.recovery_s_interval) and made.failures:
-        return "the ranges show run-to-run luck only: other sites were not simulated"
+        return "the ranges show run-to-run variation only: other sites were not simulated"
     if sites is None:
-        return "failure rate and recovery time are your own, so the ranges show run-to-run luck only"
+        return "failure rate and recovery time are your own, so the ranges show run-to-run variation only"
     parts, own = [], []
     for name, span, key in (
         ("failures per host and day", sites.failures_per_host_day, "fault.failures_per_host_day"),
@@ -167,10 +167,10 @@ def _why_redone(policy: MonthsPolicy, *, less: bool) -> str:
 
 def _why_recovery(made: Forecast, *, less: bool) -> str:
     if not less:
-        return f"{made.planned:.0f} planned restarts"
+        return plural(round(made.planned), "planned restart")
     if sum(one.simulated for one in made.phases if one.phase in ("waiting", "stopped")) > IDLE:
         return "a job that is stopped does not fail"
-    borne = f"{made.borne:.0f} network failures survived; " if made.borne else ""
+    borne = f"{plural(round(made.borne), 'network failure')} survived; " if made.borne else ""
     return f"{borne}failures in a recovery overlap"
 
 
@@ -205,7 +205,7 @@ def _loss_lines(plan: Plan, made: Forecast) -> list[str]:
             (
                 one.on_loss,
                 f"{one.effective.mean:.2%}",
-                format_seconds(one.lost_s),
+                format_seconds(one.lost_s) if one.lost_s else "-",
                 format_count(one.lost_tokens),
                 chosen,
             )
@@ -274,7 +274,7 @@ def _lever_lines(made: Forecast) -> list[str]:
     return [*text_table(rows, right=(1, 2, 3)), "the same failures with one change; worth at the median price"]
 
 
-def _wrap(text: str) -> list[str]:
+def _wrap_line(text: str) -> list[str]:
     if text.startswith(" ") or "  " in text:  # a table
         return [text]
     return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

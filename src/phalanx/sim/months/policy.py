@@ -79,7 +79,7 @@ def months_policy(
         shape=shape,
         detect_s=fault.detect_s,
         restart_s=fault.restart_s,
-        saving=_saving(plan),
+        saving=_saving_policy(plan),
         digest_s=every * plan.prediction.step_s if every else math.inf,
         spares=0 if fault.recovery == "shrink" else r.spares,  # under "shrink" lost ranks are not replaced
         repair_s=repair_s,
@@ -111,7 +111,7 @@ def usual_planned_per_day(hosts: int) -> float:
     return PLANNED_PER_DAY * min(1.0, hosts / PLANNED_HOSTS)
 
 
-def _saving(plan: Plan) -> Saving:
+def _saving_policy(plan: Plan) -> Saving:
     r, step_s = plan.reliability, plan.prediction.step_s
     lag_s = r.persist_s if plan.job.checkpoint.asynchronous else 0.0
     if not r.memory_every:

@@ -77,9 +77,9 @@ def recovery_table_text(
         "recovery",
         "network",
         "effective",
-        "luck, 80%",
+        "80% of runs",
         "80% of sites",
-        "stops/day",
+        "interruptions/day",
         "lost to network",
         "device-h lost/day",
     )

@@ -164,7 +164,7 @@ class _Run:
 
     def close(self) -> RunOutcome:
         """Settle what is open."""
-        self._settle()
+        self._book_time()
         if not self._up:
             self._end_gap()
         return self._ledger.close(wall_s=self.clock.now_s, done_s=self._progress.done_s, events=self.clock.events)
@@ -174,77 +174,77 @@ class _Run:
     def _next_failure(self) -> None:
         if self._policy.mtbf_s < NEVER:
             gap_s, cause = next(self._arrivals)
-            self.clock.after(gap_s, partial(self._fail, cause))
+            self.clock.after(gap_s, partial(self._take_failure, cause))
 
-    def _fail(self, cause: Cause) -> None:
+    def _take_failure(self, cause: Cause) -> None:
         self._next_failure()
         if not self._up and self._phase in ("waiting", "stopped"):
             return
-        self._settle()
+        self._book_time()
         self._ledger.failures += 1
         if cause.silent:
-            self._corrupt(cause)
+            self._corrupt_weights(cause)
         elif cause.stall_s is not None:
-            self._bear(cause, cause.stall_s)
+            self._bear_stall(cause, cause.stall_s)
         else:
             self._outage_until_s = max(self._outage_until_s, self.clock.now_s + cause.outage_s)
             if not self._leave_out(cause):
-                self._fall(cause, noticed_s=self._policy.detect_s)
+                self._interrupt_run(cause, noticed_s=self._policy.detect_s)
 
-    def _corrupt(self, cause: Cause) -> None:
+    def _corrupt_weights(self, cause: Cause) -> None:
         """Weights go wrong and training goes on; idle devices harm nothing."""
         if self._up and self._sound_s is None:
             self._sound_s = self._progress.newest_s
             digest_s = self._policy.digest_s
             found_s = self._random.random() * digest_s if digest_s < NEVER else UNNOTICED_S
-            self.clock.after(found_s, partial(self._find, cause))
+            self.clock.after(found_s, partial(self._find_corruption, cause))
 
-    def _find(self, cause: Cause) -> None:
+    def _find_corruption(self, cause: Cause) -> None:
         """Digests differ: back to the checkpoint from before, unless another failure went back there already."""
-        self._settle()
+        self._book_time()
         if self._sound_s is not None:
             self._ledger.lose(cause.name, "redone", self._progress.roll_back(self._sound_s))
             self._sound_s = None
-            self._fall(cause, noticed_s=0.0)
+            self._interrupt_run(cause, noticed_s=0.0)
 
-    def _bear(self, cause: Cause, stall_s: float) -> None:
+    def _bear_stall(self, cause: Cause, stall_s: float) -> None:
         """Other paths take over after a stall; the network is narrower until the part is back."""
         self._ledger.borne += 1
         self._narrow.append(cause)
         away_s = cause.outage_s or (FLAP_S if self._random.random() < FLAP_SHARE else CABLE_S)
-        self.clock.after(away_s, partial(self._widen, cause))
+        self.clock.after(away_s, partial(self._widen_network, cause))
         if self._up and stall_s > 0:
-            self._down(cause.name, "stalled", stall_s, then=self._rise)
+            self._spend_phase(cause.name, "stalled", stall_s, then=self._resume_training)
 
-    def _widen(self, cause: Cause) -> None:
-        self._settle()
+    def _widen_network(self, cause: Cause) -> None:
+        self._book_time()
         self._narrow.remove(cause)
 
     def _next_planned(self) -> None:
         if self._policy.planned_per_day > 0:
             gap_s = -math.log1p(-self._planning.random()) * DAY_S / self._policy.planned_per_day
-            self.clock.after(gap_s, self._maintain)
+            self.clock.after(gap_s, self._begin_maintenance)
 
-    def _maintain(self) -> None:
+    def _begin_maintenance(self) -> None:
         """Save, wait until it is safe, start again. A job that is down anyway is maintained meanwhile."""
         self._next_planned()
-        self._settle()
+        self._book_time()
         if self._up:
             self._ledger.interruptions[PLANNED] += 1
-            self._save(PLANNED)
+            self._save_and_restart(PLANNED)
 
-    def _save(self, cause: str) -> None:
+    def _save_and_restart(self, cause: str) -> None:
         """A checkpoint that is waited for, then a restart from it."""
         saving = self._policy.saving
-        self._down(cause, "checkpoint", saving.blocking_s + saving.lag_s, then=self._saved)
+        self._spend_phase(cause, "checkpoint", saving.blocking_s + saving.lag_s, then=self._after_save)
 
-    def _saved(self) -> None:
+    def _after_save(self) -> None:
         self._progress.save()
-        self._restart()
+        self._begin_restart()
 
     # Down, and up again.
 
-    def _fall(self, cause: Cause, *, noticed_s: float) -> None:
+    def _interrupt_run(self, cause: Cause, *, noticed_s: float) -> None:
         self._ledger.interruptions[cause.name] += 1
         self._in_a_row += 1
         self._ledger.gave_up += self._in_a_row == self._policy.restarts
@@ -254,9 +254,9 @@ class _Run:
         if cause.takes_host:
             self._take_host()
         if self._policy.recovery == "stop":
-            self._down(cause.name, "stopped", NEVER, then=self._rise)
+            self._spend_phase(cause.name, "stopped", NEVER, then=self._resume_training)
         else:
-            self._down(cause.name, "detect", noticed_s, then=self._noticed)
+            self._spend_phase(cause.name, "detect", noticed_s, then=self._after_notice)
 
     def _leave_out(self, cause: Cause) -> bool:
         """Whether the other model replicas go on without the one that was struck, until it is built again."""
@@ -269,51 +269,51 @@ class _Run:
         if cause.takes_host:
             self._take_host()
         self._absent, self._absences = 1, self._absences + 1
-        self._down(cause.name, "detect", self._policy.detect_s, then=partial(self._go_without, cause.name))
+        self._spend_phase(cause.name, "detect", self._policy.detect_s, then=partial(self._go_without, cause.name))
         return True
 
     def _go_without(self, cause: str) -> None:
         leaving = self._policy.leaving
         assert leaving is not None
-        self.clock.after(self._policy.restart_s, partial(self._rejoin, cause, self._absences))
-        self._down(cause, "restart", leaving.stall_s, then=self._rise)
+        self.clock.after(self._policy.restart_s, partial(self._rejoin_replica, cause, self._absences))
+        self._spend_phase(cause, "restart", leaving.stall_s, then=self._resume_training)
 
-    def _rejoin(self, cause: str, absence: int) -> None:
+    def _rejoin_replica(self, cause: str, absence: int) -> None:
         """A replica is built again; in a restart of all it comes with the others."""
-        self._settle()
+        self._book_time()
         if self._absent and absence == self._absences:
             self._absent = 0
             if self._up and self._policy.leaving is not None:
-                self._down(cause, "restart", self._policy.leaving.rejoin_s, then=self._rise)
+                self._spend_phase(cause, "restart", self._policy.leaving.rejoin_s, then=self._resume_training)
 
-    def _down(self, cause: str, phase: str, seconds: float, *, then: Callable[[], None]) -> None:
+    def _spend_phase(self, cause: str, phase: str, seconds: float, *, then: Callable[[], None]) -> None:
         """Spend seconds of a phase; whatever was under way is given up."""
         if self._up:
             self._fell_s = self.clock.now_s
         self._up, self._cause, self._phase = False, cause, phase
         self._epoch += 1
-        self.clock.after(seconds, partial(self._then, self._epoch, then))
+        self.clock.after(seconds, partial(self._run_next, self._epoch, then))
 
-    def _then(self, epoch: int, action: Callable[[], None]) -> None:
+    def _run_next(self, epoch: int, action: Callable[[], None]) -> None:
         if epoch == self._epoch:
-            self._settle()
+            self._book_time()
             action()
 
-    def _noticed(self) -> None:
+    def _after_notice(self) -> None:
         """Start again if there are places for it and the network is there, else wait."""
         outage_s = self._outage_until_s - self.clock.now_s
         if not self._policy.pace(self._missing):
-            self._down(self._cause, "waiting", NEVER, then=self._noticed)
+            self._spend_phase(self._cause, "waiting", NEVER, then=self._after_notice)
         elif outage_s > 0:
-            self._down(self._cause, "waiting", outage_s, then=self._noticed)
+            self._spend_phase(self._cause, "waiting", outage_s, then=self._after_notice)
         else:
-            self._restart()
+            self._begin_restart()
 
-    def _restart(self) -> None:
+    def _begin_restart(self) -> None:
         self._absent = 0
-        self._down(self._cause, "restart", self._policy.restart_s, then=self._rise)
+        self._spend_phase(self._cause, "restart", self._policy.restart_s, then=self._resume_training)
 
-    def _rise(self) -> None:
+    def _resume_training(self) -> None:
         self._end_gap()
         self._up, self._in_a_row = True, 0  # the next step is done before the next failure, all but always
 
@@ -335,29 +335,29 @@ class _Run:
 
     def _return_host(self) -> None:
         """A repaired host fills a gap in the job, which saves and starts again with it if that makes it faster."""
-        self._settle()
+        self._book_time()
         if not self._missing:
             self._idle += 1
             return
         before = self._policy.pace(self._missing)
         self._missing -= 1
         if self._up and self._policy.pace(self._missing) > before:
-            self._save(SHORT)
+            self._save_and_restart(SHORT)
         elif self._phase == "waiting":
-            self._noticed()
+            self._after_notice()
 
     # Time.
 
-    def _settle(self) -> None:
+    def _book_time(self) -> None:
         """Book the time since the last change."""
         start_s, self._since_s = self._since_s, self.clock.now_s
         seconds = self.clock.now_s - start_s
         if self._up:
-            self._train(start_s, seconds)
+            self._book_training(start_s, seconds)
         else:
             self._ledger.lose(self._cause, self._phase, seconds)
 
-    def _train(self, start_s: float, seconds: float) -> None:
+    def _book_training(self, start_s: float, seconds: float) -> None:
         lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
         slowest = min(self._narrow, key=lambda cause: cause.pace, default=None)
         pace = shrunk * slowest.pace if slowest else shrunk

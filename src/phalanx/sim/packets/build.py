@@ -81,7 +81,7 @@ def sketch_run(fabric: Fabric, flows: Flows, transport: Transport, *, alike: boo
     copies = fabric.planes if alike and each and transport.paths >= LEAST_PATHS * fabric.planes else 1
     part = replace(fabric, planes=fabric.planes // copies, nic_gbps=fabric.nic_gbps / copies)
     links = links_of(part)
-    _hosts(fabric, flows)
+    _check_hosts(fabric, flows)
     slots = in_slots(part, transport, planes=part.planes)
     packets = np.ceil(np.minimum(flows.nbytes / transport.payload_bytes / copies, 2.0**62)).astype(np.int64)
     hops = _path_links(links, flows)
@@ -96,11 +96,11 @@ def sketch_run(fabric: Fabric, flows: Flows, transport: Transport, *, alike: boo
         paths=paths,
         copies=copies,
         pool=pool,
-        cost=_cost(links, flows, slots, packets, hops, paths, pool, last=round(last_start_s / slots.slot_s)),
+        cost=_packet_cost(links, flows, slots, packets, hops, paths, pool, last=round(last_start_s / slots.slot_s)),
     )
 
 
-def _cost(
+def _packet_cost(
     links: Links, flows: Flows, slots: Slots, packets: Ints, hops: Ints32, paths: int, pool: int, *, last: int
 ) -> PacketCost:
     per_host = np.bincount(flows.source, weights=packets, minlength=links.fabric.hosts)
@@ -119,7 +119,7 @@ def _cost(
 def build_world(plan: Sketch, flows: Flows, transport: Transport, schedule: Schedule, *, seed: int) -> PacketWorld:
     """The arrays."""
     links, slots = plan.links, plan.slots
-    shape = _shape(links, slots)
+    shape = _network_shape(links, slots)
     totals = np.zeros(TOTALS, dtype=np.int64)
     # The generator must not start at 0; the odd constant spreads neighbouring seeds.
     totals[RANDOM] = (seed * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1) & 0x7FFFFFFFFFFFFFFF or 1
@@ -129,16 +129,16 @@ def build_world(plan: Sketch, flows: Flows, transport: Transport, schedule: Sche
         links=links,
         slots=slots,
         shape=shape,
-        knobs=_knobs(plan, transport, seed),
-        net=_net(links, shape),
-        traffic=_traffic(plan, flows, schedule, seed, kept=_kept(plan, transport)),
+        knobs=_transport_knobs(plan, transport, seed),
+        net=_network_arrays(links, shape),
+        traffic=_traffic_arrays(plan, flows, schedule, seed, kept=_kept_paths(plan, transport)),
         calendar=calendar_of(shape.ring, plan.pool),
         totals=totals,
         copies=plan.copies,
     )
 
 
-def _shape(links: Links, slots: Slots) -> Shape:
+def _network_shape(links: Links, slots: Slots) -> Shape:
     f = links.fabric
     longest = max((f.hops + 2) * slots.back * 2 + slots.host, slots.timeout << 4) + 8
     return Shape(
@@ -160,7 +160,7 @@ def _shape(links: Links, slots: Slots) -> Shape:
     )
 
 
-def _knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
+def _transport_knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
     slots, port_gbps = plan.slots, plan.fabric.port_gbps
     # uet-htsim, public forks: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round
     # trip where queues trim; the proportional gain is 4 at a target of 12 µs.
@@ -172,7 +172,7 @@ def _knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
         paths=plan.paths,
         seed=(12345 + seed * 0x9E3779B97F4A7C1) & 0x7FFFFFFFFFFFFFF,
         skip=int(transport.spray != "oblivious"),
-        kept=_kept(plan, transport),
+        kept=_kept_paths(plan, transport),
         edge=int(transport.recovery == "edge"),
         mark_low=low,
         mark_high=max(high, low + 1),
@@ -193,7 +193,7 @@ def _knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
     )
 
 
-def _net(links: Links, shape: Shape) -> Net:
+def _network_arrays(links: Links, shape: Shape) -> Net:
     count = links.count
     return Net(
         ring=np.zeros((count, shape.queue), dtype=np.int64),
@@ -212,11 +212,11 @@ def _net(links: Links, shape: Shape) -> Net:
     )
 
 
-def _kept(plan: Sketch, transport: Transport) -> int:
+def _kept_paths(plan: Sketch, transport: Transport) -> int:
     return math.ceil(plan.slots.window) if transport.spray == "recycle" else 0
 
 
-def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept: int) -> Traffic:
+def _traffic_arrays(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept: int) -> Traffic:
     number, planes, hosts = len(flows), plan.fabric.planes, plan.fabric.hosts
     random = np.random.default_rng(seed)
     order = np.argsort(flows.source, kind="stable").astype(np.int32)
@@ -233,7 +233,7 @@ def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept:
         done=np.full(number, -1, dtype=np.int32),
         links=plan.hops.astype(np.uint8),
         tally=tally,
-        window=_windows(plan),
+        window=_first_windows(plan),
         path=np.zeros((number, plan.paths), dtype=np.uint8),
         turn=(offset << 16).astype(np.int32),
         kept=np.zeros((number, max(1, kept)), dtype=np.int16),
@@ -249,7 +249,7 @@ def _traffic(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *, kept:
     )
 
 
-def _windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _first_windows(plan: Sketch) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     slots = plan.slots
     window = np.zeros((len(plan.packets), 16))
     base = plan.hops * (slots.wire + slots.back) + slots.host
@@ -279,7 +279,7 @@ def _path_links(links: Links, flows: Flows) -> Ints32:
     return np.where(here == there, 2, np.where(same_pod, 4, 6)).astype(np.int32)
 
 
-def _hosts(fabric: Fabric, flows: Flows) -> None:
+def _check_hosts(fabric: Fabric, flows: Flows) -> None:
     last = int(max(flows.source.max(), flows.target.max()))
     if last >= fabric.hosts or min(flows.source.min(), flows.target.min()) < 0:
         raise mistake(
@@ -341,11 +341,11 @@ def check_packet_budget(name: str, expected: PacketCost, budget: PacketBudget) -
         f"{expected.packets:,} packets over {expected.hops:,} hops need about {expected.cpu_s:,.0f} s of CPU and "
         f"{expected.memory_bytes / 1e9:,.2f} GB; the budget is {budget.cpu_s:,.0f} s and "
         f"{budget.memory_bytes / 1e9:,.2f} GB",
-        fix=_fix(expected, budget),
+        fix=_budget_fix(expected, budget),
     )
 
 
-def _fix(expected: PacketCost, budget: PacketBudget) -> str:
+def _budget_fix(expected: PacketCost, budget: PacketBudget) -> str:
     if expected.memory_bytes > budget.memory_bytes:
         return "simulate fewer hosts or connections, or the fluid engine, which keeps no packets"
     share = budget.cpu_s / expected.cpu_s

@@ -56,15 +56,15 @@ def link_changes(
     if len(gone):
         found += [Change(slot=0, links=gone, share=0.0, loss=0.0, routed=known) for known in (None, 1)]
     for fault in faults:
-        _check(fault)
+        _check_fault(fault)
         hit = np.setdiff1d(fault_links(links, fault), gone)
         grey = fault.loss > 0
-        begin, end = _slot(fault.at_s, slot_s), _slot(fault.until_s, slot_s)
+        begin, end = _fault_slot(fault.at_s, slot_s), _fault_slot(fault.until_s, slot_s)
         share, room = 1.0 if grey else fault.left, fault.left if fault.short else 1.0
         found.append(Change(slot=begin, links=hit, share=share, loss=fault.loss, room=room))
         # Routing follows a dead link, never a slow or a grey one: the port is up.
         if converge_s is not None and not grey and fault.left == 0:
-            known = begin + _slot(converge_s, slot_s)
+            known = begin + _fault_slot(converge_s, slot_s)
             if known < end:
                 found.append(Change(slot=known, links=hit, share=0.0, loss=0.0, routed=1))
             if math.isfinite(fault.until_s):
@@ -74,7 +74,7 @@ def link_changes(
     return sorted(found, key=lambda change: change.slot)
 
 
-def _slot(time_s: float, slot_s: float) -> int:
+def _fault_slot(time_s: float, slot_s: float) -> int:
     return 1 + int(min(time_s / slot_s, 2**60))
 
 
@@ -117,7 +117,7 @@ def _t1_link(links: Links, fault: Fault) -> Ints:
     return np.concatenate([links.t1_up_link(*at), links.t1_down_link(*at)])
 
 
-def _check(fault: Fault) -> None:
+def _check_fault(fault: Fault) -> None:
     where = f"fault of {fault.part} {fault.number}"
     if not 0 <= fault.at_s < fault.until_s:
         raise mistake(where, f"from {fault.at_s:g} s until {fault.until_s:g} s", fix="let it end after it begins")

@@ -81,7 +81,7 @@ def run_roce(
     )
     started = time.process_time()
     stopped = clock.run(limit(todo, slot_s, plan.cost.slots), started + budget.cpu_s)
-    return _result(clock, stopped, time.process_time() - started)
+    return _packet_result(clock, stopped, time.process_time() - started)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,26 +105,26 @@ class _Clock:
         w, next_sample = self.world, self.slot + self.sample
         try:
             while w.totals[ACTIVE] > 0 and self.slot < limit:
-                self._apply()
+                self._apply_changes()
                 end = min(next_sample, self.todo[0].slot if self.todo else limit, limit)
                 self.slot = kernel.advance(
                     w.form, w.rules, w.ports, w.packets, w.pairs, w.calendar, w.totals, self.slot, end
                 )
                 if self.slot >= next_sample or w.totals[ACTIVE] == 0:
-                    self._keep()
+                    self._keep_course()
                     next_sample = self.slot + self.sample
                 if time.process_time() > deadline:
                     return "CPU budget"
         except KeyboardInterrupt:  # as in `run.py`
             self.slot = max(self.slot, int(w.totals[NOW]))
-            self._keep()
+            self._keep_course()
             return "interrupted"
         if w.totals[OVERFLOW]:
             what = f"{int(w.totals[OVERFLOW]):,} events or packets did not fit"
             raise SystemFailure(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
-    def _apply(self) -> None:
+    def _apply_changes(self) -> None:
         w = self.world
         while self.todo and self.todo[0].slot <= self.slot:
             change = self.todo.pop(0)
@@ -135,12 +135,12 @@ class _Clock:
             self.known[change.links] = 1.0 - change.routed
             w.pairs.route[:] = roce_routes(w.links, self.traffic, self.roce, self.seed, self.known)[0]
 
-    def _keep(self) -> None:
+    def _keep_course(self) -> None:
         w = self.world
         self.course.keep(self.slot, int(w.totals[DELIVERED]), w.pairs.arrived[list(self.watch)])
 
 
-def _result(clock: _Clock, stopped: str, cpu_s: float) -> PacketResult:
+def _packet_result(clock: _Clock, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s, roce = clock.world, clock.world.slots.slot_s, clock.roce
     time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * roce.payload_bytes)
     done, lost = w.pairs.done.astype(np.float64), int(w.totals[LOST]) + int(w.totals[DROPPED])
@@ -216,19 +216,19 @@ def roce_sketch(fabric: Fabric, flows: Flows, roce: Roce) -> RoceSketch:
     out = np.bincount(flows.source, weights=each * roce.qps, minlength=fabric.hosts)
     # Every switch full, and on every link what is sent before a pause arrives.
     room = int(min(fabric.switches * slots.buffer + links.count * (3 * slots.wire + 4), packets.sum() * 2.0 + 1024))
-    events = fabric.hosts * fabric.planes * (_longest(fabric, slots) + 2) + len(packets) + 1024
+    events = fabric.hosts * fabric.planes * (_longest_path(fabric, slots) + 2) + len(packets) + 1024
     memory = room * BYTES_PER_PACKET + events * BYTES_PER_EVENT + len(packets) * BYTES_PER_PAIR
     expected = packet_cost(
         packets=int(packets.sum(dtype=np.float64)),
         hops=int(packets.sum(dtype=np.float64) * (fabric.hops + 1)),
-        slots=int(max(into.max(), out.max()) / min(fabric.planes, roce.qps) + _longest(fabric, slots)),
+        slots=int(max(into.max(), out.max()) / min(fabric.planes, roce.qps) + _longest_path(fabric, slots)),
         links=links.count,
         memory_bytes=memory + links.count * (4.0 * slots.wire + 8.0 * (slots.back + 2) + 60),
     )
     return RoceSketch(links=links, slots=slots, packets=packets, room=room, events=int(events), cost=expected)
 
 
-def _longest(fabric: Fabric, slots: RoceSlots) -> int:
+def _longest_path(fabric: Fabric, slots: RoceSlots) -> int:
     return (fabric.hops + 1) * slots.back + slots.host
 
 
@@ -246,7 +246,7 @@ def roce_build(plan: RoceSketch, fabric: Fabric, flows: Flows, roce: Roce, *, se
         wire=slots.wire,
         back=slots.back,
         host_slots=slots.host,
-        ring=_longest(fabric, slots) + 2,
+        ring=_longest_path(fabric, slots) + 2,
         timeout=slots.timeout,
         tick=max(1, round(TICK_S / slots.slot_s)),
     )
@@ -254,16 +254,16 @@ def roce_build(plan: RoceSketch, fabric: Fabric, flows: Flows, roce: Roce, *, se
         links=plan.links,
         slots=slots,
         form=form,
-        rules=_rules(slots, roce),
-        ports=_ports(plan.links, form),
-        packets=_packets(plan.room),
-        pairs=_pairs(plan, flows, roce, seed),
+        rules=_roce_rules(slots, roce),
+        ports=_port_arrays(plan.links, form),
+        packets=_packet_arrays(plan.room),
+        pairs=_pair_arrays(plan, flows, roce, seed),
         calendar=calendar_of(form.ring, plan.events),
         totals=totals,
     )
 
 
-def _rules(slots: RoceSlots, roce: Roce) -> Rules:
+def _roce_rules(slots: RoceSlots, roce: Roce) -> Rules:
     d = roce.dcqcn or Dcqcn()
     return Rules(
         pfc=int(roce.pfc),
@@ -286,7 +286,7 @@ def _rules(slots: RoceSlots, roce: Roce) -> Rules:
     )
 
 
-def _ports(links: Links, form: Form) -> Ports:
+def _port_arrays(links: Links, form: Form) -> Ports:
     count = links.count
     node = switch_at_end(links)
     # A link pauses and goes on at most once per slot of the flight of that message.
@@ -327,7 +327,7 @@ def switch_at_end(links: Links) -> Ints32:
     return node
 
 
-def _packets(room: int) -> Packets:
+def _packet_arrays(room: int) -> Packets:
     following = np.arange(1, room + 1, dtype=np.int32)
     following[-1] = -1
     return Packets(
@@ -340,7 +340,7 @@ def _packets(room: int) -> Packets:
     )
 
 
-def _pairs(plan: RoceSketch, flows: Flows, roce: Roce, seed: int) -> Pairs:
+def _pair_arrays(plan: RoceSketch, flows: Flows, roce: Roce, seed: int) -> Pairs:
     number, f = len(plan.packets), plan.links.fabric
     owner = np.repeat(np.arange(len(flows), dtype=np.int32), roce.qps)
     routes, hops = roce_routes(plan.links, flows, roce, seed, None)

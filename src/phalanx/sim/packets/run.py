@@ -74,9 +74,9 @@ def run_connections(
             denied=denied,
             seed=seed,
             budget=budget,
-            limit=lambda todo, slot_s, ideal: _limit(limit_s, todo, slot_s, 0.0, ideal=ideal),
+            limit=lambda todo, slot_s, ideal: _slot_limit(limit_s, todo, slot_s, 0.0, ideal=ideal),
             sample_s=sample_s,
-            watch=_watched(watch, len(traffic)),
+            watch=_watched_flows(watch, len(traffic)),
         )
     check_transport(transport)
     starts = schedule or at_once(len(traffic))
@@ -93,29 +93,29 @@ def run_connections(
     if denied and converge_s is None:
         deny_paths(world, denied)
     todo = link_changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s, denied=denied)
-    places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched(watch, len(traffic)))
+    places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched_flows(watch, len(traffic)))
     clock = _Clock(
         world=world,
         todo=todo,
-        starts=_starts(starts, world.slots.slot_s),
+        starts=_timed_starts(starts, world.slots.slot_s),
         watch=places,
         course=PacketCourse(watched=len(places)),
         sample=max(1, round(sample_s / world.slots.slot_s)),
     )
     started = time.process_time()
-    limit = _limit(limit_s, todo, world.slots.slot_s, last_start_s, ideal=plan.cost.slots)
+    limit = _slot_limit(limit_s, todo, world.slots.slot_s, last_start_s, ideal=plan.cost.slots)
     stopped = clock.run(limit, started + budget.cpu_s)
-    return _result(clock, order, traffic, transport, stopped, time.process_time() - started)
+    return _packet_result(clock, order, traffic, transport, stopped, time.process_time() - started)
 
 
-def _watched(watch: tuple[int, ...], connections: int) -> tuple[int, ...]:
+def _watched_flows(watch: tuple[int, ...], connections: int) -> tuple[int, ...]:
     for flow in watch:
         if not 0 <= flow < connections:
             raise mistake("watch", f"there is no connection {flow}", fix=f"they are numbered 0 to {connections - 1:,}")
     return watch
 
 
-def _starts(schedule: Schedule, slot_s: float) -> list[tuple[int, Ints]]:
+def _timed_starts(schedule: Schedule, slot_s: float) -> list[tuple[int, Ints]]:
     """Connections that start by the clock, by slot, the latest first."""
     timed = np.flatnonzero(schedule.waits_for < 0)
     slot = 1 + np.round(schedule.start_s[timed] / slot_s).astype(np.int64)
@@ -124,7 +124,7 @@ def _starts(schedule: Schedule, slot_s: float) -> list[tuple[int, Ints]]:
     return list(zip(at.tolist(), np.split(timed, first[1:]), strict=True))[::-1]
 
 
-def _limit(limit_s: float | None, todo: list[Change], slot_s: float, last_start_s: float, *, ideal: int) -> int:
+def _slot_limit(limit_s: float | None, todo: list[Change], slot_s: float, last_start_s: float, *, ideal: int) -> int:
     last = 0
     if limit_s is None:
         last = max(todo[-1].slot if todo else 0, round(last_start_s / slot_s)) + PATIENCE * ideal
@@ -153,14 +153,14 @@ class _Clock:
         next_sample, next_probe = self.slot + self.sample, self.slot + probe
         try:
             while w.totals[ACTIVE] > 0 and self.slot < limit:
-                self._apply()
+                self._apply_changes()
                 ahead = min(self.todo[0].slot if self.todo else limit, self.starts[-1][0] if self.starts else limit)
                 end = min(next_sample, next_probe, ahead, limit)
                 self.slot = kernel.advance(
                     w.shape, w.knobs, w.net, w.traffic, w.calendar, w.totals, self.slot, end, self.routed
                 )
                 if self.slot >= next_sample or w.totals[ACTIVE] == 0:
-                    self._keep()
+                    self._keep_course()
                     next_sample = self.slot + self.sample
                 if self.slot >= next_probe:
                     kernel.probe(w.shape, w.knobs, w.net, w.traffic, w.totals, self.probes % PROBE_PHASES, PROBE_PHASES)
@@ -170,14 +170,14 @@ class _Clock:
                     return "CPU budget"
         except KeyboardInterrupt:  # raised when the loop returns, before its slot has a name here
             self.slot = max(self.slot, int(w.totals[NOW]))
-            self._keep()
+            self._keep_course()
             return "interrupted"
         if w.totals[OVERFLOW]:
             what = f"{int(w.totals[OVERFLOW]):,} events did not fit the calendar"
             raise SystemFailure(Problem(where="packet engine", what=what, why="a fault of Phalanx: please report it"))
         return "" if w.totals[ACTIVE] == 0 else "time limit"
 
-    def _apply(self) -> None:
+    def _apply_changes(self) -> None:
         net, traffic = self.world.net, self.world.traffic
         while self.starts and self.starts[-1][0] <= self.slot:
             flows = self.starts.pop()[1]
@@ -195,12 +195,14 @@ class _Clock:
             net.trouble[change.links] &= 2
             net.trouble[change.links] |= int(change.share < 1 or change.loss > 0)
 
-    def _keep(self) -> None:
+    def _keep_course(self) -> None:
         tally = self.world.traffic.tally
         self.course.keep(self.slot, int(self.world.totals[DELIVERED]), tally[list(self.watch), ARRIVED])
 
 
-def _result(clock: _Clock, order: Ints, flows: Flows, transport: Transport, stopped: str, cpu_s: float) -> PacketResult:
+def _packet_result(
+    clock: _Clock, order: Ints, flows: Flows, transport: Transport, stopped: str, cpu_s: float
+) -> PacketResult:
     w, slot_s = clock.world, clock.world.slots.slot_s
     time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * transport.payload_bytes * w.copies)
     done, began = np.empty(len(order)), np.empty(len(order))

@@ -54,7 +54,7 @@ def check_schedule(schedule: Schedule, connections: int) -> None:
             raise mistake("schedule", f"a connection {name} trigger {wrong}", fix=f"there are {triggers}, from 0")
     if triggers and int(schedule.needed.min()) < 1:
         raise mistake("schedule", f"a trigger needs {int(schedule.needed.min())} ends", fix="use 1 (oneshot) or more")
-    stuck = np.flatnonzero(~_reached(schedule))
+    stuck = np.flatnonzero(~_reached_connections(schedule))
     if len(stuck):
         trigger = int(schedule.waits_for[stuck[0]])
         raise mistake(
@@ -66,7 +66,7 @@ def check_schedule(schedule: Schedule, connections: int) -> None:
         )
 
 
-def _reached(schedule: Schedule) -> NDArray[np.bool_]:
+def _reached_connections(schedule: Schedule) -> NDArray[np.bool_]:
     """Which connections start, when each that starts also ends."""
     started = schedule.waits_for < 0
     while True:

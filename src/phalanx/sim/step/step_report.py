@@ -82,10 +82,10 @@ class SimulatedStep:
 
 def step_report(plan: Plan, fabric: Fabric | None, transport: PathTransport | None = None) -> SimulatedStep:
     """The plan's step on a fabric, or on a non-blocking one with the cluster's NICs."""
-    return _report(ask_plan(plan), fabric, transport or PathTransport())
+    return _simulated_step(ask_plan(plan), fabric, transport or PathTransport())
 
 
-def _report(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
+def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
@@ -161,12 +161,12 @@ def _why_different(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], 
 def _why_waiting(here: StepWork) -> str:
     """Why stages wait for each other otherwise than by the plan's formula of equal stages."""
     least, most = min(here.layers), max(here.layers)
-    layers = f"{most}" if least == most else f"{least} to {most}"
+    layers = plural(most, "layer") if least == most else f"{least} to {most} layers"
     each_s = here.forward.compute_s + here.backward.compute_s
     head = (here.head_forward_s + here.head_backward_s) / each_s if each_s > 0 else 0.0
     chunk = f", all in one of its {plural(here.chunks, 'chunk')}," if here.chunks > 1 else ""
     return (
-        f"stages of {layers} layers wait for each other; the head takes as long as {head:.1f} layers{chunk} on "
+        f"stages of {layers} wait for each other; the head takes as long as {head:.1f} layers{chunk} on "
         f"the last; "
         "traffic of a stage that waits anyway costs nothing"
     )
@@ -182,5 +182,5 @@ def _network_text(q: StepQuestion, groups: Groups, paths: dict[str, AxisPath], p
     in_plan, on_fabric = (single_value(getattr(one, rate)) / 1e9 for one in (planned, here))
     return (
         f"{in_plan:.3g} GB/s per NIC in the plan, {on_fabric:.3g} here: "
-        f"slowest flow at {path.share:.2f} of line rate, {path.hops} switch{'es' if path.hops > 1 else ''}"
+        f"slowest flow at {path.share:.2f} of line rate, {plural(path.hops, 'switch')}"
     )

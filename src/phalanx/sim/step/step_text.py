@@ -79,7 +79,7 @@ def step_text(report: SimulatedStep) -> str:
         f"  fabric    {_fabric_text(report)}",
         f"  busiest   stage {report.stage} of {report.stages}",
         "",
-        f"WHERE THE TIME GOES ({_table_unit(report)[0]} of the busiest stage; plan + order + network = shown)",
+        f"WHERE THE TIME GOES ({_table_unit(report)[0]} of the busiest stage; exposed = plan + order + network)",
         *_table_lines(report),
         "",
         f"THE STEP ({format_seconds(report.step_s / COLUMNS)} per column; --trace has every slice)",
@@ -109,7 +109,7 @@ def _table_unit(report: SimulatedStep) -> tuple[str, float]:
 
 def _table_lines(report: SimulatedStep) -> list[str]:
     unit_s = _table_unit(report)[1]
-    rows: list[tuple[str, ...]] = [("", "wire", "hidden", "shown", "plan", "order", "network")]
+    rows: list[tuple[str, ...]] = [("", "on wire", "hidden", "exposed", "plan", "order", "network")]
     rows += [_table_row(line, unit_s) for line in report.lines]
     changes = (sum(line.order_s for line in report.lines), sum(line.network_s for line in report.lines))
     shown = (_number_text(report.step_s / unit_s), _number_text(report.plan_step_s / unit_s))
@@ -143,11 +143,11 @@ def _reason_lines(report: SimulatedStep) -> list[str]:
 
 def _moves_text(line: Line, least_s: float) -> str:
     moved = {"order": line.order_s, "network": line.network_s}
-    return ", ".join(f"{name} {_signed_seconds(seconds)}" for name, seconds in moved.items() if abs(seconds) >= least_s)
-
-
-def _signed_seconds(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+    return ", ".join(
+        f"{name} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+        for name, seconds in moved.items()
+        if abs(seconds) >= least_s
+    )
 
 
 def break_text(kind: str, found: Sequence[Aftermath]) -> str:

@@ -54,10 +54,10 @@ def simulate_timeline(work: StepWork) -> Timeline:
         _gather_parameters(work, lanes)
     if work.sharing[0].layer_gather_s > 0:
         _Sharded(work, stages[0]).run()
-        return _finish(work, stages, ())
+        return _finish_step(work, stages, ())
     pipeline = _Pipeline(work, stages)
     pipeline.run()
-    return _finish(work, stages, tuple(pipeline.handovers))
+    return _finish_step(work, stages, tuple(pipeline.handovers))
 
 
 def _gather_parameters(work: StepWork, lanes: Lanes) -> None:
@@ -69,7 +69,7 @@ def _gather_parameters(work: StepWork, lanes: Lanes) -> None:
     lanes.busy(shared.gather_s - hidden, "wait for parameters", GRADIENT)
 
 
-def _finish(work: StepWork, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
+def _finish_step(work: StepWork, stages: list[Lanes], handovers: tuple[Handover, ...]) -> Timeline:
     """Gradients that could not hide, the norm that all stages wait for, the update."""
     for lanes in stages:
         shared = work.sharing[lanes.stage]
@@ -107,48 +107,48 @@ class _Pipeline:
         """Round after round, each stage as far as it knows when its next input comes."""
         waiting = True
         while waiting:
-            moved = [self._advance(lanes) for lanes in self.stages]
+            moved = [self._advance_stage(lanes) for lanes in self.stages]
             waiting = any(self.left)
             assert any(moved) or not waiting, "the schedule waits for itself"
         for lanes in self.stages:
             while self.weights[lanes.stage]:
-                self._weight(lanes)
+                self._weight_gradient(lanes)
 
-    def _advance(self, lanes: Lanes) -> bool:
+    def _advance_stage(self, lanes: Lanes) -> bool:
         mine, moved = self.left[lanes.stage], False
         while mine:
-            ready = self._ready(lanes.stage, mine[0])
+            ready = self._input_ready(lanes.stage, mine[0])
             if ready is None:
                 break
             pending = self.weights[lanes.stage]
             # ZB-H1 holds no more than the first stage of 1F1B: stage s has s micro-batches less under way, and so many
             # weight gradients may wait there (Qi et al., arXiv:2401.10241, section 2.1).
             if pending and (ready > lanes.now_s or len(pending) > lanes.stage):
-                self._weight(lanes)
+                self._weight_gradient(lanes)
             else:
                 lanes.wait(ready, BUBBLE)
-                self._do(lanes, mine.popleft())
+                self._do_task(lanes, mine.popleft())
             moved = True
         return moved
 
-    def _place(self, stage: int, chunk: int) -> int:
+    def _chunk_place(self, stage: int, chunk: int) -> int:
         return chunk * self.work.stages + stage
 
-    def _last(self) -> int:
+    def _last_place(self) -> int:
         return self.work.chunks * self.work.stages - 1
 
-    def _ready(self, stage: int, task: Task) -> float | None:
+    def _input_ready(self, stage: int, task: Task) -> float | None:
         """When the input of a task is there; None while nobody knows."""
-        place = self._place(stage, task.chunk)
-        if (task.kind == "F" and place == 0) or (task.kind == "B" and place == self._last()):
+        place = self._chunk_place(stage, task.chunk)
+        if (task.kind == "F" and place == 0) or (task.kind == "B" and place == self._last_place()):
             return 0.0
         return self.arrived.get((task.kind, task.micro, place))
 
-    def _do(self, lanes: Lanes, task: Task) -> None:
+    def _do_task(self, lanes: Lanes, task: Task) -> None:
         work, forward = self.work, task.kind == "F"
         layers = work.chunk_layers(lanes.stage, task.chunk)
         each = work.forward if forward else work.backward
-        holds_head = self._place(lanes.stage, task.chunk) == self._last()
+        holds_head = self._chunk_place(lanes.stage, task.chunk) == self._last_place()
         head = (work.head_forward_s if forward else work.head_backward_s) * holds_head
         if forward:
             lanes.busy(work.host_micro_s / work.chunks, "host", "overhead_s")
@@ -158,20 +158,20 @@ class _Pipeline:
         seconds = layers * (each.compute_s - later) + head
         if seconds > 0:
             # The pass that begins now uses what another stage sent.
-            sent = self.sent.get((task.kind, task.micro, self._place(lanes.stage, task.chunk)))
+            sent = self.sent.get((task.kind, task.micro, self._chunk_place(lanes.stage, task.chunk)))
             if sent is not None:
                 self.handovers.append(Handover(*sent, lanes.stage, lanes.now_s))
         lanes.run(seconds, each.inner, layers, name)
         if later > 0:
             self.weights[lanes.stage].append(task)
         elif not forward:
-            self._reduce(lanes, task, start)
-        self._send(lanes, task, name)
+            self._reduce_gradients(lanes, task, start)
+        self._send_output(lanes, task, name)
 
-    def _send(self, lanes: Lanes, task: Task, name: str) -> None:
+    def _send_output(self, lanes: Lanes, task: Task, name: str) -> None:
         step = 1 if task.kind == "F" else -1
-        place = self._place(lanes.stage, task.chunk) + step
-        if not 0 <= place <= self._last():
+        place = self._chunk_place(lanes.stage, task.chunk) + step
+        if not 0 <= place <= self._last_place():
             return
         arrives = lanes.queue(SENDS, lanes.now_s, self.work.send_s, f"send {name}", SEND)
         self.arrived[task.kind, task.micro, place] = arrives
@@ -179,14 +179,14 @@ class _Pipeline:
             self.sent[task.kind, task.micro, place] = lanes.stage, arrives - self.work.send_s / 2
         lanes.busy(self.work.send_s * self.work.send_exposed, f"send {name}", SEND)
 
-    def _weight(self, lanes: Lanes) -> None:
+    def _weight_gradient(self, lanes: Lanes) -> None:
         task = self.weights[lanes.stage].popleft()
         start = lanes.now_s
         layers = self.work.chunk_layers(lanes.stage, task.chunk)
         lanes.busy(layers * self.work.weight_s, f"W{task.micro}", "compute_s")
-        self._reduce(lanes, task, start)
+        self._reduce_gradients(lanes, task, start)
 
-    def _reduce(self, lanes: Lanes, task: Task, start_s: float) -> None:
+    def _reduce_gradients(self, lanes: Lanes, task: Task, start_s: float) -> None:
         """Buckets of gradients leave while backward makes the next: of the last micro-batch, with ZeRO-2 of each."""
         shared = self.work.sharing[lanes.stage]
         last = task.micro == self.work.micros - 1
@@ -212,25 +212,25 @@ class _Sharded:
         work, lanes = self.work, self.lanes
         for micro in range(work.micros):
             lanes.busy(work.host_micro_s, "host", "overhead_s")
-            self._direction(f"F{micro}", forward=True)
+            self._run_direction(f"F{micro}", forward=True)
             lanes.busy(work.head_forward_s + work.head_backward_s, f"head {micro}", "compute_s")
-            self._direction(f"B{micro}", forward=False, last=micro == work.micros - 1)
+            self._run_direction(f"B{micro}", forward=False, last=micro == work.micros - 1)
 
-    def _direction(self, name: str, *, forward: bool, last: bool = False) -> None:
+    def _run_direction(self, name: str, *, forward: bool, last: bool = False) -> None:
         lanes, each = self.lanes, self.work.forward if forward else self.work.backward
         layers = self.work.layers[0]
-        here = self._fetch(name)
+        here = self._fetch_layer(name)
         for number in range(layers):
             lanes.wait(here, SHARD)
             if number + 1 < layers:
-                here = self._fetch(name)
+                here = self._fetch_layer(name)
             lanes.run(each.compute_s, each.inner, 1.0, name)
             if not forward:
                 lanes.queue(BACKGROUND, lanes.now_s, self.scatter_s, f"scatter {name}", SHARD)
             if last:
                 lanes.queue(BACKGROUND, lanes.now_s, self.reduce_s, f"reduce {name}", GRADIENT)
 
-    def _fetch(self, name: str) -> float:
+    def _fetch_layer(self, name: str) -> float:
         return self.lanes.queue(BACKGROUND, self.lanes.now_s, self.gather_s, f"gather {name}", SHARD)
 
 
@@ -319,14 +319,14 @@ class Lanes:
     def wait(self, until_s: float, part: str) -> None:
         """The device idles, on account of `part`."""
         if until_s > self.now_s:
-            self._add(DEVICE, WAITS.get(part) or f"wait for {part.removesuffix('_s')}", part, self.now_s, until_s)
+            self._add_span(DEVICE, WAITS.get(part) or f"wait for {part.removesuffix('_s')}", part, self.now_s, until_s)
             self.device_s[part] += until_s - self.now_s
             self.now_s = until_s
 
     def busy(self, seconds: float, name: str, part: str) -> None:
         """The device works, or waits visibly for traffic of its own."""
         if seconds > 0:
-            self._add(DEVICE, name, part, self.now_s, self.now_s + seconds)
+            self._add_span(DEVICE, name, part, self.now_s, self.now_s + seconds)
             self.device_s[part] += seconds
             self.now_s += seconds
 
@@ -341,7 +341,7 @@ class Lanes:
         for one in inner:
             wire = one.wire_s * layers
             shown = wire - fits * (one.wire_s - one.exposed_s) * layers
-            self._wire(one.tier, name, one.part, at, wire)
+            self._add_wire(one.tier, name, one.part, at, wire)
             at += wire
             self.busy(shown, f"{name} {one.part.removesuffix('_s')}", one.part)
 
@@ -349,14 +349,14 @@ class Lanes:
         """Traffic that starts when its lane is free; returns when it has arrived."""
         start = max(ready_s, self.free_s[lane])
         if seconds > 0:
-            self._wire(lane, name, part, start, seconds)
+            self._add_wire(lane, name, part, start, seconds)
         self.free_s[lane] = start + seconds
         return start + seconds
 
-    def _wire(self, track: str, name: str, part: str, start_s: float, seconds: float) -> None:
+    def _add_wire(self, track: str, name: str, part: str, start_s: float, seconds: float) -> None:
         if seconds > 0:
             self.wire_s[part] += seconds
-            self._add(track, name, part, start_s, start_s + seconds)
+            self._add_span(track, name, part, start_s, start_s + seconds)
 
-    def _add(self, track: str, name: str, part: str, start_s: float, end_s: float) -> None:
+    def _add_span(self, track: str, name: str, part: str, start_s: float, end_s: float) -> None:
         self.spans.append(Span(self.stage, track, name, part, start_s, end_s))
