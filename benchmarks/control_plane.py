@@ -41,7 +41,7 @@ from fake_hosts import SLOTS, TRAINING, ready_message, serve_hosts
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory, known_coordinator
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
-from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.coordinator_state import SavedState, Send
 from phalanx.elastic.decide import RECONNECT_S, sign_every_s
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
@@ -246,8 +246,9 @@ def decisions(hosts: int) -> dict[str, float]:
     answers: list[tuple[str, dict[str, Any]]] = []
     went: dict[str, int] = {}
 
-    def told(to: Sequence[str], message: dict[str, Any]) -> None:
-        for name in to:
+    def told(send: Send) -> None:
+        for name in send.hosts:
+            message = send.told(name)
             if message["kind"] == "form":
                 if "ranks" in message:
                     ranks[name] = {int(slot): rank for slot, rank in message["ranks"].items()}
@@ -258,13 +259,13 @@ def decisions(hosts: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = _make_run(Path(folder), hosts, DEAD_AFTER_S)
         plan = CoordinatorPlan.from_json(run.plan_json.read_text())
-        sent: list[tuple[Sequence[str], dict[str, Any]]] = []
+        sent: list[Send] = []
         election, memory = FileElection(run), CoordinatorMemory(run, started_s=0.0)
         assert election.take()
         coordinator = Coordinator(
             run,
             plan,
-            lambda to, message: sent.append((to, message)),
+            sent.append,
             EventWriter(run.supervisor, rank=-1),
             saved=SavedState(),
             save=lambda saved: memory.save(saved, ("127.0.0.1", 1), term=election.term),
@@ -293,8 +294,8 @@ def decisions(hosts: int) -> dict[str, float]:
                 began_s = time.process_time()
                 call()
                 spent += time.process_time() - began_s
-                for to, message in sent:
-                    told(to, message)
+                for send in sent:
+                    told(send)
                 sent.clear()
             return spent
 

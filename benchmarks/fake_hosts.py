@@ -20,11 +20,11 @@ from typing import Any
 import orjson
 
 from phalanx.elastic import handshake
-from phalanx.elastic.channel import PREFIX
 from phalanx.elastic.coordinator_memory import known_coordinator
 from phalanx.elastic.handshake import ANSWER, GREETING_BYTES, MAC_BYTES, OPENING, Handshake, Seal
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, SIGN_S
+from phalanx.elastic.socket_stream import PREFIX
 from phalanx.record.run import Run
 
 SLOTS = 8

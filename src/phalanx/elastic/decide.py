@@ -12,7 +12,6 @@ from typing import Any
 
 from phalanx.elastic.clock_skew import check_skew, clock_skew_s
 from phalanx.elastic.coordinator_state import (
-    BUCKETS,
     Action,
     AgentMessage,
     AgentMessages,
@@ -46,6 +45,7 @@ from phalanx.elastic.decide_replicas import (
 )
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
+from phalanx.elastic.frozen_map import BUCKETS
 from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
 from phalanx.elastic.membership import HostSlot
 
@@ -68,6 +68,8 @@ def initial_state(
         began_s=now_s,
         ticked_s=now_s,
         stepped_s=now_s,
+        sign_s=now_s
+        + sign_every_s(len(hosts)) / 2,  # hosts that join are answered, which is a sign: let them come first
         takes_over=saved.running,
         host_order=hosts,
         known_hosts=frozenset(hosts),
@@ -149,13 +151,12 @@ def sign_every_s(num_hosts: int) -> float:
 def _show_life(decision: Decision) -> None:
     """Tell agents that we live, some of them at every tick: telling 16,384 in a row would take a fifth of a second."""
     state = decision.state
-    num_hosts = max(
-        len(state.hosts), len(state.known_hosts)
-    )  # those who are still to come, too: they come in thousands
+    # Those who are still to come, too: they come in thousands.
+    num_hosts = max(len(state.hosts), len(state.known_hosts))
     sign_s = sign_every_s(num_hosts)
     passed = (decision.now_s - state.sign_s) / sign_s * BUCKETS
     count = min(int(passed), BUCKETS)
-    if count:
+    if count > 0:
         due = state.hosts.keys_in(range(state.sign_bucket, state.sign_bucket + count))
         state.sign_bucket = (state.sign_bucket + count) % BUCKETS
         state.sign_s = decision.now_s if passed > BUCKETS else state.sign_s + count * sign_s / BUCKETS
@@ -308,6 +309,7 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
         return
     if generation < saved.generation and saved.forming:  # it was never told, or the word was lost
         tell_membership(decision, [host])
+        decision.touch_host(host.changed(told=saved.generation))
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))
     elif saved.forming:  # whoever has its slot stays in it
@@ -372,7 +374,7 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
         return
     ranks = state.membership.ranks_on(host.name) if state.saved.membership is not None else {}
     ports = message["ports"]
-    is_ready = bool(ranks) and all(str(slot) in ports for slot in ranks)
+    is_ready = bool(ranks) and all(map(ports.__contains__, map(str, ranks)))
     host = host.changed(ready=message, is_ready=is_ready)
     decision.set_host(host)
     if state.asked_at is not None and "time" in message:

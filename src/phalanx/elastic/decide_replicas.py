@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phalanx.elastic.coordinator_state import CoordinatorState, FrozenMap, Message, RejoiningReplica
+from phalanx.elastic.coordinator_state import CoordinatorState, Message, RejoiningReplica
 from phalanx.elastic.decision import Decision
+from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.model_replicas import ModelReplicas
 

@@ -161,12 +161,15 @@ class Seal:
     """Signs, or checks, the frames of one direction in their order."""
 
     def __init__(self, key: bytes) -> None:
-        self._keyed = KeyedHash(key)
-        self._count = 0
+        self._key, self._count = key, 0
+        self._keyed: KeyedHash | None = None  # made when it is needed: thousands join before the first says anything
 
     def next(self, frame: bytes) -> bytes:
         """The HMAC of the next frame."""
-        mac = self._keyed.digest(COUNT.pack(self._count) + frame)
+        keyed = self._keyed
+        if keyed is None:
+            keyed = self._keyed = KeyedHash(self._key)
+        mac = keyed.digest(COUNT.pack(self._count) + frame)
         self._count += 1
         return mac
 

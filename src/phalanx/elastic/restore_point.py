@@ -224,6 +224,7 @@ def find_whole_step(
         ranks, writers = found[epoch, step, world]
         held = RankRanges.from_json(ranks)
         if held.covers(world):
-            wrote = RankRanges.from_json(writers)
+            # Where every rank has written something, which is the rule, the second list is the first again.
+            wrote = held if writers == ranks else RankRanges.from_json(writers)
             return HeldStep(epoch=epoch, step=step, world=world, ranks=held, writers=wrote)
     return None
