@@ -42,9 +42,10 @@ from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory, known_coordinator
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState, Send
-from phalanx.elastic.decide import RECONNECT_S, sign_every_s
+from phalanx.elastic.decide import RECONNECT_S
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
+from phalanx.elastic.heartbeat_board import sign_every_s
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, turn_s
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, create_run
@@ -238,7 +239,7 @@ def measure(hosts: int, *, processes: int, dead_after_s: float) -> Row:
 
 def decisions(hosts: int) -> dict[str, float]:
     """Processor time of everything but the connections: decisions, events, and what is written down."""
-    gc.set_threshold(100_000, 50, 100)  # as the coordinator
+    gc.set_threshold(1_000_000, 50, 100)  # as the coordinator
     world = SLOTS * hosts
     names = [f"host-{number:05d}" for number in range(hosts)]
     pids = {name: {slot: 1 + n * SLOTS + slot for slot in range(SLOTS)} for n, name in enumerate(names)}

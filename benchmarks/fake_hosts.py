@@ -39,7 +39,7 @@ def ready_message(ranks: dict[int, int], generation: int, step: int, world: int)
         first = min(ranks.values())
         before = (first - SLOTS) % world
         spans = [[first, first + SLOTS - 1], [before, before + SLOTS - 1]]
-        held = [[1, step - back, world, spans, spans] for back in (0, 1)]
+        held = [[1, step - back, world, spans, None] for back in (0, 1)]
     return {
         "kind": "ready",
         "epoch": generation,

@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.elastic.membership import HostMembership, HostSlot, Membership, next_membership
 from phalanx.elastic.replica_ring import PeerTable
+from phalanx.elastic.restore_point import ReplicaInfo, find_whole_step, fold_held
 from phalanx.plan.layout import Layout
 
 LAYOUT = Layout(
@@ -147,3 +148,30 @@ def test_what_did_not_change_is_taken_over() -> None:
     first, second = tables
     built = [name for name, peers in second.peers.items() if peers is not first.peers.get(name)]
     assert sorted(built) == ["h2", "spare"], "who gave to the lost host, and who is in its place"
+
+
+def test_a_step_is_whole_whether_all_ranks_wrote_or_some_did() -> None:
+    """In messages, writers that are all of the ranks are left out."""
+
+    def held(ranks: list[int], tensors: int) -> list[Any]:
+        infos = [
+            ReplicaInfo(
+                rank=rank,
+                world=4,
+                epoch=2,
+                step=7,
+                slot=rank,
+                kind="own",
+                generation=0,
+                tensors=tensors if rank != 3 else 1,
+                size_bytes=1,
+            )
+            for rank in ranks
+        ]
+        return json.loads(json.dumps([one.to_json() for one in fold_held(infos)]))
+
+    assert held([0, 1], 1)[0][4] is None
+    for tensors, writers in ((1, [[0, 3]]), (0, [[3, 3]])):
+        point = find_whole_step([*held([0, 1], tensors), *held([2, 3], tensors), *held([1, 2], tensors)])
+        assert point is not None
+        assert (point.step, point.ranks.to_json(), point.writers.to_json()) == (7, [[0, 3]], writers)

@@ -26,10 +26,9 @@ from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState, Send
-from phalanx.elastic.decide import sign_every_s
 from phalanx.elastic.election import Deposed, Election, ElectionUnavailable, elected_by, open_election
 from phalanx.elastic.handshake import read_secret
-from phalanx.elastic.heartbeat_board import heartbeat_every_s
+from phalanx.elastic.heartbeat_board import heartbeat_every_s, sign_every_s
 from phalanx.elastic.listener import Listener
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
@@ -72,7 +71,7 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
     allow_descriptors(hosts)
     # Every message makes some immutable values anew, hardly ever in circles: looking for those costs a third of the
     # time of 16,384 hosts, because each look goes through all that is known of them.
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
     beat_every_s = heartbeat_every_s(hosts, plan.job.fault.dead_after_s)
     greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": sign_every_s(hosts)})
     listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))

@@ -309,7 +309,7 @@ def _patience_s(state: CoordinatorState, phase: int) -> float:
 def _ask_for_stacks(decision: Decision) -> None:
     decision.state.stacks_asked_s = decision.now_s
     state = decision.state
-    state.hosts = state.hosts.update({name: host.changed(stacks=None) for name, host in state.hosts.items()})
+    state.hosts = state.hosts.mapped(lambda host: host.changed(stacks=None))
     decision.broadcast({"kind": "where"})
 
 

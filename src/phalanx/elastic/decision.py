@@ -116,6 +116,13 @@ class Decision:
         state.bad_hosts = state.bad_hosts - {name}
         state.hosts = state.hosts.drop(name)
 
+    def count_as_sign(self, sign_s: float) -> None:
+        """All hosts have just been told something: the next round of signs of life begins half an interval later.
+
+        They take us for silent only after longer than one and a half intervals (`QUIET_S` of host_agent.py).
+        """
+        self.state.sign_s = max(self.state.sign_s, self.now_s + sign_s / 2)
+
     def announce_membership(self, generation: int) -> None:
         """All hosts are told of a membership that begins: nobody is ready for it, or has got anywhere in it."""
         state = self.state

@@ -160,6 +160,8 @@ def same(one: bytes, other: bytes) -> bool:
 class Seal:
     """Signs, or checks, the frames of one direction in their order."""
 
+    __slots__ = ("_count", "_key", "_keyed")
+
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
         self._keyed: KeyedHash | None = None  # made when it is needed: thousands join before the first says anything

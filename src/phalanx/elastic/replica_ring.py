@@ -102,9 +102,10 @@ class PeerTable:
             takers = ring.takers_of(machine)
             mine: dict[str, Any] = {}
             for slot, rank in membership.ranks_on(name).items() if takers else ():
-                host, other = membership.slots[takers[rank].rank]
+                taker, place = takers[rank]
+                host, other = membership.slots[taker]
                 address, ports = listening[host]
-                mine[str(slot)] = [takers[rank].slot, address, int(ports[str(other)][1])]
+                mine[str(slot)] = [place, address, int(ports[str(other)][1])]
             if mine:
                 peers[name] = mine
         return cls(membership=membership, ring=ring, listening=listening, peers=peers)

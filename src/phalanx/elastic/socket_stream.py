@@ -26,6 +26,8 @@ class Closed(ConnectionError):
 class Intake:
     """Reads from a socket that does not block exactly what is asked for, in as many visits as it takes."""
 
+    __slots__ = ("_part", "_sock", "_wanted_bytes")
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._part = bytearray()
