@@ -188,10 +188,15 @@ def test_an_agent_says_what_it_has_with_its_hello_where_that_is_short(
     assert {**heard[1][1], "kind": ""} == {"kind": "", "slots": {}, "epoch": 0, "digest": "", "went": 0, "wishes": 0}
 
 
-def test_a_coordinator_starts_without_the_planner() -> None:
+def test_a_coordinator_starts_without_the_planner(tmp_path: Path) -> None:
     """After a lost one all hosts wait for the next: numpy alone would be most of its start."""
-    told = "import sys, phalanx.elastic.coordinator; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout.split()
+    told = (
+        "import sys, pathlib, phalanx.elastic.coordinator as started\n"
+        "started.EventWriter(pathlib.Path(sys.argv[1]), rank=-1).close()\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    command = [sys.executable, "-c", told, str(tmp_path / "supervisor.jsonl")]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert "phalanx" in loaded
     assert not {"numpy", "torch"} & set(loaded)
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from phalanx.elastic import handshake
@@ -168,8 +169,8 @@ class _Guest:
         except Refused as refusal:
             self._refuse(str(refusal))
         say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
-        theirs, ours = shaken.keys(hello_c, hello_s)
-        return Channel(self.sock, send=Seal(ours), receive=Seal(theirs), peer=peer, stall_s=self._stall_s)
+        send, receive = (Seal(partial(key, hello_c, hello_s)) for key in (shaken.server_key, shaken.client_key))
+        return Channel(self.sock, send=send, receive=receive, peer=peer, stall_s=self._stall_s)
 
     def _refuse(self, why: str) -> NoReturn:
         """Tell a guest who speaks our language that it is not let in: it need not try again."""

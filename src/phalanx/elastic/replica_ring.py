@@ -102,8 +102,8 @@ class PeerTable:
             takers = ring.takers_of(machine)
             mine: dict[str, Any] = {}
             for slot, rank in membership.ranks_on(name).items() if takers else ():
-                taker, place = takers[rank]
-                host, other = membership.slots[taker]
+                other_rank, place = takers[rank]
+                host, other = membership.slots[other_rank]
                 address, ports = listening[host]
                 mine[str(slot)] = [place, address, int(ports[str(other)][1])]
             if mine:
