@@ -41,10 +41,11 @@ from fake_hosts import SLOTS, TRAINING, ready_message, serve_hosts
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory, known_coordinator
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
-from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.decide import RECONNECT_S, sign_every_s
+from phalanx.elastic.coordinator_state import SavedState, Send
+from phalanx.elastic.decide import RECONNECT_S
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
+from phalanx.elastic.heartbeat_board import sign_every_s
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, turn_s
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, create_run
@@ -238,7 +239,7 @@ def measure(hosts: int, *, processes: int, dead_after_s: float) -> Row:
 
 def decisions(hosts: int) -> dict[str, float]:
     """Processor time of everything but the connections: decisions, events, and what is written down."""
-    gc.set_threshold(100_000, 50, 100)  # as the coordinator
+    gc.set_threshold(1_000_000, 50, 100)  # as the coordinator
     world = SLOTS * hosts
     names = [f"host-{number:05d}" for number in range(hosts)]
     pids = {name: {slot: 1 + n * SLOTS + slot for slot in range(SLOTS)} for n, name in enumerate(names)}
@@ -246,8 +247,9 @@ def decisions(hosts: int) -> dict[str, float]:
     answers: list[tuple[str, dict[str, Any]]] = []
     went: dict[str, int] = {}
 
-    def told(to: Sequence[str], message: dict[str, Any]) -> None:
-        for name in to:
+    def told(send: Send) -> None:
+        for name in send.hosts:
+            message = send.told(name)
             if message["kind"] == "form":
                 if "ranks" in message:
                     ranks[name] = {int(slot): rank for slot, rank in message["ranks"].items()}
@@ -258,13 +260,13 @@ def decisions(hosts: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = _make_run(Path(folder), hosts, DEAD_AFTER_S)
         plan = CoordinatorPlan.from_json(run.plan_json.read_text())
-        sent: list[tuple[Sequence[str], dict[str, Any]]] = []
+        sent: list[Send] = []
         election, memory = FileElection(run), CoordinatorMemory(run, started_s=0.0)
         assert election.take()
         coordinator = Coordinator(
             run,
             plan,
-            lambda to, message: sent.append((to, message)),
+            sent.append,
             EventWriter(run.supervisor, rank=-1),
             saved=SavedState(),
             save=lambda saved: memory.save(saved, ("127.0.0.1", 1), term=election.term),
@@ -293,8 +295,8 @@ def decisions(hosts: int) -> dict[str, float]:
                 began_s = time.process_time()
                 call()
                 spent += time.process_time() - began_s
-                for to, message in sent:
-                    told(to, message)
+                for send in sent:
+                    told(send)
                 sent.clear()
             return spent
 

@@ -20,11 +20,11 @@ from typing import Any
 import orjson
 
 from phalanx.elastic import handshake
-from phalanx.elastic.channel import PREFIX
 from phalanx.elastic.coordinator_memory import known_coordinator
 from phalanx.elastic.handshake import ANSWER, GREETING_BYTES, MAC_BYTES, OPENING, Handshake, Seal
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, SIGN_S
+from phalanx.elastic.socket_stream import PREFIX
 from phalanx.record.run import Run
 
 SLOTS = 8
@@ -39,7 +39,7 @@ def ready_message(ranks: dict[int, int], generation: int, step: int, world: int)
         first = min(ranks.values())
         before = (first - SLOTS) % world
         spans = [[first, first + SLOTS - 1], [before, before + SLOTS - 1]]
-        held = [[1, step - back, world, spans, spans] for back in (0, 1)]
+        held = [[1, step - back, world, spans, None] for back in (0, 1)]
     return {
         "kind": "ready",
         "epoch": generation,

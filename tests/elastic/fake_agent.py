@@ -290,8 +290,8 @@ def main(behaviour: str, folder: str, host: str, slots: str, address: str, paren
     wishes = StopSignals.listen()
     hosting.GRACE_S, hosting.DEAF_S = 0.5, 4.0
     agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
-    agent.plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where="plan")
-    agent.recheck = lambda ranks, places: problems(run, host, ranks, places)
+    agent.checks.plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where="plan")
+    agent.checks.recheck = lambda ranks, places: problems(run, host, ranks, places)
     agent.begin()
     if behaviour == "importing":  # as long as importing torch takes
         (run.path / "waits").touch()

@@ -20,16 +20,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from phalanx.elastic import handshake
-from phalanx.elastic.channel import (
-    HALF_OPEN,
-    MAX_MESSAGE_BYTES,
-    PREFIX,
-    Channel,
-    Closed,
-    Listener,
-    Refused,
-    connect,
-)
+from phalanx.elastic.channel import Channel, Closed, Refused, connect
+from phalanx.elastic.listener import HALF_OPEN, Listener
+from phalanx.elastic.socket_stream import MAX_MESSAGE_BYTES, PREFIX
 
 SECRET = bytes(reversed(range(32)))
 PATIENCE_S = 30.0

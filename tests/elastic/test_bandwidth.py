@@ -12,8 +12,9 @@ import pytest
 
 from phalanx.elastic import bandwidth
 from phalanx.elastic import local_launch as client
-from phalanx.elastic.channel import Listener, connect
+from phalanx.elastic.channel import connect
 from phalanx.elastic.coordinator import AgentConnections, _greet
+from phalanx.elastic.listener import Listener
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import create_run

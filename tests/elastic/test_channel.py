@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.elastic.channel import BURST, MAX_MESSAGE_BYTES, Channel, Closed, Listener, Refused, connect, ready
+from phalanx.elastic.channel import BURST, Channel, Closed, Refused, connect, encode_frame, extend_frame
 from phalanx.elastic.handshake import (
     GREETING_BYTES,
     MAGIC,
@@ -29,6 +29,8 @@ from phalanx.elastic.handshake import (
     read_greeting,
     read_secret,
 )
+from phalanx.elastic.listener import Listener
+from phalanx.elastic.socket_stream import MAX_MESSAGE_BYTES, ready
 from phalanx.errors import UserError
 
 SECRET = bytes(range(32))
@@ -501,3 +503,14 @@ def test_a_keyed_hash_is_an_hmac(key_bytes: int) -> None:
     key = bytes(range(key_bytes))
     for text in (b"", b"text", bytes(300)):
         assert KeyedHash(key).digest(text) == hmac.digest(key, text, "sha256")
+
+
+def test_a_frame_is_extended_by_what_only_one_host_is_told(pair: tuple[Channel, Channel]) -> None:
+    client, server = pair
+    common, share = {"kind": "go", "epoch": 7, "restore": None}, {"peers": {"0": [0, "10.0.0.1", 8000]}}
+    frame = encode_frame(common)
+    assert extend_frame(frame, share) == encode_frame({**common, **share})
+    client.send_frame(extend_frame(frame, share))
+    assert server.wait(PATIENCE_S) == {**common, **share}
+    with pytest.raises(ValueError, match="a channel takes"):
+        extend_frame(frame, {"text": "x" * MAX_MESSAGE_BYTES})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from phalanx.elastic import decide_membership
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
-from phalanx.elastic.coordinator_state import SavedState
+from phalanx.elastic.coordinator_state import SavedState, Send
 from phalanx.elastic.decide_membership import REPLACE_S
 from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
@@ -66,9 +66,9 @@ class Stage:
     def _save(self, saved: SavedState) -> None:
         self.saved.append(json.loads(json.dumps(saved.to_json())))
 
-    def _send(self, hosts: Sequence[str], message: Message) -> None:
-        for host in hosts:
-            self.agents[host].take(json.loads(json.dumps(message)))
+    def _send(self, send: Send) -> None:
+        for host in send.hosts:
+            self.agents[host].take(json.loads(json.dumps(send.told(host))))
 
     def pass_time(self, seconds: float, *, beats: bool = True, by_s: float = 0.25) -> None:
         """Ticks; agents that are connected say that they live."""

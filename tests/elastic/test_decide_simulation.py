@@ -34,7 +34,6 @@ from phalanx.elastic.coordinator_state import (
     CoordinatorSettings,
     CoordinatorState,
     EndRun,
-    FrozenMap,
     HostView,
     Input,
     ListCheckpoints,
@@ -45,6 +44,7 @@ from phalanx.elastic.coordinator_state import (
 )
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.election import LEASE_S
+from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.membership import HostMembership, HostSlot
 from phalanx.plan.plan import Plan
@@ -205,7 +205,7 @@ class Simulation:
             elif isinstance(action, Send):
                 self._check_sent(action.message)
                 for host in action.hosts:
-                    self._send(host, action.message)
+                    self._send(host, action.told(host))
             elif isinstance(action, RecordEvent):
                 self.records[action.event] += 1
             elif isinstance(action, EndRun):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import threading
@@ -14,14 +15,16 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import host_agent as hosting
-from phalanx.elastic.channel import Channel, Listener
-from phalanx.elastic.coordinator import AgentConnections, _greet
+from phalanx.elastic.channel import Channel, connect
+from phalanx.elastic.coordinator import CROWD, AgentConnections, _greet
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
 from phalanx.elastic.host_agent import HostAgent
+from phalanx.elastic.listener import Listener
 from phalanx.elastic.local_launch import StopSignals
+from phalanx.elastic.socket_stream import ready
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, plan_for_run
@@ -185,10 +188,15 @@ def test_an_agent_says_what_it_has_with_its_hello_where_that_is_short(
     assert {**heard[1][1], "kind": ""} == {"kind": "", "slots": {}, "epoch": 0, "digest": "", "went": 0, "wishes": 0}
 
 
-def test_a_coordinator_starts_without_the_planner() -> None:
+def test_a_coordinator_starts_without_the_planner(tmp_path: Path) -> None:
     """After a lost one all hosts wait for the next: numpy alone would be most of its start."""
-    told = "import sys, phalanx.elastic.coordinator; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout.split()
+    told = (
+        "import sys, pathlib, phalanx.elastic.coordinator as started\n"
+        "started.EventWriter(pathlib.Path(sys.argv[1]), rank=-1).close()\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    command = [sys.executable, "-c", told, str(tmp_path / "supervisor.jsonl")]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert "phalanx" in loaded
     assert not {"numpy", "torch"} & set(loaded)
 
@@ -207,3 +215,36 @@ def test_an_agent_is_told_its_rhythm_with_the_answer_to_its_hello(run: Run, agen
     agent._hang_up()
     for one in (*channels, listener):
         one.close()
+
+
+def test_hosts_that_join_come_before_heartbeats_which_wait_but_are_not_lost(run: Run) -> None:
+    """After a lost coordinator everybody waits for the last host to be back."""
+    secret = hosting.read_secret(run.path / "secret")
+    listener = Listener("127.0.0.1", 0, secret, partial(_greet, 1), half_open=2 * CROWD)
+    agents, clients = AgentConnections(listener, beat_every_s=3600.0), list[Channel]()
+
+    def call(name: str) -> None:
+        hello = {"role": "agent", "host": name, "id": name, "time": 0.0}
+        clients.append(connect(listener.address, secret, hello, timeout_s=60.0))
+
+    callers = [threading.Thread(target=call, args=(f"host-{number}",)) for number in range(1 + CROWD)]
+    try:
+        callers[0].start()
+        while not agents.receive(0.1):
+            pass
+        callers[0].join()
+        for caller in callers[1:]:
+            caller.start()
+        while len(listener._guests) < CROWD:
+            listener._accept()
+        assert all(ready(guest, select.POLLIN, 60.0) for guest in listener._guests), "they said their hello"
+        clients[0].send({"kind": "beat"})
+        assert ready(agents._channels["host-0"]._sock, select.POLLIN, 60.0)
+        agents._is_crowded = True  # others came just before
+        assert [message["kind"] for _, message in agents.receive(1.0)] == ["joined"] * CROWD
+        assert agents.receive(1.0) == [("host-0", {"kind": "beat"})]
+    finally:
+        for caller in callers:
+            caller.join()
+        for one in (*clients, *agents._channels.values(), listener):
+            one.close()

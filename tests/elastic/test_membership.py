@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from phalanx.elastic.membership import HostMembership, HostSlot, Membership, next_membership
+from phalanx.elastic.replica_ring import PeerTable
+from phalanx.elastic.restore_point import ReplicaInfo, find_whole_step, fold_held
 from phalanx.plan.layout import Layout
 
 LAYOUT = Layout(
@@ -106,3 +109,69 @@ def test_many_ranks_are_few_words() -> None:
     assert (share.generation, share.world, share.ranks[7]) == (3, 4096, 4095)
     moved = Membership(generation=4, layout=layout, slots=(*places[1:], places[0]))
     assert len({one.digest, one.renumbered(4).digest, moved.digest}) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_of_peers_taken_over_is_the_one_built_anew(seed: int) -> None:
+    """Hosts that come, go, listen elsewhere or have other ranks, some of them on one machine, in racks or not."""
+    rng = random.Random(seed)
+    names = [f"h{number}" for number in range(rng.randint(1, 7))]
+    machines = {name: f"m{rng.randint(0, 2)}" for name in names if rng.random() < 0.3}
+    rack_hosts, ports = rng.randint(1, 2), dict.fromkeys(names, 8000)
+    table: PeerTable | None = None
+    for generation in range(1, 9):
+        if table is None or rng.random() < 0.6:
+            here = rng.sample(names, rng.randint(1, len(names)))
+            places = [HostSlot(name, slot) for name in here for slot in range(rng.randint(1, 2))]
+            if rng.random() < 0.3:
+                rng.shuffle(places)
+        for name in rng.sample(names, rng.randint(0, 1)):
+            ports[name] += 1
+        layout = replace(LAYOUT, data=len(places), shard=len(places))
+        membership = Membership(generation=generation, layout=layout, slots=tuple(places))
+        listening = {name: (name, {"0": [1, ports[name]], "1": [1, ports[name] + 100]}) for name in membership.hosts}
+        whole = PeerTable.build(membership, listening, machines=machines, rack_hosts=rack_hosts)
+        table = PeerTable.build(membership, listening, machines=machines, rack_hosts=rack_hosts, before=table)
+        assert table.peers == whole.peers
+
+
+def test_what_did_not_change_is_taken_over() -> None:
+    places = [HostSlot(f"h{number}", 0) for number in range(8)]
+    layout = replace(LAYOUT, data=8, shard=8)
+    one = Membership(generation=1, layout=layout, slots=tuple(places))
+    two = Membership(generation=2, layout=layout, slots=(*places[:3], HostSlot("spare", 0), *places[4:]))
+    tables = list[PeerTable]()
+    for membership in (one, two):
+        listening = {name: (name, {"0": [1, 8000]}) for name in membership.hosts}
+        before = tables[-1] if tables else None
+        tables.append(PeerTable.build(membership, listening, machines={}, rack_hosts=1, before=before))
+    first, second = tables
+    built = [name for name, peers in second.peers.items() if peers is not first.peers.get(name)]
+    assert sorted(built) == ["h2", "spare"], "who gave to the lost host, and who is in its place"
+
+
+def test_a_step_is_whole_whether_all_ranks_wrote_or_some_did() -> None:
+    """In messages, writers that are all of the ranks are left out."""
+
+    def held(ranks: list[int], tensors: int) -> list[Any]:
+        infos = [
+            ReplicaInfo(
+                rank=rank,
+                world=4,
+                epoch=2,
+                step=7,
+                slot=rank,
+                kind="own",
+                generation=0,
+                tensors=tensors if rank != 3 else 1,
+                size_bytes=1,
+            )
+            for rank in ranks
+        ]
+        return json.loads(json.dumps([one.to_json() for one in fold_held(infos)]))
+
+    assert held([0, 1], 1)[0][4] is None
+    for tensors, writers in ((1, [[0, 3]]), (0, [[3, 3]])):
+        point = find_whole_step([*held([0, 1], tensors), *held([2, 3], tensors), *held([1, 2], tensors)])
+        assert point is not None
+        assert (point.step, point.ranks.to_json(), point.writers.to_json()) == (7, [[0, 3]], writers)

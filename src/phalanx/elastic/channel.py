@@ -11,38 +11,43 @@ from __future__ import annotations
 
 import contextlib
 import select
-import selectors
 import socket
-import struct
 import threading
 import time
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import NoReturn
 
 from phalanx.elastic import handshake
 from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
+from phalanx.elastic.socket_stream import (
+    MAX_MESSAGE_BYTES,
+    PREFIX,
+    STALL_S,
+    Closed,
+    Intake,
+    ready,
+    say,
+    take_before,
+    tune,
+)
 
-__all__ = ["Channel", "Closed", "Listener", "Message", "Refused", "connect", "encode_frame"]
+__all__ = ["Channel", "Closed", "Message", "Refused", "connect", "encode_frame", "extend_frame"]
 
 Address = tuple[str, int]
-Hello = Message | Callable[[Message], Message]
-PREFIX = struct.Struct("!IQI")  # bytes of the message, bytes of data after it, crc32 of the data
-MAX_MESSAGE_BYTES = 1 << 24  # none of the coordinator's grows with the number of hosts
 PIECE_BYTES = 1 << 20  # bulk data is moved and summed in pieces that stay in a core's cache
 BURST = 64  # messages one receive() takes, so that a talkative peer does not starve a loop
-STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
-HALF_OPEN = 64  # connections that have not yet proved anything
-HELLO_S = 5.0  # for which a connection may prove nothing
-BACKLOG = 1024
-LOOPBACK = "127.0.0.1"
-MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
 
 
 def encode_frame(message: Message) -> bytes:
     """A message without data as a frame, but for its HMAC; raises ValueError for one that no channel takes."""
     text = _encode(message)
+    return PREFIX.pack(len(text), 0, 0) + text
+
+
+def extend_frame(frame: bytes, share: Message) -> bytes:
+    """The frame of a message with more fields: of what thousands are told nearly alike, the rest is encoded once."""
+    text = frame[PREFIX.size : -1] + b"," + _encode(share)[1:]
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")
     return PREFIX.pack(len(text), 0, 0) + text
 
 
@@ -287,286 +292,6 @@ def _introduce(sock: socket.socket, secret: bytes, hello: Message, deadline: flo
     return Channel(sock, send=Seal(ours), receive=Seal(theirs), peer=handshake.decode(hello_s), stall_s=stall_s)
 
 
-class Listener:
-    """Takes connections, and hands out those that prove to know the secret; strangers cost a socket for some seconds.
-
-    `hello` is what this side says of itself, or a function of what an authentic client said; it may raise Refused.
-    Where more than `half_open` honest peers may come at once, say so: the oldest of those who wait is pushed out first.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        secret: bytes,
-        hello: Hello,
-        *,
-        half_open: int = HALF_OPEN,
-        hello_s: float = HELLO_S,
-        stall_s: float = STALL_S,
-    ) -> None:
-        self._secret, self._hello = secret, hello
-        self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
-        self._guests: OrderedDict[socket.socket, _Guest] = OrderedDict()  # oldest first
-        self._sock = _listen(address or LOOPBACK, port, half_open)
-        tune(self._sock, stall_s)  # the kernel gives every connection that it takes the same
-        # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._sock, selectors.EVENT_READ)
-
-    @property
-    def address(self) -> Address:
-        """Where it listens, with the port that was really given."""
-        host, port = self._sock.getsockname()[:2]
-        return host, port
-
-    def fileno(self) -> int:
-        """The descriptor for a selector: readable when `pump` has something to do."""
-        return self._selector.fileno()
-
-    def pump(self, timeout_s: float = 0) -> list[Channel]:
-        """Take new connections and let the unproven ones go on; the channels that have become authentic.
-
-        Waits up to `timeout_s` for something to happen, not for a channel. A loop calls it on every turn, ready or not:
-        strangers who are late are thrown out here.
-        """
-        active = [key.data for key, _ in self._selector.select(max(0, timeout_s))]
-        channels = [self._advance(guest) for guest in active if guest is not None]
-        self._drop_late(time.monotonic() - self._hello_s)
-        if None in active:  # after the others had their turn: newcomers may push out the oldest
-            self._accept()
-        return [channel for channel in channels if channel is not None]
-
-    def close(self) -> None:
-        """Stop listening and hang up on whoever has proved nothing; channels handed out live on."""
-        for sock in list(self._guests):
-            self._drop(sock)
-        self.forget()
-
-    def forget(self) -> None:
-        """In a forked child: give back the copies of all sockets; the parent goes on listening."""
-        # Not unregistered: the child shares the kernel's list of watched sockets with its parent.
-        self._selector.close()
-        for sock in (self._sock, *self._guests):
-            sock.close()
-        self._guests.clear()
-
-    def _accept(self) -> None:
-        # Half of the places at a time: a crowd at the door cannot push out those who have just been greeted.
-        for _ in range(max(1, self._half_open // 2)):
-            try:
-                sock, _ = self._sock.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:  # the guest has left again
-                continue
-            except OSError:  # no descriptor or memory to spare: strangers are the first to go
-                self._drop_oldest(keep=len(self._guests) // 2)
-                return
-            self._drop_oldest(keep=self._half_open - 1)
-            self._admit(sock)
-
-    def _admit(self, sock: socket.socket) -> None:
-        try:
-            sock.setblocking(False)
-            nonce_s = handshake.make_nonce()
-            say(sock, handshake.greeting(nonce_s))
-        except OSError:
-            sock.close()
-            return
-        self._guests[sock] = guest = _Guest(sock, nonce_s, self._stall_s)
-        self._selector.register(sock, selectors.EVENT_READ, guest)
-
-    def _advance(self, guest: _Guest) -> Channel | None:
-        try:
-            channel = guest.listen(self._secret, self._hello)
-        except OSError:
-            self._drop(guest.sock)
-            return None
-        if channel is not None:
-            self._selector.unregister(guest.sock)
-            del self._guests[guest.sock]
-        return channel
-
-    def _drop_late(self, before_s: float) -> None:
-        while self._guests and (oldest := next(iter(self._guests.values()))).since_s < before_s:
-            self._drop(oldest.sock)
-
-    def _drop_oldest(self, *, keep: int) -> None:
-        while len(self._guests) > keep:
-            self._drop(next(iter(self._guests)))
-
-    def _drop(self, sock: socket.socket) -> None:
-        del self._guests[sock]
-        self._selector.unregister(sock)  # closing is not enough: a forked child may hold the same socket
-        sock.close()
-
-
-class _Guest:
-    """A connection that has proved nothing yet."""
-
-    def __init__(self, sock: socket.socket, nonce_s: bytes, stall_s: float) -> None:
-        self.since_s = time.monotonic()
-        self.sock, self._nonce_s, self._stall_s = sock, nonce_s, stall_s
-        self._said = b""
-
-    def listen(self, secret: bytes, hello: Hello) -> Channel | None:
-        """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
-        # Read at once: an honest guest says nothing after its hello before it was answered.
-        self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
-        if len(self._said) < OPENING.size:
-            return None
-        size, nonce_c = handshake.read_opening(self._said[: OPENING.size])
-        end = OPENING.size + size
-        if len(self._said) < end + MAC_BYTES:
-            return None
-        hello_c, mac = self._said[OPENING.size : end], self._said[end:]
-        shaken = Handshake(secret, self._nonce_s, nonce_c)
-        if not handshake.same(mac, shaken.client_mac(hello_c)):
-            self._refuse("a wrong secret")
-        return self._answer(shaken, hello_c, hello)
-
-    def _answer(self, shaken: Handshake, hello_c: bytes, hello: Hello) -> Channel | None:
-        peer = handshake.decode(hello_c)
-        try:
-            hello_s = handshake.encode_hello(hello(peer) if callable(hello) else hello)
-        except Refused as refusal:
-            self._refuse(str(refusal))
-        say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
-        theirs, ours = shaken.keys(hello_c, hello_s)
-        return Channel(self.sock, send=Seal(ours), receive=Seal(theirs), peer=peer, stall_s=self._stall_s)
-
-    def _refuse(self, why: str) -> NoReturn:
-        """Tell a guest who speaks our language that it is not let in: it need not try again."""
-        say(self.sock, ANSWER.pack(0))
-        raise Refused(why)
-
-
 def _flat(data: memoryview | bytes | bytearray) -> memoryview:
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
-
-
-def _listen(address: str, port: int, half_open: int) -> socket.socket:
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
-    sock.setblocking(False)
-    return sock
-
-
-# A TCP connection that never blocks by itself: read exactly so much, wait at most so long.
-
-
-READ_BYTES = 1 << 16  # of a message at a time: a size that is not yet known to be authentic reserves no more
-
-
-class Closed(ConnectionError):
-    """The other side is gone."""
-
-
-class Intake:
-    """Reads from a socket that does not block exactly what is asked for, in as many visits as it takes."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._part = bytearray()
-        self._wanted_bytes = 0  # of the frame that `_part` begins with, where that is known
-
-    def take(self, count: int) -> bytes | None:
-        """The next `count` bytes, or None while some are missing; raises Closed at the end of the stream."""
-        while missing := count - len(self._part):
-            with memoryview(bytearray(min(missing, READ_BYTES))) as piece:
-                read = self.take_into(piece)
-                if not read:
-                    return None
-                self._part += piece[:read]
-        whole, self._part = bytes(self._part), bytearray()
-        return whole
-
-    def take_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Every frame that has come, by one read: what is signed of it, its message, its HMAC; the rest is kept."""
-        read = receive_some(self._sock, READ_BYTES)
-        if self._part:
-            self._part += read
-            if len(self._part) < self._wanted_bytes:  # a long message in pieces: it is looked at once, when it is whole
-                return
-            read, self._part = bytes(self._part), bytearray()
-        at = self._wanted_bytes = 0
-        while len(read) - at >= PREFIX.size:
-            size, data_bytes, _ = PREFIX.unpack_from(read, at)
-            if size > MAX_MESSAGE_BYTES or data_bytes:
-                raise Refused(f"a frame of {size} bytes and {data_bytes} bytes of data, where only messages are taken")
-            begin, end = at + PREFIX.size, at + PREFIX.size + size
-            if len(read) < end + MAC_BYTES:
-                self._wanted_bytes = end + MAC_BYTES - at
-                break
-            yield read[at:end], read[begin:end], read[end : end + MAC_BYTES]
-            at = end + MAC_BYTES
-        if at < len(read):
-            self._part += read[at:]
-
-    def take_into(self, view: memoryview) -> int:
-        """How many bytes went into `view`, 0 when none are there yet; raises Closed at the end of the stream."""
-        try:
-            count = self._sock.recv_into(view)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise Closed(f"the connection broke: {error.strerror or error}") from None
-        if not count:
-            raise Closed("the other side closed the connection")
-        return count
-
-
-def receive_some(sock: socket.socket, most: int) -> bytes:
-    """What has come, nothing where nothing has; raises Closed at the end of the stream."""
-    try:
-        read = sock.recv(most)
-    except BlockingIOError:
-        return b""
-    except OSError as error:
-        raise Closed(f"the connection broke: {error.strerror or error}") from None
-    if not read:
-        raise Closed("the other side closed the connection")
-    return read
-
-
-def tune(sock: socket.socket, stall_s: float) -> None:
-    """No blocking, no delay for small messages, and a host that vanished is noticed though nothing is sent to it."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probes = 3
-    for name, value in (
-        ("TCP_KEEPIDLE", max(1, round(stall_s / 2))),
-        ("TCP_KEEPINTVL", max(1, round(stall_s / 2 / probes))),
-        ("TCP_KEEPCNT", probes),
-        ("TCP_USER_TIMEOUT", round(stall_s * 1000)),
-    ):
-        if hasattr(socket, name):  # Linux has all of them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def take_before(sock: socket.socket, intake: Intake, count: int, deadline: float) -> bytes:
-    """The next `count` bytes, waiting until `deadline` of the monotonic clock; raises TimeoutError."""
-    while (text := intake.take(count)) is None:
-        if not ready(sock, select.POLLIN, deadline - time.monotonic()):
-            raise TimeoutError("no answer to our hello")
-    return text
-
-
-def say(sock: socket.socket, text: bytes) -> None:
-    """Send a few words on a fresh connection: whose buffers, unlike its owner, always have room for them."""
-    try:
-        sent = sock.send(text)
-    except OSError as error:
-        raise Closed(f"the connection broke: {error.strerror or error}") from None
-    if sent < len(text):
-        raise Closed("the connection takes no hello")
-
-
-def ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
-    """Wait until the socket can be read or written (or has failed); whether that came within `timeout_s`."""
-    poll = select.poll()  # unlike select.select, knows descriptors above 1024
-    poll.register(sock, event)
-    return bool(poll.poll(max(0.0, timeout_s) * 1000))

@@ -14,22 +14,22 @@ import resource
 import selectors
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.bandwidth import ROLE, Gauge
-from phalanx.elastic.channel import Channel, Closed, Listener, Refused, encode_frame
+from phalanx.elastic.channel import Channel, Closed, Refused, encode_frame, extend_frame
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
-from phalanx.elastic.coordinator_state import SavedState
-from phalanx.elastic.decide import sign_every_s
+from phalanx.elastic.coordinator_state import SavedState, Send
 from phalanx.elastic.election import Deposed, Election, ElectionUnavailable, elected_by, open_election
 from phalanx.elastic.handshake import read_secret
-from phalanx.elastic.heartbeat_board import heartbeat_every_s
+from phalanx.elastic.heartbeat_board import heartbeat_every_s, sign_every_s
+from phalanx.elastic.listener import Listener
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
 from phalanx.record.events import EventWriter
@@ -40,7 +40,7 @@ SETTLED_S = 0.05  # while all train: then only what was silent for seconds is lo
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
 PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
-REST_S = 0.01  # while all train: heartbeats that come within it are taken together, at a fraction of the cost
+CROWD = 16  # agents that join at once, from which on heartbeats wait for them
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +71,7 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
     allow_descriptors(hosts)
     # Every message makes some immutable values anew, hardly ever in circles: looking for those costs a third of the
     # time of 16,384 hosts, because each look goes through all that is known of them.
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
     beat_every_s = heartbeat_every_s(hosts, plan.job.fault.dead_after_s)
     greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": sign_every_s(hosts)})
     listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))
@@ -99,7 +99,7 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
             coordinator.hear_all(heard)
             is_settled = coordinator.state.is_settled
             if heard and is_settled and not agents.is_measuring:
-                time.sleep(REST_S)
+                time.sleep(rest_s(hosts))
             if time.monotonic() - ticked_s >= (SETTLED_S if is_settled else TICK_S):
                 ticked_s = time.monotonic()
                 coordinator.tick()
@@ -110,6 +110,17 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
     finally:
         events.close()
         listener.close()
+
+
+def rest_s(num_hosts: int) -> float:
+    """Seconds for which we rest while all train: heartbeats that come within it are taken together, at less cost.
+
+    A failure is heard so much later; the more hosts there are, the less that is of what its recovery takes.
+
+    >>> [rest_s(hosts) for hosts in (2, 1024, 16384)]
+    [0.01, 0.03125, 0.05]
+    """
+    return min(max(0.01, num_hosts / 32768), SETTLED_S)
 
 
 def allow_descriptors(hosts: int) -> None:
@@ -142,25 +153,40 @@ class AgentConnections:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._gauge = Gauge(self._selector)
-        self._pumped_s = -1e9
+        self._pumped_s = self._listened_s = -1e9
+        self._is_crowded = False  # many agents have just joined, and more may be at the door
         self._channels: dict[str, Channel] = {}
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
-        """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
-        heard: list[tuple[str, dict[str, Any]]] = []
-        is_due = time.monotonic() - self._pumped_s > PUMP_S  # it drops who is late
-        for key, _ in self._selector.select(timeout_s):
+        """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`.
+
+        Joins come first: while agents stream in, as all do after a lost coordinator, everybody waits for the last of
+        them, and the heartbeats of those who are there can wait for up to half of their interval.
+        """
+        now = time.monotonic()
+        if self._is_crowded and now - self._listened_s < self._beat_every_s / 2:
+            heard = self._take_joins()
+            if self._is_crowded:
+                return heard
+        else:
+            heard = []
+        self._listened_s = now
+        is_due = now - self._pumped_s > PUMP_S  # it drops who is late
+        for key, _ in self._selector.select(timeout_s if not heard else 0):
             if key.fileobj is self._listener:
                 is_due = True
             elif key.data is self._gauge:
                 self._gauge.listen()
             else:
-                heard += self._listen(key.data, key.fileobj)  # type: ignore[arg-type]
-        if is_due:
-            self._pumped_s = time.monotonic()
-            heard += [one for channel in self._listener.pump() for one in self._admit(channel)]
-        return heard
+                self._listen(key.data, key.fileobj, heard)  # type: ignore[arg-type]
+        return heard + self._take_joins() if is_due else heard
+
+    def _take_joins(self) -> list[tuple[str, dict[str, Any]]]:
+        self._pumped_s = time.monotonic()
+        channels = self._listener.pump()
+        self._is_crowded = len(channels) >= CROWD
+        return [one for channel in channels for one in self._admit(channel)]
 
     @property
     def is_measuring(self) -> bool:
@@ -193,16 +219,16 @@ class AgentConnections:
         speaks_s = max(SPEAKS_S, 2 * max(self._beat_every_s, heartbeat_every_s(len(self._channels))))
         return other and time.monotonic() - self._heard_s[host] < speaks_s
 
-    def _listen(self, host: str, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
+    def _listen(self, host: str, channel: Channel, heard: list[tuple[str, dict[str, Any]]]) -> None:
         if self._channels.get(host) is not channel:
-            return []
+            return
         try:
-            messages = channel.receive_all()
-            self._heard_s[host] = time.monotonic()
-            return [(host, message) for message in messages]
+            for message in channel.receive_all():
+                heard.append((host, message))
+            self._heard_s[host] = self._listened_s
         except (Closed, Refused, OSError):
             self._drop(host)
-            return [(host, {"kind": "gone"})]
+            heard.append((host, {"kind": "gone"}))
 
     def _drop(self, host: str) -> None:
         channel = self._channels.pop(host)
@@ -210,14 +236,14 @@ class AgentConnections:
             self._selector.unregister(channel)
         channel.close()
 
-    def send(self, hosts: Sequence[str], message: dict[str, Any]) -> None:
+    def send(self, send: Send) -> None:
         """Say something to agents, encoded once; one that is gone shows as such when we listen."""
-        frame, channels = encode_frame(message), self._channels
-        for host in hosts:
+        frame, channels, shares = encode_frame(send.message), self._channels, send.shares
+        for host in send.hosts:
             channel = channels.get(host)
             if channel is not None:
                 try:  # not `suppress`: this is done thousands of times a second
-                    channel.send_frame(frame)
+                    channel.send_frame(extend_frame(frame, shares[host]) if host in shares else frame)
                 except (OSError, TimeoutError):  # Closed is one
                     continue
 

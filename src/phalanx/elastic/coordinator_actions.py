@@ -50,7 +50,7 @@ class Coordinator:
         self,
         run: Run,
         plan: CoordinatorPlan,
-        send: Callable[[Sequence[str], Message], None],
+        send: Callable[[Send], None],
         events: EventWriter,
         *,
         saved: SavedState,
@@ -109,7 +109,7 @@ class Coordinator:
         for action in actions:
             match action:
                 case Send():
-                    self._send(action.hosts, action.message)
+                    self._send(action)
                 case RecordEvent():
                     self._events.write(action.event, **action.fields)
                 case SaveState():

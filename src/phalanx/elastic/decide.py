@@ -7,12 +7,11 @@ are only taken note of; what is to be done is decided when the clock ticks, up t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.elastic.clock_skew import check_skew, clock_skew_s
+from phalanx.elastic.clock_skew import MOST_SKEW_S, check_skew, clock_skew_s
 from phalanx.elastic.coordinator_state import (
-    BUCKETS,
     Action,
     AgentMessage,
     AgentMessages,
@@ -46,15 +45,16 @@ from phalanx.elastic.decide_replicas import (
 )
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s
+from phalanx.elastic.frozen_map import BUCKETS
+from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s, sign_every_s
 from phalanx.elastic.membership import HostSlot
 
-LEAST_SIGN_S, MOST_SIGN_S = 0.5, 2.0  # between signs of life to one agent
-SIGNS_PER_S = 512  # signs of life to all of them, before they come as rarely as they may
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
+NEW_HOST = HostView(name="", address="", heard_s=0.0)
+NO_EXCEPTIONS: Mapping[int, Progress | None] = {}
 CLOCK_SET_S = 1.0  # between what our clock says has passed and what has, after which it was set
 
 
@@ -68,6 +68,8 @@ def initial_state(
         began_s=now_s,
         ticked_s=now_s,
         stepped_s=now_s,
+        sign_s=now_s
+        + sign_every_s(len(hosts)) / 2,  # hosts that join are answered, which is a sign: let them come first
         takes_over=saved.running,
         host_order=hosts,
         known_hosts=frozenset(hosts),
@@ -131,31 +133,19 @@ def _excuse_own_pause(decision: Decision) -> None:
     state, now = decision.state, decision.now_s
     paused_s, state.ticked_s = now - state.ticked_s, now
     if paused_s > PAUSE_S:
-        state.hosts = state.hosts.update(
-            {name: host.changed(heard_s=host.heard_s + paused_s) for name, host in state.hosts.items()}
-        )
+        state.hosts = state.hosts.mapped(lambda host: host.changed(heard_s=host.heard_s + paused_s))
     _show_life(decision)
-
-
-def sign_every_s(num_hosts: int) -> float:
-    """Seconds between two signs of life to one agent.
-
-    >>> [sign_every_s(hosts) for hosts in (2, 1024, 16384)]
-    [0.5, 2.0, 2.0]
-    """
-    return min(max(LEAST_SIGN_S, num_hosts / SIGNS_PER_S), MOST_SIGN_S)
 
 
 def _show_life(decision: Decision) -> None:
     """Tell agents that we live, some of them at every tick: telling 16,384 in a row would take a fifth of a second."""
     state = decision.state
-    num_hosts = max(
-        len(state.hosts), len(state.known_hosts)
-    )  # those who are still to come, too: they come in thousands
+    # Those who are still to come, too: they come in thousands.
+    num_hosts = max(len(state.hosts), len(state.known_hosts))
     sign_s = sign_every_s(num_hosts)
     passed = (decision.now_s - state.sign_s) / sign_s * BUCKETS
     count = min(int(passed), BUCKETS)
-    if count:
+    if count > 0:
         due = state.hosts.keys_in(range(state.sign_bucket, state.sign_bucket + count))
         state.sign_bucket = (state.sign_bucket + count) % BUCKETS
         state.sign_s = decision.now_s if passed > BUCKETS else state.sign_s + count * sign_s / BUCKETS
@@ -214,9 +204,12 @@ def _missing_hosts(state: CoordinatorState) -> list[str]:
 
 
 def _give_up_silent_hosts(decision: Decision) -> None:
-    """Goes through all hosts, and not again before another could have been silent for too long."""
+    """Goes through all hosts, and not again before another could be due: who speaks from now on is due later than now.
+
+    One that hangs up meanwhile says so itself (`_on_gone`).
+    """
     state, now, dead_after_s = decision.state, decision.now_s, decision.state.job.fault.dead_after_s
-    until_s = now + min(dead_after_s, RECONNECT_S)  # nobody who joins or hangs up from now on is due before
+    until_s = now + dead_after_s
     for name, host in state.hosts.items():
         silent = now - host.heard_s > dead_after_s
         if silent or (host.gone_s is not None and now - host.gone_s > RECONNECT_S):
@@ -252,8 +245,11 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
     if kind == "beat" and _is_of_training(decision, message):
         _on_beat(decision, host, message)  # nearly all there is: the host is changed once
         return
+    if kind == "ready":  # all hosts are at once, and it is changed once for that, too
+        _on_ready(decision, host, message)
+        return
     host = host.changed(heard_s=decision.now_s)
-    if kind not in SETTING:  # those do so themselves: all hosts are ready at once
+    if kind not in SETTING:  # those do so themselves
         decision.touch_host(host)
     if kind in HANDLERS:
         HANDLERS[kind](decision, host, message)
@@ -263,11 +259,10 @@ def _on_joined(decision: Decision, name: str, hello: Message) -> None:
     state = decision.state
     is_new = name not in state.hosts
     skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=decision.unix_s)
-    problems = [
-        *(str(text) for text in hello.get("problems", ())),
-        *(problem.render() for problem in check_skew(skew_s, host=name)),
-    ]
-    host = HostView(name=name, address=str(hello.get("address", "")), heard_s=decision.now_s, problems=tuple(problems))
+    problems = [str(text) for text in hello.get("problems", ())]
+    problems += [problem.render() for problem in check_skew(skew_s, host=name)] if abs(skew_s) > MOST_SKEW_S else []
+    address = str(hello.get("address", ""))
+    host = NEW_HOST.changed(name=name, address=address, heard_s=decision.now_s, problems=tuple(problems))
     decision.set_host(host)
     if name not in state.known_hosts:
         state.host_order, state.known_hosts = (*state.host_order, name), state.known_hosts | {name}
@@ -308,6 +303,7 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
         return
     if generation < saved.generation and saved.forming:  # it was never told, or the word was lost
         tell_membership(decision, [host])
+        decision.touch_host(host.changed(told=saved.generation))
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))
     elif saved.forming:  # whoever has its slot stays in it
@@ -316,7 +312,9 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
 
 
 def _on_gone(decision: Decision, host: HostView, message: Message) -> None:
+    state = decision.state
     decision.set_host(host.changed(gone_s=decision.now_s))
+    state.check_hosts_s = min(state.check_hosts_s, decision.now_s + RECONNECT_S)
 
 
 def _on_up(decision: Decision, host: HostView, message: Message) -> None:
@@ -368,20 +366,21 @@ def _on_left(decision: Decision, host: HostView, message: Message) -> None:
 def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
     state = decision.state
     if int(message["epoch"]) != state.saved.generation:
-        decision.set_host(host)
+        decision.touch_host(host.changed(heard_s=decision.now_s))
         return
     ranks = state.membership.ranks_on(host.name) if state.saved.membership is not None else {}
     ports = message["ports"]
-    is_ready = bool(ranks) and all(str(slot) in ports for slot in ranks)
-    host = host.changed(ready=message, is_ready=is_ready)
-    decision.set_host(host)
+    is_ready = bool(ranks) and all(map(ports.__contains__, map(str, ranks)))
+    state.num_ready += is_ready - host.is_ready
+    decision.touch_host(host.changed(heard_s=decision.now_s, ready=message, is_ready=is_ready))
     if state.asked_at is not None and "time" in message:
         asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
         if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
             # Their clock was read after we asked.
             skew_s = clock_skew_s(float(message["time"]), took_s, now_s=decision.unix_s)
-            if problems := [problem.render() for problem in check_skew(skew_s, host=host.name)]:
-                decision.exclude_host(host, problems)
+            if abs(skew_s) > MOST_SKEW_S:
+                found = [problem.render() for problem in check_skew(skew_s, host=host.name)]
+                decision.exclude_host(state.hosts[host.name], found)
 
 
 def _on_built(decision: Decision, host: HostView, message: Message) -> None:
@@ -410,8 +409,8 @@ def _is_of_training(decision: Decision, message: Message) -> bool:
 
 def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
-    progress = _progress(message["progress"])
-    exceptions = {int(slot): _progress(one) for slot, one in message.get("exceptions", {}).items()}
+    progress, told = _progress(message["progress"]), message.get("exceptions")
+    exceptions = {int(slot): _progress(one) for slot, one in told.items()} if told else NO_EXCEPTIONS
     decision.touch_host(host.changed(heard_s=decision.now_s, progress=progress, exceptions=exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
@@ -445,11 +444,10 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "up": _on_up,
     "lost": _on_lost,
     "left": _on_left,
-    "ready": _on_ready,
     "built": _on_built,
     "connected": _on_connected,
     "unfit": _on_unfit,
     "where": _on_where,
     "stop": _on_stop,
 }
-SETTING = frozenset({"status", "gone", "up", "ready"})
+SETTING = frozenset({"status", "gone", "up"})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 
 from phalanx.elastic.coordinator_state import (
     CoordinatorState,
     EndRun,
-    FrozenMap,
     HostView,
     ListCheckpoints,
     MarkRunning,
@@ -20,6 +20,8 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decide_replicas import model_replicas, replica_store
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
+from phalanx.elastic.frozen_map import FrozenMap
+from phalanx.elastic.heartbeat_board import sign_every_s
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import find_whole_step
@@ -83,8 +85,9 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
         return False
     state.before = before
     decision.forget_failures()
-    decision.reset_progress()
-    alive = {name: host.alive for name, host in state.hosts.items()}
+    hosts = list(state.hosts.values())  # as they were told of the membership before
+    decision.announce_membership(membership.generation)
+    alive = {host.name: host.alive for host in hosts}
     pids = tuple(alive[name][slot] for name, slot in membership.slots)
     decision.save(
         generation=membership.generation,
@@ -101,7 +104,8 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     state.asked_at, state.unfit_s = (decision.unix_s, decision.now_s), None
     decision.begin_generation(membership.generation)
     _record_membership(decision, reason)
-    tell_membership(decision, list(state.hosts.values()))
+    tell_membership(decision, hosts)
+    decision.count_as_sign(sign_every_s(len(hosts)))
     return True
 
 
@@ -134,19 +138,20 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
 
     In the usual case, a process that is replaced in its slot, this is one short message that is the same for everybody.
     """
-    state, membership, before = decision.state, decision.state.membership, decision.state.before
+    membership, before = decision.state.membership, decision.state.before
     summary = {"kind": "form", **membership.summary()}
     same: list[str] = []
+    shares: dict[str, Message] = {}
     is_same = before is not None and before.has_same_ranks(membership)  # of every host
     for host in hosts:
         name, is_told = host.name, before is not None and host.told == before.generation
         if is_told and before is not None and (is_same or before.ranks_on(name) == membership.ranks_on(name)):
             same.append(name)
         else:
-            decision.send(name, {**summary, **membership.share_of(name)})
+            shares[name] = membership.share_of(name)
+    decision.send_all(tuple(shares), summary, shares)
     if same and before is not None:
         decision.send_all(same, {**summary, "same_as": [before.generation, before.digest]})
-    state.hosts = state.hosts.update({host.name: host.changed(told=membership.generation) for host in hosts})
 
 
 def _are_all_living(state: CoordinatorState, membership: Membership) -> bool:
@@ -297,9 +302,10 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=collectives))
     state.last_collectives = FrozenMap()
     decision.record("restore", step=step, source="memory" if point is not None else "disk" if step else "start")
-    for name in membership.hosts:
-        decision.send(name, go_of(state.saved, name))
+    shares = {name: {"peers": peers} for name, peers in state.saved.peers.items() if peers}
+    decision.send_all(membership.hosts, go, shares)
     decision.send_all([name for name in state.hosts if not membership.has_host(name)], go)
+    decision.count_as_sign(sign_every_s(len(known)))
     decision.actions.append(MarkRunning(world=membership.world))
 
 
@@ -316,18 +322,22 @@ def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membersh
 
 def _last_collectives(state: CoordinatorState) -> dict[int, str]:
     """What ranks were in when they left the membership before; of many, those that differ from most come first."""
-    before, ranks_in = state.before, defaultdict[str, list[int]](list)
+    before, said = state.before, defaultdict[str, list[tuple[Mapping[int, int], Sequence[int]]]](list)
+    counts = Counter(state.last_collectives.values())
     for rank, text in state.last_collectives.items():
-        ranks_in[text].append(rank)
+        said[text].append(({rank: rank}, (rank,)))
     for name in before.hosts if before is not None else ():
         host = state.hosts.get(name)
-        told = host.ready.get("collectives", {}) if host is not None and host.ready is not None else {}
-        ranks = before.ranks_on(name) if before is not None and told else {}
-        for text, slots in told.items():
-            ranks_in[str(text)].extend(ranks[slot] for slot in slots if slot in ranks)
+        told = host.ready.get("collectives") if host is not None and host.ready is not None else None
+        for text, slots in told.items() if told else ():
+            ranks = before.ranks_on(name) if before is not None else {}
+            counts[text] += len(slots)
+            said[text].append((ranks, slots))
     found: dict[int, str] = {}
-    for text, members in sorted(ranks_in.items(), key=lambda one: (len(one[1]), one[0])):
-        found.update(dict.fromkeys(sorted(members)[: MOST_LISTED - len(found)], text))
+    for text in sorted(said, key=lambda one: (counts[one], one)):
+        # Only those that are listed are looked up: not all 131,072.
+        members = (ranks[slot] for ranks, slots in said[text] for slot in slots if slot in ranks)
+        found.update(dict.fromkeys(islice(members, MOST_LISTED - len(found)), str(text)))
     return dict(sorted(found.items()))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from phalanx.elastic import failure as failing
-from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, FrozenMap, GivenUp, HostView, Message
+from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, HostView, Message
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
 from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
+from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.membership import HostSlot
 from phalanx.units import plural
@@ -308,7 +309,7 @@ def _patience_s(state: CoordinatorState, phase: int) -> float:
 def _ask_for_stacks(decision: Decision) -> None:
     decision.state.stacks_asked_s = decision.now_s
     state = decision.state
-    state.hosts = state.hosts.update({name: host.changed(stacks=None) for name, host in state.hosts.items()})
+    state.hosts = state.hosts.mapped(lambda host: host.changed(stacks=None))
     decision.broadcast({"kind": "where"})
 
 

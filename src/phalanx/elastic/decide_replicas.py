@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phalanx.elastic.coordinator_state import CoordinatorState, FrozenMap, Message, RejoiningReplica
+from phalanx.elastic.coordinator_state import CoordinatorState, Message, RejoiningReplica
 from phalanx.elastic.decision import Decision
+from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.model_replicas import ModelReplicas
 
@@ -191,7 +192,7 @@ def _move_ranks(decision: Decision, places: dict[int, HostSlot]) -> None:
     membership = Membership(generation=before.generation, layout=before.layout, slots=slots)
     decision.save(membership=membership)
     # Hosts know the membership as it was: the next one is told to each in full.
-    state.hosts = state.hosts.update({name: host.changed(told=0) for name, host in state.hosts.items()})
+    state.hosts = state.hosts.mapped(lambda host: host.changed(told=0))
 
 
 def _shrink_instead(decision: Decision) -> None:

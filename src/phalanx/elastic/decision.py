@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from phalanx.elastic.coordinator_state import (
     BeginGeneration,
     CoordinatorState,
     EndRun,
-    FrozenMap,
     HostView,
     Message,
     RecordEvent,
@@ -19,6 +18,7 @@ from phalanx.elastic.coordinator_state import (
     Send,
 )
 from phalanx.elastic.failure import Failure
+from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.membership import HostSlot
 
 STOPPED, FAILED = 130, 3  # exit codes
@@ -40,10 +40,10 @@ class Decision:
         """Say something to one agent."""
         self.actions.append(Send(hosts=(host,), message=message))
 
-    def send_all(self, hosts: Sequence[str], message: Message) -> None:
-        """Say the same to several agents: it is encoded once."""
+    def send_all(self, hosts: Sequence[str], message: Message, shares: Mapping[str, Message] | None = None) -> None:
+        """Say the same to several agents, encoded once; `shares` is what only one of them is told besides, by host."""
         if hosts:
-            self.actions.append(Send(hosts=tuple(hosts), message=message))
+            self.actions.append(Send(hosts=tuple(hosts), message=message, shares=shares or {}))
 
     def broadcast(self, message: Message) -> None:
         """Say something to every agent that is known."""
@@ -116,15 +116,18 @@ class Decision:
         state.bad_hosts = state.bad_hosts - {name}
         state.hosts = state.hosts.drop(name)
 
-    def reset_progress(self) -> None:
-        """A membership begins: nobody is ready for it, or has got anywhere in it."""
+    def count_as_sign(self, sign_s: float) -> None:
+        """All hosts have just been told something: the next round of signs of life begins half an interval later.
+
+        They take us for silent only after longer than one and a half intervals (`QUIET_S` of host_agent.py).
+        """
+        self.state.sign_s = max(self.state.sign_s, self.now_s + sign_s / 2)
+
+    def announce_membership(self, generation: int) -> None:
+        """All hosts are told of a membership that begins: nobody is ready for it, or has got anywhere in it."""
         state = self.state
-        changed = {
-            name: host.changed(ready=None, is_ready=False, progress=None, exceptions={})
-            for name, host in state.hosts.items()
-            if host.ready is not None or host.progress is not None or host.exceptions
-        }
-        state.hosts, state.num_ready = state.hosts.update(changed), 0
+        begun: Message = {"told": generation, "ready": None, "is_ready": False, "progress": None, "exceptions": {}}
+        state.hosts, state.num_ready = state.hosts.mapped(lambda host: host.changed(**begun)), 0
 
     def exclude_host(self, host: HostView, problems: Sequence[str]) -> None:
         """A bad host takes no part until its agent is started again."""

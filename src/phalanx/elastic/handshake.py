@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,15 @@ class Handshake:
 
     def keys(self, hello_c: bytes, hello_s: bytes) -> tuple[bytes, bytes]:
         """Keys of the frames: from the client, from the server."""
-        return self._mac(b"from client", hello_c, hello_s), self._mac(b"from server", hello_c, hello_s)
+        return self.client_key(hello_c, hello_s), self.server_key(hello_c, hello_s)
+
+    def client_key(self, hello_c: bytes, hello_s: bytes) -> bytes:
+        """Key of the client's frames."""
+        return self._mac(b"from client", hello_c, hello_s)
+
+    def server_key(self, hello_c: bytes, hello_s: bytes) -> bytes:
+        """Key of the server's frames."""
+        return self._mac(b"from server", hello_c, hello_s)
 
     def _mac(self, *parts: bytes) -> bytes:
         # Each part after its length: no two lists of parts give the same text.
@@ -160,13 +169,20 @@ def same(one: bytes, other: bytes) -> bool:
 class Seal:
     """Signs, or checks, the frames of one direction in their order."""
 
-    def __init__(self, key: bytes) -> None:
-        self._keyed = KeyedHash(key)
-        self._count = 0
+    __slots__ = ("_count", "_key", "_keyed")
+
+    def __init__(self, key: bytes | Callable[[], bytes]) -> None:
+        # A function is asked for the key with the first frame: thousands of hosts join before one says anything.
+        self._key, self._count = key, 0
+        self._keyed: KeyedHash | None = None
 
     def next(self, frame: bytes) -> bytes:
         """The HMAC of the next frame."""
-        mac = self._keyed.digest(COUNT.pack(self._count) + frame)
+        keyed = self._keyed
+        if keyed is None:
+            keyed = self._keyed = KeyedHash(self._key if isinstance(self._key, bytes) else self._key())
+            self._key = b""
+        mac = keyed.digest(COUNT.pack(self._count) + frame)
         self._count += 1
         return mac
 

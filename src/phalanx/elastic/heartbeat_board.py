@@ -117,6 +117,8 @@ Progress = tuple[int, int, float]  # step, phase, seconds since the rank got any
 ALIKE_S = 1.0  # ranks of a host whose ages differ by less are told of as one
 HOSTS_PER_S = 512  # whose heartbeats the coordinator takes in a second, before they come as rarely as they may
 LEAST_BEAT_S, MOST_BEAT_S = 0.25, 4.0
+LEAST_SIGN_S, MOST_SIGN_S = 0.5, 2.0  # between signs of life of the coordinator to one agent
+SIGNS_PER_S = 512  # signs of life to all of them, before they come as rarely as they may
 
 
 def heartbeat_every_s(num_hosts: int, dead_after_s: float = math.inf) -> float:
@@ -127,6 +129,15 @@ def heartbeat_every_s(num_hosts: int, dead_after_s: float = math.inf) -> float:
     """
     most_s = max(LEAST_BEAT_S, min(MOST_BEAT_S, dead_after_s / 4))
     return min(max(LEAST_BEAT_S, num_hosts / HOSTS_PER_S), most_s)
+
+
+def sign_every_s(num_hosts: int) -> float:
+    """Seconds between two signs of life to one agent.
+
+    >>> [sign_every_s(hosts) for hosts in (2, 1024, 16384)]
+    [0.5, 2.0, 2.0]
+    """
+    return min(max(LEAST_SIGN_S, num_hosts / SIGNS_PER_S), MOST_SIGN_S)
 
 
 def fold_progress(progress: Mapping[int, Progress | None]) -> dict[str, Any]:

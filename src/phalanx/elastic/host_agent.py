@@ -6,38 +6,26 @@ ends, and decides. The processes themselves are in rank_slots.py.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import random
 import secrets
 import selectors
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from phalanx.elastic.bandwidth import measure
 from phalanx.elastic.channel import Address, Channel, Closed, Refused, connect
 from phalanx.elastic.coordinator_memory import known_coordinator
+from phalanx.elastic.coordinator_process import CoordinatorProcess
 from phalanx.elastic.election import FILE, LEASE_S, RENEW_S, elected_by
 from phalanx.elastic.file_election import Watched, read_sign
-from phalanx.elastic.forked_check import ForkedCheck
 from phalanx.elastic.handshake import MAX_HELLO_BYTES, encode, read_secret
-from phalanx.elastic.heartbeat_board import Phase, Progress, fold_progress
+from phalanx.elastic.heartbeat_board import fold_progress
+from phalanx.elastic.host_checks import HostChecks
 from phalanx.elastic.local_launch import ENDED, StopSignals
 from phalanx.elastic.membership import HostMembership
-from phalanx.elastic.preflight import (
-    LEAST_LINK_SHARE,
-    check_between,
-    expected_between,
-    preflight,
-    recheck,
-)
 from phalanx.elastic.rank_process import Work, find_ranks
 from phalanx.elastic.rank_slots import BUILDING_LEAVES_NCCL_S, RankSlots, Slot
 from phalanx.elastic.replica_store import ReplicaStore
@@ -61,13 +49,11 @@ RESPAWN_S = 10.0  # between two tries to replace a coordinator that is silent, b
 DEAF_S = 10.0  # a coordinator that says nothing for so long is hung up on; starting one may take seconds
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 START_PATIENCE = 6  # times as long for one that is starting: on a busy machine, killing it would begin the start anew
-GOODBYE_S = 2.0  # for the coordinator to write down how it ended
 STOPPED = 130  # the exit code of who was asked to end: 128 + SIGINT
 MOST_GUESTS = 64  # ranks of another host that may keep a copy here; an empty place costs three descriptors
 WRONG_CALL = 2
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 Message = dict[str, Any]
-Recheck = Callable[[int, int], Sequence[str]]  # of new processes, and of slots that had no rank yet, to problems
 
 
 def turn_s(place: int) -> float:
@@ -103,12 +89,8 @@ class HostAgent:
         self._election = election or elected_by(run)
         self._dead_after_s = float(job["fault"]["dead_after_s"])
         self._id = secrets.token_hex(8)  # tells this agent from another of the same name
-        self._problems: list[str] = []  # what the preflight found
-        self.plan: Plan | None = None  # once we have looked
+        self.checks = HostChecks(run, host=host, slots=slots, address=address)
         self._joined = False  # some coordinator, once
-        self._link: float | None = None  # bytes per second to the coordinator's host, once measured
-        self.recheck: Recheck | None = None  # before every membership that this host is a member of
-        self._look: ForkedCheck | None = None  # while it is at that
         self.replica_store = ReplicaStore(slots, guests=max(slots, min(int(launch.get("world", slots)), MOST_GUESTS)))
         self._secret = read_secret(run.path / "secret")
         self._selector = selectors.DefaultSelector()
@@ -123,16 +105,14 @@ class HostAgent:
         )
         self._slots, self.board = self._ranks.slots, self._ranks.board
         self._channel: Channel | None = None
-        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._own = CoordinatorProcess(run, address=address, election=self._election)
         self._lost_s = self._tried_s = self._heard_s = self._ticked_s = time.monotonic()
         self._sign_every_s = SIGN_S  # between two signs of life of the coordinator
         self._watched = Watched(term=0, count=0, since_s=self._lost_s)  # what we saw of the holder's
-        self._spawned_s = self._looked_s = -1e9
+        self._looked_s = -1e9
         self._where: Address | None = None  # of the coordinator, as the run folder last said
         self._where_term = 0  # and its term
         self._connected_to: Address | None = None
-        self._own_where: Address | None = None  # of the one that we have started, as it told us itself
-        self._pipe = -1  # through which it does
         self._term = 0  # the newest of a coordinator that we have met: one of an older term is over
         self._beat_s, self._beat_every_s = 0.0, BEAT_S
         self._form: Message | None = None  # the newest, as ranks are told of it
@@ -155,23 +135,9 @@ class HostAgent:
 
         `quick` leaves out what takes the machine for itself: another agent on it measures that.
         """
-        found = preflight(plan=plan, run=self.run.path, slots=self.slots, address=self.address, quick=quick)
-        self._problems = [problem.render() for problem in found]
-        self.recheck = partial(self._recheck, plan)
-        self.plan = plan
+        self.checks.look(plan, quick=quick)
         if plan.cluster.accelerator.family != "cpu":
             self._ranks.building_leaves_s = BUILDING_LEAVES_NCCL_S
-
-    def _recheck(self, plan: Plan, new_ranks: int, new_places: int) -> list[str]:
-        found = recheck(
-            plan=plan,
-            run=self.run.path,
-            slots=self.slots,
-            new_ranks=new_ranks,
-            new_places=new_places,
-            address=self.address,
-        )
-        return [problem.render() for problem in found]
 
     def serve(self, work: Work) -> int:
         """Keep the slots until the coordinator says that the run is over; its exit code."""
@@ -181,13 +147,13 @@ class HostAgent:
                 self._tick()
             return self._over
         finally:
-            self._end_look()
+            self.checks.end()
             self._ranks.end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
             if self.rescue is not None and self._rescue_order is not None and self.wishes.count < 2:
                 self.rescue(self._rescue_order)
             if self._channel is not None:
                 self._channel.close()
-            self._end_coordinator()
+            self._own.await_end()
 
     def _tick(self) -> None:
         self._excuse_own_pause()
@@ -232,7 +198,7 @@ class HostAgent:
             self._look_at_disk(now)
         if quiet_s <= 0:
             return
-        own = self._read_pipe()
+        own = self._own.read_address()
         if self._where_term > self._term or own not in (None, self._connected_to):
             self._hang_up()
             return
@@ -240,13 +206,13 @@ class HostAgent:
         if own is not None:
             if stands_still_s > LEASE_S:  # our own is frozen: without it nobody need wait for its lease
                 self._hang_up()
-                self._kill_coordinator()
+                self._own.kill()
                 return
-        elif quiet_s > turn_s(self._place) and now - self._spawned_s > RESPAWN_S and stands_still_s > 2 * RENEW_S:
+        elif quiet_s > turn_s(self._place) and now - self._own.started_s > RESPAWN_S and stands_still_s > 2 * RENEW_S:
             self._spawn_coordinator()
         if silent_s > max(DEAF_S, self._dead_after_s):
             self._hang_up()
-            self._kill_coordinator()
+            self._own.kill()
 
     def _look_at_disk(self, now: float) -> None:
         """Who coordinates, as the run folder says; at most once in `DISK_S`."""
@@ -269,40 +235,22 @@ class HostAgent:
                 self._over = int(status.get("exit_code", 3))
                 return
             self._look_at_disk(now)
-        for where in dict.fromkeys((self._read_pipe(), self._where)):
+        for where in dict.fromkeys((self._own.read_address(), self._where)):
             if where is not None and self._connect(where):
                 return
         alone_s, our_turn_s = now - self._lost_s, turn_s(self._place)
         # The first agent has started one; as long as that may still be importing, more would only slow it down.
         patience_s = our_turn_s + (DEAF_S if our_turn_s and not self._joined else 0.0)
-        if alone_s > patience_s and now - self._spawned_s > TURN_S:
+        if alone_s > patience_s and now - self._own.started_s > TURN_S:
             self._spawn_coordinator()
         # One that we have started may take long to come up beside ranks that use every core, then waits for the lease.
-        is_starting = self._coordinator is not None and self._coordinator.poll() is None
-        if alone_s > LOST_S * (3 if is_starting else 1):
+        if alone_s > LOST_S * (3 if self._own.is_running else 1):
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
             raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
 
-    def _measure_link(self, where: tuple[str, int]) -> None:
-        """To another host, once, before we join it: up to then nothing waits for us, and this takes up to seconds."""
-        plan = self.plan
-        if plan is None or where[0] == self.address:
-            return
-        enough = LEAST_LINK_SHARE * expected_between(plan)
-        self._link = measure(
-            where,
-            self._secret,
-            host=self.host,
-            bind=self.address,
-            enough=enough,
-            is_off=lambda: self.wishes.count > 0,
-        )
-        if self._link is not None:
-            self._problems += [problem.render() for problem in check_between(plan, self._link, host=self.host)]
-
     def _connect(self, where: tuple[str, int]) -> bool:
-        if not self._joined and self._link is None:
-            self._measure_link(where)
+        if not self._joined:
+            self.checks.measure_link(where, self._secret, is_off=lambda: self.wishes.count > 0)
         hello = {
             "role": "agent",
             "host": self.host,
@@ -310,8 +258,8 @@ class HostAgent:
             "address": self.address,
             "epoch": self._generation,
             "time": time.time(),
-            "problems": [text[:500] for text in self._problems[:4]],  # a hello is short
-            "link_bytes_per_s": self._link,
+            "problems": [text[:500] for text in self.checks.problems[:4]],  # a hello is short
+            "link_bytes_per_s": self.checks.link_bytes_per_s,
         }
         # With the hello where it fits in: after a lost coordinator thousands of hosts tell it at once.
         status, wishes = self._status(), self.wishes.count
@@ -352,56 +300,14 @@ class HostAgent:
 
     def _spawn_coordinator(self) -> None:
         """Start one, unless ours still runs; it ends by itself when another coordinates."""
-        if self._coordinator is not None and self._coordinator.poll() is None:
-            silent_s = time.monotonic() - max(self._spawned_s, self._lost_s)
-            patience = START_PATIENCE if self._spawned_s >= self._lost_s else 1  # it may still be starting
-            if silent_s > max(DEAF_S, self._dead_after_s) * patience:
-                self._kill_coordinator()
+        own = self._own
+        if not own.is_running:
+            own.start(self._watched)
             return
-        self._spawned_s = time.monotonic()
-        command = [sys.executable, "-P", "-m", "phalanx.elastic.coordinator"]
-        self._close_pipe()
-        self._own_where = None
-        self._pipe, theirs = os.pipe()
-        os.set_blocking(self._pipe, False)
-        told = [str(os.getpid()), str(theirs), self._election, str(self._watched)]
-        with open(self.run.path / "logs" / "coordinator.log", "ab") as log:
-            self._coordinator = subprocess.Popen(
-                [*command, str(self.run.path), self.address, *told],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs,),
-            )
-        os.close(theirs)
-
-    def _read_pipe(self) -> Address | None:
-        """Where our own coordinator listens, once it has told; no other needs to be asked, and no disk."""
-        if self._pipe >= 0:
-            with contextlib.suppress(BlockingIOError):
-                told = os.read(self._pipe, 4096)  # it is written at once
-                self._close_pipe()
-                if told:
-                    host, port = json.loads(told)
-                    self._own_where = str(host), int(port)
-        return self._own_where
-
-    def _close_pipe(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
-    def _kill_coordinator(self) -> None:
-        """Ours hangs: it would keep its term until its lease is over."""
-        if self._coordinator is not None and self._coordinator.poll() is None:
-            self._coordinator.kill()
-            self._coordinator.wait()
-
-    def _end_coordinator(self) -> None:
-        """Ours dies with us: let it write down how the run ended."""
-        if self._coordinator is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._coordinator.wait(GOODBYE_S)
+        silent_s = time.monotonic() - max(own.started_s, self._lost_s)
+        patience = START_PATIENCE if own.started_s >= self._lost_s else 1  # it may still be starting
+        if silent_s > max(DEAF_S, self._dead_after_s) * patience:
+            own.kill()
 
     def _hear(self) -> None:
         if self._channel is None:  # it broke while we said something
@@ -481,7 +387,7 @@ class HostAgent:
             if slot.pid and slot.rank >= 0 and not slot.member_of:
                 slot.member_of = membership.generation
         self._ranks.hand_to_all(message)
-        self._begin_look([slot for slot in self._slots if slot.rank >= 0])
+        self.checks.begin([slot for slot in self._slots if slot.rank >= 0], forget=self._ranks.forget)
 
     def _seat(self, slot: Slot) -> None:
         """The new process of a slot takes the rank that the membership being made has there."""
@@ -520,28 +426,7 @@ class HostAgent:
         for slot in moved:
             if slot.rank >= 0:  # this host was cut off, and its process was a rank of the same generation
                 self._ranks.end_lost(slot)
-        self._begin_look(moved)
-
-    def _begin_look(self, members: Sequence[Slot]) -> None:
-        """Look at this host while its ranks leave what they did before; we are not ready before that is done."""
-        self._end_look()
-        new_ranks, new_places = sum(not slot.seated for slot in members), sum(not slot.used for slot in members)
-        for slot in members:
-            slot.seated = slot.used = True
-        if members and self.recheck is not None:
-            self._look = ForkedCheck(partial(self.recheck, new_ranks, new_places), forget=self._ranks.forget)
-
-    def _end_look(self) -> None:
-        if self._look is not None:
-            self._look.close()
-            self._look = None
-
-    def _is_looked_at(self) -> bool:
-        """Whether nothing is being checked any more; what was found is kept, and goes along with every hello."""
-        found = self._look.found() if self._look is not None else None
-        if found is not None:
-            self._look, self._problems = None, [*self._problems, *found]
-        return self._look is None
+        self.checks.begin(moved, forget=self._ranks.forget)
 
     def _say(self, kind: str, **fields: Any) -> None:
         message = {"kind": kind, **fields}
@@ -557,11 +442,11 @@ class HostAgent:
     def _tell_ready(self) -> None:
         """Once for all members of this host, when it was looked at and the last of them has left what it did before."""
         members = [slot for slot in self._slots if slot.rank >= 0]
-        if self._told_ready == self._generation or not self._generation or not self._is_looked_at():
+        if self._told_ready == self._generation or not self._generation or not self.checks.is_done():
             return
-        if self._problems and members:
+        if self.checks.problems and members:
             self._told_ready = self._generation
-            self._say("unfit", epoch=self._generation, problems=self._problems)
+            self._say("unfit", epoch=self._generation, problems=self.checks.problems)
             return
         if any(slot.ready is None for slot in members):
             return
@@ -580,19 +465,7 @@ class HostAgent:
         if now - self._beat_s < self._beat_every_s:
             return
         self._beat_s = now
-        progress: dict[int, Progress | None] = {}
-        for slot in self._slots:
-            if slot.rank < 0:
-                continue
-            beat, progress[slot.number] = self.board.last(slot.number), None
-            if slot.pid and beat.epoch == slot.generation:
-                is_locked = now - beat.answered_s > self._ranks.locked_s
-                slot.locked_s = now if is_locked else slot.locked_s
-                # Once the lock is free again, the rank has as long as any other for what it is at.
-                since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
-                phase = Phase.LOCKED if is_locked else beat.phase
-                progress[slot.number] = beat.step, int(phase), round(now - since_s, 3)
-        self._say("beat", epoch=self._generation, **fold_progress(progress))
+        self._say("beat", epoch=self._generation, **fold_progress(self._ranks.progress_at(now)))
 
     def _tell_wishes(self) -> None:
         count = self.wishes.count
@@ -612,8 +485,7 @@ class HostAgent:
 
     def _forget(self) -> None:
         """In a forked child: what is the agent's alone."""
-        self._close_pipe()
+        self._own.close_pipe()
         if self._channel is not None:
             self._channel.forget()
-        if self._look is not None:
-            self._look.forget()
+        self.checks.forget()

@@ -188,22 +188,21 @@ def next_membership(
 
 def _assign_ranks(world: int, before: Membership | None, slots: Sequence[HostSlot]) -> tuple[HostSlot, ...]:
     """Survivors keep their ranks where the world size stays, and come first where it does not."""
-    survivors = {one for one in slots if before is not None and before.rank_at(one) is not None}
-    others = [one for one in slots if one not in survivors]
+    members = set(before.slots) if before is not None else set[HostSlot]()
+    others = [one for one in slots if one not in members]
     if before is None or before.world != world:
-        chosen = set([*(one for one in slots if one in survivors), *others][:world])
+        chosen = set([*(one for one in slots if one in members), *others][:world])
         return tuple(one for one in slots if one in chosen)
     spare: dict[str, list[HostSlot]] = {}
     for one in reversed(others):
         spare.setdefault(one.host, []).append(one)
-    result, used, left = [], set[HostSlot](), iter(others)
-    for one in before.slots:
+    survivors, result, used, left = set(slots), list(before.slots), set[HostSlot](), iter(others)
+    for rank, one in enumerate(before.slots):
         if one not in survivors:
             # On the host of the lost rank if possible: its replica is there, and the links are as planned.
             near = spare.get(one.host, [])
             while near and near[-1] in used:
                 near.pop()
-            one = near.pop() if near else next(other for other in left if other not in used)
-            used.add(one)
-        result.append(one)
+            result[rank] = near.pop() if near else next(other for other in left if other not in used)
+            used.add(result[rank])
     return tuple(result)

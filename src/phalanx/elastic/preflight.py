@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from phalanx.elastic.channel import LOOPBACK
 from phalanx.elastic.clock_skew import check_skew
 from phalanx.elastic.gpus import check_free
+from phalanx.elastic.listener import LOOPBACK
 from phalanx.elastic.replica_store import GENERATIONS
 from phalanx.errors import Problem
 from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S

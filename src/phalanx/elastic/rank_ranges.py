@@ -20,7 +20,7 @@ class RankRanges(Collection[int]):
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
         self._lasts: list[int] = []
-        for first, last in sorted(ranges):
+        for first, last in sorted(set(ranges)):  # hosts tell of each other's copies: most are there twice
             if self._lasts and first <= self._lasts[-1] + 1:
                 self._lasts[-1] = max(self._lasts[-1], last)
             elif first <= last:

@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.elastic import failure as failing
 from phalanx.elastic.failure import Failure
-from phalanx.elastic.heartbeat_board import NO_STEP, Heartbeat, HeartbeatBoard, Phase
+from phalanx.elastic.heartbeat_board import NO_STEP, Heartbeat, HeartbeatBoard, Phase, Progress
 from phalanx.elastic.rank_process import Work, fork_rank, read_stack, state_of
 from phalanx.record.run import Run
 
@@ -105,6 +105,22 @@ class RankSlots:
         if slot.line is not None:
             with contextlib.suppress(OSError):  # a stopped process does not read; it will be ended for its silence
                 slot.line.sendall(json.dumps(message).encode() + b"\n")
+
+    def progress_at(self, now_s: float) -> dict[int, Progress | None]:
+        """Step, phase and age of every rank here, by slot; None where one has not told."""
+        progress: dict[int, Progress | None] = {}
+        for slot in self.slots:
+            if slot.rank < 0:
+                continue
+            beat, progress[slot.number] = self.board.last(slot.number), None
+            if slot.pid and beat.epoch == slot.generation:
+                is_locked = now_s - beat.answered_s > self.locked_s
+                slot.locked_s = now_s if is_locked else slot.locked_s
+                # Once the lock is free again, the rank has as long as any other for what it is at.
+                since_s = beat.progress_s if is_locked else max(beat.progress_s, slot.locked_s)
+                phase = Phase.LOCKED if is_locked else beat.phase
+                progress[slot.number] = beat.step, int(phase), round(now_s - since_s, 3)
+        return progress
 
     def fill(self) -> None:
         """Every slot has a process; one that died young waits a little longer for the next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +45,10 @@ class ReplicaRing:
         """
         return self.takers_of(self._machines[rank]).get(rank)
 
+    def following(self, machine: str) -> str | None:
+        """The machine that takes the copies of another; itself where there is no other."""
+        return self._following.get(machine)
+
     def takers_of(self, machine: str) -> dict[int, ReplicaPeer]:
         """The peers of all ranks of a machine, by rank; empty when there is no other machine."""
         if len(self._ranks) == 1:
@@ -61,13 +65,12 @@ class PeerTable:
     """Who takes the copies of each host's ranks, by host and slot: our place among its guests, and where it listens.
 
     Each host is told of its own; nobody needs to know everybody's addresses. Of 131,072 ranks a lost one changes eight
-    entries: where ranks and slots stay, the rest is taken over from the table before.
+    entries, and a lost host sixteen: what is as it was is taken over from the table before.
     """
 
     membership: Membership
     ring: ReplicaRing
     listening: Mapping[str, Listening]
-    givers: Mapping[str, Sequence[str]]  # hosts whose copies a host takes
     peers: Mapping[str, dict[str, Any]]  # empty where there is only one machine
 
     @classmethod
@@ -81,26 +84,40 @@ class PeerTable:
         before: PeerTable | None = None,
     ) -> PeerTable:
         """The table of a membership; `machines` of hosts that share one, `rack_hosts` that fail together."""
-        wanted: Iterable[str] = membership.hosts
         if before is not None and before.membership.has_same_ranks(membership):
-            moved = [name for name, told in listening.items() if before.listening[name] != told]
-            wanted = dict.fromkeys(giver for name in moved for giver in before.givers.get(name, ()))
-            ring, peers = before.ring, dict(before.peers)
+            ring = before.ring
         else:
-            before = None
             ring = ReplicaRing([machines.get(host, host) for host, _ in membership.slots], rack_hosts=rack_hosts)
-            peers = {}
-        givers: dict[str, list[str]] = {}
-        for name in wanted:
-            takers = ring.takers_of(machines.get(name, name))
+        changed = before._changed_hosts(membership, listening) if before is not None else set[str]()
+        touched = {machines.get(name, name) for name in changed}
+        peers: dict[str, dict[str, Any]] = {}
+        for name in membership.hosts:
+            machine = machines.get(name, name)
+            if before is not None and machine not in touched:
+                taker = ring.following(machine)
+                if taker not in touched and taker == before.ring.following(machine):
+                    if name in before.peers:
+                        peers[name] = before.peers[name]
+                    continue
+            takers = ring.takers_of(machine)
             mine: dict[str, Any] = {}
             for slot, rank in membership.ranks_on(name).items() if takers else ():
-                host, other = membership.slots[takers[rank].rank]
+                other_rank, place = takers[rank]
+                host, other = membership.slots[other_rank]
                 address, ports = listening[host]
-                mine[str(slot)] = [takers[rank].slot, address, int(ports[str(other)][1])]
-                if before is None and name not in givers.setdefault(host, [])[-1:]:
-                    givers[host].append(name)
+                mine[str(slot)] = [place, address, int(ports[str(other)][1])]
             if mine:
                 peers[name] = mine
-        known = givers if before is None else before.givers
-        return cls(membership=membership, ring=ring, listening=listening, givers=known, peers=peers)
+        return cls(membership=membership, ring=ring, listening=listening, peers=peers)
+
+    def _changed_hosts(self, membership: Membership, listening: Mapping[str, Listening]) -> set[str]:
+        """Hosts that came, went, listen elsewhere, or have other ranks than in this table."""
+        old, ranks_before, ranks_now = self.listening, self.membership.ranks_on, membership.ranks_on
+        is_same = self.membership.has_same_ranks(membership)
+        changed = {name for name in old if name not in listening}
+        changed.update(
+            name
+            for name, where in listening.items()
+            if old.get(name) != where or not (is_same or ranks_before(name) == ranks_now(name))
+        )
+        return changed

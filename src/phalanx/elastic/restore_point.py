@@ -6,6 +6,7 @@ generation of the membership that wrote a replica, `generation` is the buffer of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -185,8 +186,9 @@ class HeldStep:
     writers: RankRanges  # of the ranks, those that wrote any tensor: of equal copies only one does
 
     def to_json(self) -> list[Any]:
-        """For a message of an agent, short: each tells it for every membership."""
-        return [self.epoch, self.step, self.world, self.ranks.to_json(), self.writers.to_json()]
+        """For a message of an agent, short: each tells it for every membership. No writers: they are the ranks."""
+        ranks, writers = self.ranks.to_json(), self.writers.to_json()
+        return [self.epoch, self.step, self.world, ranks, writers if writers != ranks else None]
 
 
 def fold_held(held: Iterable[ReplicaInfo]) -> list[HeldStep]:
@@ -213,17 +215,18 @@ def find_whole_step(
 
     `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
     """
-    found: dict[tuple[int, int, int], tuple[list[Any], list[Any]]] = {}
+    found: dict[tuple[int, int, int], tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for epoch, step, world, ranks, writers in told:
-        both = found.setdefault((int(epoch), int(step), int(world)), ([], []))
+        both = found[int(epoch), int(step), int(world)]
         both[0].extend(ranks)
-        both[1].extend(writers)
+        both[1].extend(ranks if writers is None else writers)
     for epoch, step, world in sorted(found, reverse=True):
         if (lineage is not None and not lineage.allows(epoch, step)) or (at_most is not None and step > at_most):
             continue
         ranks, writers = found[epoch, step, world]
         held = RankRanges.from_json(ranks)
         if held.covers(world):
-            wrote = RankRanges.from_json(writers)
+            # Where every rank has written something, which is the rule, the second list is the first again.
+            wrote = held if writers == ranks else RankRanges.from_json(writers)
             return HeldStep(epoch=epoch, step=step, world=world, ranks=held, writers=wrote)
     return None

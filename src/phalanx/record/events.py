@@ -135,18 +135,22 @@ class EventWriter:
             return True
 
     def _open(self) -> None:
-        from phalanx.record.archive.index import IndexWriter
-
         self._stream = self._open_stream()
         if self._stream is not None:
-            self._index = IndexWriter(self._path, -1, stream=self._stream)
+            self._index = self._make_index(-1, self._stream)
             return
         # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if _is_torn(self._file):
             self._pending.append(b"\n")  # ends the line that a killed process left half written
         if self._rank >= 0:  # the supervisor's few events need no index
-            self._index = IndexWriter(self._path, os.fstat(self._file).st_ino)
+            self._index = self._make_index(os.fstat(self._file).st_ino)
+
+    def _make_index(self, file_number: int, stream: HostStream | None = None) -> IndexWriter:
+        # Imported here: it needs numpy, half of the time in which a coordinator starts, and that writes no index.
+        from phalanx.record.archive.index import IndexWriter
+
+        return IndexWriter(self._path, file_number, stream=stream)
 
     def _open_stream(self) -> HostStream | None:
         has_own = any(map(os.path.lexists, (self._path, part_path(self._path, 1))))

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from phalanx.elastic.channel import Channel, Listener
+from phalanx.elastic.channel import Channel
+from phalanx.elastic.listener import Listener
 from phalanx.elastic.replica_store import (
     MemorySegment,
     NeededReplicas,

@@ -1,0 +1,185 @@
+"""Where connections come in: strangers are held at the door until they prove to know the run's secret."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+from phalanx.elastic import handshake
+from phalanx.elastic.channel import Address, Channel
+from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
+from phalanx.elastic.socket_stream import STALL_S, receive_some, say, tune
+
+Hello = Message | Callable[[Message], Message]
+HALF_OPEN = 64  # connections that have not yet proved anything
+HELLO_S = 5.0  # for which a connection may prove nothing
+BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+MOST_OPENING_BYTES = OPENING.size + handshake.MAX_HELLO_BYTES + MAC_BYTES
+
+
+class Listener:
+    """Takes connections, and hands out those that prove to know the secret; strangers cost a socket for some seconds.
+
+    `hello` is what this side says of itself, or a function of what an authentic client said; it may raise Refused.
+    Where more than `half_open` honest peers may come at once, say so: the oldest of those who wait is pushed out first.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        secret: bytes,
+        hello: Hello,
+        *,
+        half_open: int = HALF_OPEN,
+        hello_s: float = HELLO_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._secret, self._hello = secret, hello
+        self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
+        self._guests: OrderedDict[socket.socket, _Guest] = OrderedDict()  # oldest first
+        self._sock = _listen(address or LOOPBACK, port, half_open)
+        tune(self._sock, stall_s)  # the kernel gives every connection that it takes the same
+        # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._sock, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the port that was really given."""
+        host, port = self._sock.getsockname()[:2]
+        return host, port
+
+    def fileno(self) -> int:
+        """The descriptor for a selector: readable when `pump` has something to do."""
+        return self._selector.fileno()
+
+    def pump(self, timeout_s: float = 0) -> list[Channel]:
+        """Take new connections and let the unproven ones go on; the channels that have become authentic.
+
+        Waits up to `timeout_s` for something to happen, not for a channel. A loop calls it on every turn, ready or not:
+        strangers who are late are thrown out here.
+        """
+        active = [key.data for key, _ in self._selector.select(max(0, timeout_s))]
+        channels = [self._advance(guest) for guest in active if guest is not None]
+        self._drop_late(time.monotonic() - self._hello_s)
+        if None in active:  # after the others had their turn: newcomers may push out the oldest
+            self._accept()
+        return [channel for channel in channels if channel is not None]
+
+    def close(self) -> None:
+        """Stop listening and hang up on whoever has proved nothing; channels handed out live on."""
+        for sock in list(self._guests):
+            self._drop(sock)
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: give back the copies of all sockets; the parent goes on listening."""
+        # Not unregistered: the child shares the kernel's list of watched sockets with its parent.
+        self._selector.close()
+        for sock in (self._sock, *self._guests):
+            sock.close()
+        self._guests.clear()
+
+    def _accept(self) -> None:
+        # Half of the places at a time: a crowd at the door cannot push out those who have just been greeted.
+        for _ in range(max(1, self._half_open // 2)):
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the guest has left again
+                continue
+            except OSError:  # no descriptor or memory to spare: strangers are the first to go
+                self._drop_oldest(keep=len(self._guests) // 2)
+                return
+            self._drop_oldest(keep=self._half_open - 1)
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            nonce_s = handshake.make_nonce()
+            say(sock, handshake.greeting(nonce_s))
+        except OSError:
+            sock.close()
+            return
+        self._guests[sock] = guest = _Guest(sock, nonce_s, self._stall_s)
+        self._selector.register(sock, selectors.EVENT_READ, guest)
+
+    def _advance(self, guest: _Guest) -> Channel | None:
+        try:
+            channel = guest.listen(self._secret, self._hello)
+        except OSError:
+            self._drop(guest.sock)
+            return None
+        if channel is not None:
+            self._selector.unregister(guest.sock)
+            del self._guests[guest.sock]
+        return channel
+
+    def _drop_late(self, before_s: float) -> None:
+        while self._guests and (oldest := next(iter(self._guests.values()))).since_s < before_s:
+            self._drop(oldest.sock)
+
+    def _drop_oldest(self, *, keep: int) -> None:
+        while len(self._guests) > keep:
+            self._drop(next(iter(self._guests)))
+
+    def _drop(self, sock: socket.socket) -> None:
+        del self._guests[sock]
+        self._selector.unregister(sock)  # closing is not enough: a forked child may hold the same socket
+        sock.close()
+
+
+class _Guest:
+    """A connection that has proved nothing yet."""
+
+    def __init__(self, sock: socket.socket, nonce_s: bytes, stall_s: float) -> None:
+        self.since_s = time.monotonic()
+        self.sock, self._nonce_s, self._stall_s = sock, nonce_s, stall_s
+        self._said = b""
+
+    def listen(self, secret: bytes, hello: Hello) -> Channel | None:
+        """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
+        # Read at once: an honest guest says nothing after its hello before it was answered.
+        self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
+        if len(self._said) < OPENING.size:
+            return None
+        size, nonce_c = handshake.read_opening(self._said[: OPENING.size])
+        end = OPENING.size + size
+        if len(self._said) < end + MAC_BYTES:
+            return None
+        hello_c, mac = self._said[OPENING.size : end], self._said[end:]
+        shaken = Handshake(secret, self._nonce_s, nonce_c)
+        if not handshake.same(mac, shaken.client_mac(hello_c)):
+            self._refuse("a wrong secret")
+        return self._answer(shaken, hello_c, hello)
+
+    def _answer(self, shaken: Handshake, hello_c: bytes, hello: Hello) -> Channel | None:
+        peer = handshake.decode(hello_c)
+        try:
+            hello_s = handshake.encode_hello(hello(peer) if callable(hello) else hello)
+        except Refused as refusal:
+            self._refuse(str(refusal))
+        say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
+        send, receive = (Seal(partial(key, hello_c, hello_s)) for key in (shaken.server_key, shaken.client_key))
+        return Channel(self.sock, send=send, receive=receive, peer=peer, stall_s=self._stall_s)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Tell a guest who speaks our language that it is not let in: it need not try again."""
+        say(self.sock, ANSWER.pack(0))
+        raise Refused(why)
+
+
+def _listen(address: str, port: int, half_open: int) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,133 @@
+"""A TCP connection that never blocks by itself: read exactly so much, wait at most so long.
+
+frame   size of the message, bytes of data, crc32 of the data | message | HMAC      then the data as it is
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+from phalanx.elastic.handshake import MAC_BYTES, Refused
+
+PREFIX = struct.Struct("!IQI")  # bytes of the message, bytes of data after it, crc32 of the data
+MAX_MESSAGE_BYTES = 1 << 24  # none of the coordinator's grows with the number of hosts
+READ_BYTES = 1 << 16  # of a message at a time: a size that is not yet known to be authentic reserves no more
+STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
+
+
+class Closed(ConnectionError):
+    """The other side is gone."""
+
+
+class Intake:
+    """Reads from a socket that does not block exactly what is asked for, in as many visits as it takes."""
+
+    __slots__ = ("_part", "_sock", "_wanted_bytes")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._part = bytearray()
+        self._wanted_bytes = 0  # of the frame that `_part` begins with, where that is known
+
+    def take(self, count: int) -> bytes | None:
+        """The next `count` bytes, or None while some are missing; raises Closed at the end of the stream."""
+        while missing := count - len(self._part):
+            with memoryview(bytearray(min(missing, READ_BYTES))) as piece:
+                read = self.take_into(piece)
+                if not read:
+                    return None
+                self._part += piece[:read]
+        whole, self._part = bytes(self._part), bytearray()
+        return whole
+
+    def take_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Every frame that has come, by one read: what is signed of it, its message, its HMAC; the rest is kept."""
+        read = receive_some(self._sock, READ_BYTES)
+        if self._part:
+            self._part += read
+            if len(self._part) < self._wanted_bytes:  # a long message in pieces: it is looked at once, when it is whole
+                return
+            read, self._part = bytes(self._part), bytearray()
+        at = self._wanted_bytes = 0
+        while len(read) - at >= PREFIX.size:
+            size, data_bytes, _ = PREFIX.unpack_from(read, at)
+            if size > MAX_MESSAGE_BYTES or data_bytes:
+                raise Refused(f"a frame of {size} bytes and {data_bytes} bytes of data, where only messages are taken")
+            begin, end = at + PREFIX.size, at + PREFIX.size + size
+            if len(read) < end + MAC_BYTES:
+                self._wanted_bytes = end + MAC_BYTES - at
+                break
+            yield read[at:end], read[begin:end], read[end : end + MAC_BYTES]
+            at = end + MAC_BYTES
+        if at < len(read):
+            self._part += read[at:]
+
+    def take_into(self, view: memoryview) -> int:
+        """How many bytes went into `view`, 0 when none are there yet; raises Closed at the end of the stream."""
+        try:
+            count = self._sock.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise Closed(f"the connection broke: {error.strerror or error}") from None
+        if not count:
+            raise Closed("the other side closed the connection")
+        return count
+
+
+def receive_some(sock: socket.socket, most: int) -> bytes:
+    """What has come, nothing where nothing has; raises Closed at the end of the stream."""
+    try:
+        read = sock.recv(most)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        raise Closed(f"the connection broke: {error.strerror or error}") from None
+    if not read:
+        raise Closed("the other side closed the connection")
+    return read
+
+
+def tune(sock: socket.socket, stall_s: float) -> None:
+    """No blocking, no delay for small messages, and a host that vanished is noticed though nothing is sent to it."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probes = 3
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, round(stall_s / 2))),
+        ("TCP_KEEPINTVL", max(1, round(stall_s / 2 / probes))),
+        ("TCP_KEEPCNT", probes),
+        ("TCP_USER_TIMEOUT", round(stall_s * 1000)),
+    ):
+        if hasattr(socket, name):  # Linux has all of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def take_before(sock: socket.socket, intake: Intake, count: int, deadline: float) -> bytes:
+    """The next `count` bytes, waiting until `deadline` of the monotonic clock; raises TimeoutError."""
+    while (text := intake.take(count)) is None:
+        if not ready(sock, select.POLLIN, deadline - time.monotonic()):
+            raise TimeoutError("no answer to our hello")
+    return text
+
+
+def say(sock: socket.socket, text: bytes) -> None:
+    """Send a few words on a fresh connection: whose buffers, unlike its owner, always have room for them."""
+    try:
+        sent = sock.send(text)
+    except OSError as error:
+        raise Closed(f"the connection broke: {error.strerror or error}") from None
+    if sent < len(text):
+        raise Closed("the connection takes no hello")
+
+
+def ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
+    """Wait until the socket can be read or written (or has failed); whether that came within `timeout_s`."""
+    poll = select.poll()  # unlike select.select, knows descriptors above 1024
+    poll.register(sock, event)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
