@@ -101,6 +101,7 @@ class Engine:
             own=settings.optimizer,
             allow_code=settings.allow_code,
         )
+        self._resting: list[TensorShard] = []
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
         self.outline: NetworkOutline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
@@ -208,9 +209,14 @@ class Engine:
         return [*self.weights(), *self.optimizer.state()]
 
     def at_rest(self) -> list[TensorShard]:
-        """What must be the same before an update as after the last one: the state and the model's copies, as stored."""
-        resting = [*self.weights(), *self.optimizer.stored(), *self.masters.model_copies]
-        return [shard for shard in resting if not shard.moves]
+        """What must be the same before an update as after the last one: the state and the model's copies, as stored.
+
+        The same list each time, as all of these are written in place; an optimizer of the user's own may make others.
+        """
+        if not self._resting or self.settings.optimizer:
+            resting = [*self.weights(), *self.optimizer.stored(), *self.masters.model_copies]
+            self._resting = [shard for shard in resting if not shard.moves]
+        return self._resting
 
     def changed_unsaved(self) -> list[str]:
         """Buffers that no checkpoint holds and that are no longer what the constructor made them."""

@@ -80,6 +80,7 @@ class ReplicaGuard:
         self._shards, self._every, self._each_step = shards, every, each_step
         self._at_rest = at_rest or (lambda: [shard for shard in shards() if not shard.moves])
         self._sums = MemorySums(device)  # of what `at_rest` gives, after the last update that was looked at
+        self.looks_every = 1  # steps between two looks at memory, beside those that are compared anyway
         self._most_sets = -1  # of any rank; not yet agreed on
         self.last: dict[str, str] = {}  # what the most holders of each set said at the last check, for `settle`
 
@@ -96,6 +97,11 @@ class ReplicaGuard:
     def remembers(self) -> bool:
         """Whether `compare_memory` has something to compare with."""
         return self._sums.is_known
+
+    @property
+    def look_s(self) -> float | None:
+        """What the last look at memory cost, if that is known by now."""
+        return self._sums.look_s
 
     def forget(self) -> None:
         """The state is no longer what the last update left here: it was taken over from elsewhere."""
@@ -126,7 +132,7 @@ class ReplicaGuard:
         the same. A state that is about to be saved (`is_saved`) is compared whether it is due or not."""
         self._sums.forget()
         is_compared = self.is_due(step) or (is_saved and self.is_on)
-        if is_compared or (self._each_step and self.is_on):
+        if is_compared or (self._each_step and self.is_on and step % self.looks_every == 0):
             self._sums.remember(self._at_rest())
         if not is_compared:
             return None

@@ -5,16 +5,15 @@ changes it. Several may cancel, and words that change places do: sums stand betw
 are whole numbers, so neither the order of addition nor the device shows in them.
 
 A GPU adds up all tensors in one kernel, at the speed of its memory, and keeps the sums: the host hears one number of
-them, with the others of the step, and waits for nothing. Tensors that are offloaded to the host's memory are added up
-by a thread while the GPU computes.
+them, with the others of the step, and waits for nothing. After an update it does so beside the next forward.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -25,21 +24,21 @@ WORD = 8  # bytes
 ALIGNED = 16  # bytes: what one load of a GPU's thread takes
 CHUNK_WORDS = 1 << 15  # that one block of a GPU's threads adds up: 256 KiB
 FEW_WORDS = 1 << 17  # of host memory: below it, numpy on one core is as fast as torch on several
+FIRST_LOOKS = 3  # of a process, without the kernel: loading it takes most of a second
 
 
 class MemorySums:
-    """Remembers the sums of some tensors, and says whether they are still the same, in a tensor on `device`.
+    """Remembers the sums of some tensors, and says whether they are still the same, in a tensor on `device`."""
 
-    `in_background`: those in host memory are added up by a thread. By default where a GPU computes meanwhile.
-    """
-
-    def __init__(self, device: torch.device, *, in_background: bool | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._in_background = device.type == "cuda" if in_background is None else in_background
-        self._chunks: dict[torch.device, ChunkTable] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._known: _Grouped | None = None
         self._kept: _Sums | None = None
         self._changed: Callable[[], list[tuple[str, int]]] = list
+        self._aside: torch.cuda.Stream | None = None
+        self._looks = 0
+        self._host_s = 0.0  # of the last look, on the host
+        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the second half, on a GPU
 
     @property
     def is_known(self) -> bool:
@@ -47,8 +46,12 @@ class MemorySums:
         return self._kept is not None
 
     def remember(self, shards: Sequence[TensorShard]) -> None:
-        """Keep their sums. The caller may go on at once, and must not change them before `compare`."""
-        self._kept = self._add_up(shards, wait=False)
+        """Keep their sums. Whoever gives the same list again says that the same tensors are in it."""
+        self._looks += 1
+        if self._looks == FIRST_LOOKS and self._device.type == "cuda":
+            load_in_background()
+        self._host_s = 0.0
+        self._kept = self._add_up(self._group(shards), aside=True)
 
     def forget(self) -> None:
         """They are about to change."""
@@ -56,58 +59,113 @@ class MemorySums:
 
     def compare(self, shards: Sequence[TensorShard]) -> torch.Tensor:
         """1 where some tensor is no longer what `remember` saw, else 0; forgets it. Nobody waits for a device."""
-        kept, self._kept, self._changed = self._kept, None, list
-        if kept is None or kept.names != [shard.name for shard in shards]:  # an optimizer that has made more state
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        now = self._add_up(shards, wait=True)
-        before_host, now_host = kept.in_host(), now.in_host()
-        self._changed = lambda: _differing(kept, now)
-        flags = [(kept.on_device[one] != now.on_device[one]).any() for one in now.on_device]
-        if before_host != now_host:
-            return torch.ones((), dtype=torch.float64, device=self._device)
-        if not flags:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack([flag.to(self._device) for flag in flags]).any().double()
+        kept, self._kept, self._changed, self._marks = self._kept, None, list, None
+        same = torch.zeros((), dtype=torch.float64, device=self._device)
+        if kept is None:
+            return same
+        grouped = self._group(shards)
+        if kept.names != grouped.names:  # an optimizer that has made more state
+            return same
+        begin = self._mark()
+        now = self._add_up(grouped, aside=False)
+        end = self._mark()
+        self._marks = (begin, end) if begin is not None and end is not None else None
+        self._changed = lambda: _differing(kept, now, grouped)
+        if kept.in_host != now.in_host:
+            return same + 1.0
+        for place, sums in now.on_device.items():
+            if self._aside is not None:
+                torch.cuda.current_stream(place).wait_stream(self._aside)
+            same = torch.maximum(same, (kept.on_device[place] != sums).any().to(same))
+        return same
 
     def changed(self) -> list[tuple[str, int]]:
         """Name and present sum of each tensor that the last `compare` found changed; waits for the device."""
         return self._changed()
 
-    def _add_up(self, shards: Sequence[TensorShard], *, wait: bool) -> _Sums:
-        places: dict[torch.device, list[int]] = {}
-        for index, shard in enumerate(shards):
-            place = shard.tensor.device
-            places.setdefault(place if place.type == "cuda" else torch.device("cpu"), []).append(index)
-        on_device: dict[torch.device, torch.Tensor] = {}
-        host_sums: Callable[[], list[int]] = list
-        for place, indices in places.items():
-            tensors = [shards[index].tensor for index in indices]
-            if place.type == "cuda":
-                chunks = self._chunks[place] = chunk_table(tensors, place, self._chunks.get(place))
-                on_device[place] = sum_on_gpu(tensors, chunks)
-            elif wait or not self._in_background:
-                found = sum_in_host(tensors)
-                host_sums = found.copy
+    @property
+    def look_s(self) -> float | None:
+        """What the last comparison and its sums before cost, if that is known by now; at most, on a GPU."""
+        if self._marks is None:
+            return self._host_s or None
+        begin, end = self._marks
+        return self._host_s + 2.0 * begin.elapsed_time(end) / 1e3 if end.query() else None
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _group(self, shards: Sequence[TensorShard]) -> _Grouped:
+        if self._known is None or self._known.shards is not shards:
+            self._known = _Grouped.of(shards, self._known)
+        return self._known
+
+    def _add_up(self, grouped: _Grouped, *, aside: bool) -> _Sums:
+        on_device = {}
+        for place, chunks in grouped.chunks.items():
+            tensors = [grouped.tensors[index] for index in grouped.places[place]]
+            if aside and present_kernel() is not None:
+                on_device[place] = self._sum_aside(tensors, chunks, place)
             else:
-                if self._thread is None:
-                    self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-sums")
-                host_sums = self._thread.submit(sum_in_host, tensors).result
-        return _Sums(names=[shard.name for shard in shards], places=places, on_device=on_device, in_host=host_sums)
+                on_device[place] = sum_on_gpu(tensors, chunks)
+        began_s = time.perf_counter()
+        in_host = sum_in_host([grouped.tensors[index] for index in grouped.places.get(HOST, ())])
+        self._host_s += time.perf_counter() - began_s
+        return _Sums(names=grouped.names, on_device=on_device, in_host=in_host)
+
+    def _sum_aside(self, tensors: Sequence[torch.Tensor], chunks: ChunkTable, place: torch.device) -> torch.Tensor:
+        """Beside what comes next in the present stream, which only reads these tensors until `compare` is called."""
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(place)
+        self._aside.wait_stream(torch.cuda.current_stream(place))
+        with torch.cuda.stream(self._aside):
+            sums = sum_on_gpu(tensors, chunks)
+        sums.record_stream(torch.cuda.current_stream(place))
+        return sums
+
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Grouped:
+    """Tensors by where they lie, with what a GPU must know of its own."""
+
+    shards: Sequence[TensorShard]
+    names: list[str]
+    tensors: list[torch.Tensor]
+    places: dict[torch.device, list[int]]
+    chunks: dict[torch.device, ChunkTable]
+
+    @classmethod
+    def of(cls, shards: Sequence[TensorShard], last: _Grouped | None) -> _Grouped:
+        tensors = [shard.tensor.detach() for shard in shards]
+        places: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            places.setdefault(tensor.device if tensor.device.type == "cuda" else HOST, []).append(index)
+        chunks = {
+            place: chunk_table([tensors[index] for index in some], place, last.chunks.get(place) if last else None)
+            for place, some in places.items()
+            if place.type == "cuda"
+        }
+        names = [shard.name for shard in shards]
+        return cls(shards=shards, names=names, tensors=tensors, places=places, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sums:
     names: list[str]
-    places: dict[torch.device, list[int]]  # which of the tensors lie where
     on_device: dict[torch.device, torch.Tensor]
-    in_host: Callable[[], list[int]]
+    in_host: list[int]
 
 
-def _differing(before: _Sums, now: _Sums) -> list[tuple[str, int]]:
+def _differing(before: _Sums, now: _Sums, grouped: _Grouped) -> list[tuple[str, int]]:
     found = []
-    for place, indices in now.places.items():
-        on_gpu = place in now.on_device
-        old, new = ((one.on_device[place].tolist() if on_gpu else one.in_host()) for one in (before, now))
+    for place, indices in grouped.places.items():
+        old, new = ((one.on_device[place].tolist() if place in one.on_device else one.in_host) for one in (before, now))
         found += [(index, new[at]) for at, index in enumerate(indices) if old[at] != new[at]]
     return [(now.names[index], total) for index, total in sorted(found)]
 
@@ -189,8 +247,8 @@ def chunk_table(tensors: Sequence[torch.Tensor], device: torch.device, last: Chu
 
 @torch.no_grad()
 def sum_on_gpu(tensors: Sequence[torch.Tensor], chunks: ChunkTable) -> torch.Tensor:
-    """Of tensors that lie on one GPU, in their order: in one kernel, or in several for each where Triton is missing."""
-    kernel = load_kernel()
+    """Of tensors that lie on one GPU, in their order: in one kernel, or in several for each until that is loaded."""
+    kernel = present_kernel()
     if kernel is None:
         return torch.stack([sum_with_torch(tensor) for tensor in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=chunks.rows.device)
@@ -202,18 +260,38 @@ def sum_on_gpu(tensors: Sequence[torch.Tensor], chunks: ChunkTable) -> torch.Ten
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+_loaded: list[Kernel | None] = []  # of this process; empty until it was tried
+_loading = threading.Lock()
 
 
-@cache
+def present_kernel() -> Kernel | None:
+    """The kernel, if it is loaded."""
+    return _loaded[0] if _loaded else None
+
+
+def load_in_background() -> None:
+    """Load it beside the steps: importing Triton takes most of a second, and a new process has others waiting."""
+    if not _loaded:
+        threading.Thread(target=load_kernel, name="memory-sums", daemon=True).start()
+
+
 def load_kernel() -> Kernel | None:
     """The kernel, once it has given the right answer on the present device; None without Triton or a C compiler."""
+    with _loading:
+        if not _loaded:
+            _loaded.append(_tried_kernel())
+        return _loaded[0]
+
+
+def _tried_kernel() -> Kernel | None:
     try:
         from phalanx.train.guard.sum_kernel import add_words
 
-        words = torch.arange(CHUNK_WORDS + 3, dtype=torch.int64, device="cuda")
-        chunks = chunk_table([words, words[:2]], words.device, None)
-        sums = torch.zeros(2, dtype=torch.int64, device="cuda")
-        add_words(chunks.addresses, chunks.lengths, chunks.rows, sums)
-        return add_words if sums.tolist() == [int(words.sum()), 1] else None
+        with torch.cuda.stream(torch.cuda.Stream()):  # not behind the steps
+            words = torch.arange(CHUNK_WORDS + 3, dtype=torch.int64, device="cuda")
+            chunks = chunk_table([words, words[:2]], words.device, None)
+            sums = torch.zeros(2, dtype=torch.int64, device="cuda")
+            add_words(chunks.addresses, chunks.lengths, chunks.rows, sums)
+            return add_words if sums.tolist() == [int(words.sum()), 1] else None
     except Exception:  # of any kind: torch's own sums do the same, slower
         return None

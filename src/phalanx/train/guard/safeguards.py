@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +77,7 @@ class ReplicaComparison(Callback):
         self._unchanged_step = 0  # newest step whose state was still the same before the next update
         self._was_known = False  # whether the present step compares memory with what the last one left
         self._spent_s = 0.0
+        self._shares: deque[float] = deque(maxlen=SHARES)  # of the step that the last looks at memory cost
         if self.guard.is_on:
             engine.compare_memory = self.compare_memory
 
@@ -97,6 +100,7 @@ class ReplicaComparison(Callback):
         step, began_s = training.step, time.perf_counter()
         if self._was_known:
             self._unchanged_step = report.step
+            self._pace_looks(training, report)
         asked = report.result.requests  # the same on every rank
         is_saved = asked[StepRequest.SAVE] or asked[StepRequest.STOP] or step == training.batch_plan.steps
         found = self.guard.check(step, is_saved=is_saved)
@@ -114,6 +118,26 @@ class ReplicaComparison(Callback):
                 raise UntrustedState("settled", step=step, sound=step, what=what, suspects=(wrong,))
         if self.guard.is_due(step) or is_saved:
             self._sound_step = step
+
+    def _pace_looks(self, training: TrainingLoop, report: StepReport) -> None:
+        """Where a GPU trains, look at memory less often if that takes more than a hundredth of a step.
+
+        Ranks need not agree: each looks at its own memory.
+        """
+        look_s = self.guard.look_s
+        if training.engine.device.type != "cuda" or look_s is None or report.compile_s:
+            return
+        self._shares.append(look_s / report.duration_s)
+        if len(self._shares) < SHARES:
+            return
+        every = looks_every(median(self._shares), self.guard.looks_every)
+        if every != self.guard.looks_every:
+            self.guard.looks_every = every
+            text = (
+                f"comparing memory takes {median(self._shares):.1%} of a step here: it is done in one step of {every:,}"
+            )
+            training.events.write("remark", step=report.step, text=text)
+            self._shares.clear()
 
     def digest(self, training: TrainingLoop) -> tuple[str | None, float | None]:
         """The digest of the weights after a compared step, and the seconds that comparing and digesting took."""
@@ -160,6 +184,20 @@ class ReplicaComparison(Callback):
             # Which rank was wrong is settled by numbers of one world only.
             evidence=found.to_json() if self._across is None or found.kind == "rest" else None,
         )
+
+
+SHARES = 9  # looks whose median counts: the first ones of a run are slow
+MOST_SHARE = 0.01  # of a step, for looking at memory
+
+
+def looks_every(share: float, present: int) -> int:
+    """Steps between two looks of which each costs this share of a step; as at present while that is about right.
+
+    >>> looks_every(0.004, 1), looks_every(0.013, 1), looks_every(0.22, 1), looks_every(0.018, 3), looks_every(0.004, 3)
+    (1, 2, 22, 3, 1)
+    """
+    wanted = max(1, math.ceil(share / MOST_SHARE))
+    return wanted if wanted > present or 2 * wanted <= present else present
 
 
 def odd_replicas(digests: Mapping[int, bytes]) -> list[int]:
