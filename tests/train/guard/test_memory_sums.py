@@ -157,3 +157,18 @@ def test_state_is_written_in_place(name: str, state_dtype: str) -> None:
         weight.tensor.grad = numbers(4096).view(64, 64)
         optimizer.step(1e-3)
     assert [(one.name, one.tensor.data_ptr()) for one in optimizer.stored()] == before
+
+
+def test_memory_may_be_looked_at_less_often_but_not_where_a_step_is_saved() -> None:
+    weights = numbers(100)
+    guard = ReplicaGuard(lambda: [shard(weights)], every=100, each_step=True)
+    guard.looks_every = 3
+    found = []
+    for step in range(1, 9):
+        assert guard.check(step, is_saved=step == 5) is None
+        found.append(guard.remembers)
+        guard.compare_memory()
+    assert found == [False, False, True, False, True, True, False, False]
+    guard.check(9)
+    assert not guard.compare_memory()
+    assert guard.look_s is not None
