@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -120,7 +121,8 @@ class FakeHost:
         del self.buffer[:whole]
         shaken, text = self._opening
         told = handshake.decode(answer)
-        self.seal, self.term = Seal(shaken.keys(text, answer)[0]), int(told["term"])
+        # Its key is derived with its first frame, as the coordinator's: both share this machine.
+        self.seal, self.term = Seal(partial(shaken.client_key, text, answer)), int(told["term"])
         self.every_s, self.sign_s = told["every_s"], told["sign_s"]
         self.heard_s = time.monotonic()
         return True
