@@ -132,18 +132,19 @@ def _read_extent(head: bytes, begin: int, path: str) -> tuple[Session, Extent] |
         return None
     try:
         told = orjson.loads(head)
-        text = head[head.index(b',"rank":') + 1 : head.rindex(b"}")]
         rank, generation, opened_s, name = told["rank"], told["epoch"], told["t"], told["session"]
-        extent = Extent(begin, told["bytes"], told["at"])
-        if not (type(rank) is type(generation) is type(extent.size) is type(extent.at) is type(told["crc"]) is int):
-            return None
-        if type(opened_s) is not float or type(name) is not str or zlib.crc32(text) != told["crc"]:
+        at, size, crc = told["at"], told["bytes"], told["crc"]
+        if zlib.crc32(head[head.index(b',"rank":') + 1 : head.rindex(b"}")]) != crc:
             return None
     except (ValueError, KeyError, TypeError):
         return None
-    if not 0 <= rank < 10**7 or extent.size % UNIT_BYTES or not 0 < extent.size < 2**31 or not 0 <= extent.at < 2**62:
+    if not (type(rank) is type(generation) is type(at) is type(size) is type(crc) is int):
         return None
-    return Session(path, rank, generation, opened_s, name), extent
+    if type(opened_s) is not float or type(name) is not str:
+        return None
+    if not 0 <= rank < 10**7 or size % UNIT_BYTES or not 0 < size < 2**31 or not 0 <= at < 2**62:
+        return None
+    return Session(path, rank, generation, opened_s, name), Extent(begin, size, at)
 
 
 class ExtentChain:
@@ -194,7 +195,8 @@ class ExtentChain:
                 known = self.sessions[key] = session
         if not known.extents:
             self._bases[key] = extent.at
-        known.extents.append(Extent(extent.begin, extent.size, extent.at - self._bases[key]))
+        base = self._bases[key]
+        known.extents.append(Extent(extent.begin, extent.size, extent.at - base) if base else extent)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -529,7 +529,8 @@ def _with_sessions(names: ListedNames, sessions: Mapping[int, int]) -> tuple[dic
     parts, counts = dict(names.parts), dict(names.counts)
     for rank, count in sessions.items():
         closed = count - (rank not in names.live)
-        parts[rank] = sorted({*parts.get(rank, ()), *range(1, closed + 1)})
+        known = parts.get(rank)
+        parts[rank] = sorted({*known, *range(1, closed + 1)}) if known else list(range(1, closed + 1))
         counts[rank] = counts.get(rank, 0) + count
     return dict(sorted(parts.items())), counts
 
