@@ -26,7 +26,8 @@ from phalanx.cli.main import main
 from phalanx.cli.watch_screen import frame, sparkline
 from phalanx.record.account.summary import Pair
 from phalanx.record.report.live import View, Watcher
-from phalanx.record.run import SILENT_S, Run
+from phalanx.record.run import Run
+from phalanx.record.run_lock import SILENT_S
 from phalanx.rules.live import LiveCheck
 
 Output = pytest.CaptureFixture[str]

@@ -113,7 +113,7 @@ def _serve_metrics(
 ) -> None:
     from phalanx.io.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
-    from phalanx.record.run import is_run_over
+    from phalanx.record.run_lock import is_run_over
 
     secret = None if token is None else read_token(token)
     with MetricsServer(readings, parse_address(listen), token=secret) as server:
@@ -148,7 +148,7 @@ def _metrics_sink(found: Run, target: str, folder: str) -> TrackerSink:
 
 def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: float) -> int:
     """Once; with `follow`, until the run is over and everything was seen."""
-    from phalanx.record.run import is_run_over
+    from phalanx.record.run_lock import is_run_over
 
     count = 0
     while True:

@@ -16,7 +16,8 @@ from phalanx.metrics.names import Metric
 from phalanx.record.account.cost import run_cost
 from phalanx.record.account.ledger import Ledger, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import measured_mfu
-from phalanx.record.account.stragglers import Places, places, scores
+from phalanx.record.account.rank_places import RankPlaces, rank_places
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
@@ -85,7 +86,7 @@ class Readings:
         """Every series that has a value now."""
         self._history.refresh()
         plan = plan_of(self.run)
-        there = places(plan, self._history.supervisor())
+        there = rank_places(plan, self._history.supervisor())
         # Ranks of the newest membership: one that was left behind would show its last numbers for ever.
         supervised = self._history.supervisor()
         world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
@@ -100,7 +101,7 @@ class Readings:
             lambda: list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
         )
 
-    def _by_rank(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> list[MetricPoint]:
+    def _by_rank(self, plan: Mapping[str, Any], there: RankPlaces, ranks: Sequence[int]) -> list[MetricPoint]:
         return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
 
     def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
@@ -138,7 +139,7 @@ class Readings:
             yield from metric_points(metric, number(event, metric.field))
         yield from metric_points(names.MFU, measured_mfu(plan, number(event, "tokens_per_s"), world=world))
 
-    def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[MetricPoint]:
+    def _ranks(self, plan: Mapping[str, Any], there: RankPlaces, ranks: Sequence[int]) -> Iterator[MetricPoint]:
         steps = {rank: self._history.latest("step", rank) or {} for rank in ranks}
         looks = {rank: self._history.latest("monitor", rank) or {} for rank in ranks}
         is_cpu = at(plan, "cluster", "accelerator").get("family") == "cpu"
@@ -147,7 +148,7 @@ class Readings:
         for metric in (*(names.CPU if is_cpu else names.GPU), *names.ANY_DEVICE, names.ENERGY):
             yield from self._of(metric, looks, there)
 
-    def _of(self, metric: names.Metric, events: Mapping[int, Event], there: Places) -> Iterator[MetricPoint]:
+    def _of(self, metric: names.Metric, events: Mapping[int, Event], there: RankPlaces) -> Iterator[MetricPoint]:
         """One field of every rank's newest event; `energy_j` has its source in `energy_source`, and so on."""
         stem = metric.field.removesuffix("_j")
         values = [
@@ -294,7 +295,7 @@ def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], mos
     if walked is not None:
         yield from _time_points(walked)
         yield from _cost_points(run, history, walked.ledger)
-    scored = _value_or_none(lambda: scores(history))
+    scored = _value_or_none(lambda: straggler_scores(history))
     if scored is not None:
         values = [RankValue(rank=rank, value=score) for rank, score in sorted(scored.score.items())]
         yield from points_by_rank(names.STRAGGLER, values, hosts=hosts, most_ranks=most_ranks)

@@ -20,7 +20,8 @@ from phalanx.io.values import integer, number, text
 from phalanx.metrics import names
 from phalanx.record.account.memberships import LayoutSpan, layout_spans
 from phalanx.record.archive.history import RunHistory
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 
 CHUNK = 1000  # steps read and written at a time
 

@@ -19,7 +19,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.io.checksums import file_sha256
 from phalanx.io.files import open_regular
 from phalanx.io.values import at, integer, printable, text
-from phalanx.record.run import read_json
+from phalanx.record.run_files import read_json
 from phalanx.record.secret import read_secret
 
 VERSION = 1

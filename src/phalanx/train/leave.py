@@ -2,7 +2,7 @@
 
 NCCL's kernels wait for a lost rank for ever, and the training waits for them: in a collective, in a synchronise, or in
 the launch of the next kernel. `ncclCommAbort` from another thread ends them (benchmarks/nccl_recovery.py). What they
-have computed by then is worth nothing: whoever comes out of a wait asks `Orders.check` before it keeps a number.
+have computed by then is worth nothing: whoever comes out of a wait asks `RankControl.check` before it keeps a number.
 """
 
 from __future__ import annotations

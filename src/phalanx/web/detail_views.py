@@ -10,7 +10,8 @@ from typing import Any
 from phalanx.io.values import at, integer, number, printable, text
 from phalanx.plan.layout import Layout
 from phalanx.record.account.memberships import plan_at_step
-from phalanx.record.account.stragglers import AXES, places, stragglers
+from phalanx.record.account.rank_places import AXES, rank_places
+from phalanx.record.account.stragglers import find_stragglers
 from phalanx.record.account.timeline import Span, measured, predicted
 from phalanx.record.events import Event
 from phalanx.units import format_seconds
@@ -32,9 +33,9 @@ def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: i
     with store.history(name) as history:
         missing = series not in history.names()
         drawn = None if missing else history.mesh(series, columns=columns, first=first, last=last)
-        where = places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
+        where = rank_places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
         ranks = history.ranks
-        slow = parts.read("stragglers", lambda: stragglers(history), [])
+        slow = parts.read("stragglers", lambda: find_stragglers(history), [])
         parts.note(parts.read("events", history.damage, ()))
     ranks = ranks if drawn is None else drawn.ranks
     return {
@@ -62,7 +63,7 @@ def rank_view(store: RunStore, name: str, number_: int) -> Json:
         if number_ not in history.ranks and number_ >= world:
             raise NoRankError(f"there is no rank {number_}: this run has {world}")
         events = {kind: parts.read(kind, partial(history.latest, kind, number_)) or {} for kind in _LATEST}
-        where = places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
+        where = rank_places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
     return {
         "rank": number_,
         "place": where.place(number_),

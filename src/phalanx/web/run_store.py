@@ -19,7 +19,8 @@ from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory, list_runs, run_in
 from phalanx.record.host_file import stat_events
-from phalanx.record.run import Run, is_run_over, open_run
+from phalanx.record.run import Run, open_run
+from phalanx.record.run_lock import is_run_over
 from phalanx.rules.live import LiveCheck, Verdicts
 
 MOST_ANSWERS = 512

@@ -17,7 +17,9 @@ from phalanx.record.account.summary import summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
-from phalanx.record.run import Run, last_written, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
+from phalanx.record.run_lock import last_written
 from phalanx.units import format_bytes, format_seconds, plural
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.run_store import NotYetError, RunAccount, RunStore, account_soon, run_account, run_stamp, state_of

@@ -14,7 +14,7 @@ from phalanx.metrics.readings import Readings
 from phalanx.plan.layout import Layout
 from phalanx.record.account.cost import run_cost
 from phalanx.record.account.memberships import launches, layout_name, layout_spans, plan_at_step
-from phalanx.record.account.stragglers import scores
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.account.summary import summarize
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
@@ -178,7 +178,7 @@ def test_each_launch_is_paid_for_its_own_devices(tmp_path: Path) -> None:
 def test_ranks_of_another_layout_are_nobodys_peers(tmp_path: Path) -> None:
     """Two ranks that are gone did other work: neither scores nor lost time may come of comparing with them."""
     run = resumed(tmp_path, numbered=True)
-    found = scores(RunHistory.open(run))
+    found = straggler_scores(RunHistory.open(run))
     assert sorted(found.score) == [0, 1]
     assert found.named == ()
     summary = summarize(run)

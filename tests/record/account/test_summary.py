@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.record.account import summary
-from phalanx.record.account.summary import place, summarize, summarize_briefly
+from phalanx.record.account.rank_places import rank_place
+from phalanx.record.account.summary import summarize, summarize_briefly
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
 from phalanx.record.report.render import render_text
@@ -144,7 +145,7 @@ def test_hostile_values_are_ignored(run: Run) -> None:
 
 def test_places() -> None:
     layout = {"pipeline": 2, "data": 3, "context": 1, "tensor": 2}
-    assert [place(rank, layout) for rank in (0, 3, 11)] == [
+    assert [rank_place(rank, layout) for rank in (0, 3, 11)] == [
         "pipeline 0, data 0, tensor 0",
         "pipeline 0, data 1, tensor 1",
         "pipeline 1, data 2, tensor 1",

@@ -11,7 +11,8 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, text
 from phalanx.record.account.ledger import Ledger, read_ledger
 from phalanx.record.account.memberships import MarkReader, files_of, launches, layout_spans
-from phalanx.record.run import Run, is_run_over
+from phalanx.record.run import Run
+from phalanx.record.run_lock import is_run_over
 from phalanx.units import HOUR_S, plural
 
 if TYPE_CHECKING:

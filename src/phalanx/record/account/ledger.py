@@ -34,7 +34,6 @@ from phalanx.record.run import Run
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.record.account.stragglers import Waited
     from phalanx.record.archive.history import RunHistory
 
 
@@ -154,9 +153,11 @@ def walk_ledger(
 
 def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
+    from phalanx.record.account.straggler_cost import straggler_time  # reads the other ranks
+
     supervised = run.supervisor.is_file()
     return LedgerBuilder(
-        launches=run.launches(), memberships=known, supervised=supervised, waited=_waited(run, history)
+        launches=run.launches(), memberships=known, supervised=supervised, waited=straggler_time(run, history)
     )
 
 
@@ -175,12 +176,6 @@ def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int,
         clock_jumps=book.jumps + jumps,
     )
     return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
-
-
-def _waited(run: Run, history: RunHistory | None) -> Waited:
-    from phalanx.record.account.stragglers import waited  # reads the other ranks
-
-    return waited(run, history)
 
 
 def _suits(run: Run, known: Sequence[Membership]) -> bool:

@@ -21,7 +21,8 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, seconds
 from phalanx.record.events import MOST_LINE_BYTES, Event, event_files_of, parse_event
 from phalanx.record.host_file import open_events
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory

@@ -18,7 +18,7 @@ from phalanx.record.events import Event
 from phalanx.units import HOUR_S, format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.record.account.stragglers import Waited
+    from phalanx.record.account.straggler_cost import StragglerTime
 
 
 Floats = NDArray[np.float64]
@@ -115,7 +115,7 @@ class LedgerBuilder:
         launches: Sequence[float],
         memberships: Sequence[Membership],
         supervised: bool,
-        waited: Waited,
+        waited: StragglerTime,
     ) -> None:
         self._launches, self._memberships, self._supervised = sorted(launches), memberships, supervised
         self._waited = waited  # seconds of a step that slow ranks cost
@@ -176,7 +176,7 @@ class LedgerBuilder:
         at_s, moved_s = moved_s, np.minimum(moved_s + steps.copied_s, time_s)
         spent["checkpoint"] += float((moved_s - at_s).sum())
         at_s, until_s, grown_s = moved_s, np.maximum(moved_s, time_s - steps.compared_s), np.zeros(len(time_s))
-        waited_s = self._waited.of_all(steps.step)
+        waited_s = self._waited.of_steps(steps.step)
         for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("stragglers", waited_s)):
             moved_s = np.minimum(at_s + claimed_s, until_s)
             spent[account] += float((moved_s - at_s).sum())
@@ -313,7 +313,7 @@ class LedgerBuilder:
         held_up = (
             ("compile", seconds(event, "compile_s")),
             ("data", seconds(event, "data_s")),
-            ("stragglers", self._waited.of(integer(event, "step") or 0)),
+            ("stragglers", self._waited.of_step(integer(event, "step") or 0)),
         )
         for account, claimed_s in held_up:
             if claimed_s:

@@ -10,22 +10,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.record.archive.index import (
+from phalanx.record.archive.blocks import (
     BLOCK,
     BLOCK_TYPE,
-    EMPTY,
     LISTED,
     PLACES,
-    SUFFIX,
     BlockMaker,
-    Index,
     Rows,
-    bits_of,
-    code_of,
     is_crowded,
-    read_index,
-    take,
+    kind_bits,
+    kind_code,
+    take_blocks,
 )
+from phalanx.record.archive.index import EMPTY, SUFFIX, Index, read_index
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
 from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
 from phalanx.record.host_file import open_events, opened_size, stat_events
@@ -123,9 +120,9 @@ class EventFile:
             made = _joined_records([gap.maker for gap in self._gaps])
             self._blocks, self._places = self._known(), self._index.places
             if len(made):
-                blocks = np.concatenate([self._blocks, take(made, made["type"] == BLOCK_TYPE)])
-                self._blocks = take(blocks, np.argsort(blocks["start"], kind="stable"))
-                lists = take(made, made["type"] != BLOCK_TYPE).view(PLACES)
+                blocks = np.concatenate([self._blocks, take_blocks(made, made["type"] == BLOCK_TYPE)])
+                self._blocks = take_blocks(blocks, np.argsort(blocks["start"], kind="stable"))
+                lists = take_blocks(made, made["type"] != BLOCK_TYPE).view(PLACES)
                 places = np.concatenate([self._places, lists["places"][np.arange(LISTED) < lists["listed"][:, None]]])
                 self._places = places[np.argsort(places["offset"], kind="stable")]
         return self._blocks
@@ -177,13 +174,13 @@ class EventFile:
     def search(self, block: np.void, kinds: tuple[str, ...]) -> list[Event]:
         """The events of some kinds in a block; without kinds, all but the frequent ones."""
         wanted = kinds or None
-        if int(block["kinds"]) & (bits_of(kinds) if wanted else ~bits_of(FREQUENT)) == 0:
+        if int(block["kinds"]) & (kind_bits(kinds) if wanted else ~kind_bits(FREQUENT)) == 0:
             return []
         if is_crowded(block) or any(kind in FREQUENT for kind in kinds):
             return [event for line in self.lines(block) if (event := _wanted_event(line, kinds)) is not None]
         places = self._places_in(block)
         if wanted:
-            places = places[np.isin(places["kind"], [code_of(kind) for kind in kinds])]
+            places = places[np.isin(places["kind"], [kind_code(kind) for kind in kinds])]
         return [event for place in places if (event := self.at(place)) is not None and _is_wanted(event, kinds)]
 
     def last(self, block: np.void, kind: str) -> Event | None:
@@ -204,7 +201,7 @@ class EventFile:
             reported = [event.get("step") for event in self.search(block, (kind,))]
             return [step for step in reported if type(step) is int]
         places = self._places_in(block)
-        return [int(step) for step in places["step"][places["kind"] == code_of(kind)]]
+        return [int(step) for step in places["step"][places["kind"] == kind_code(kind)]]
 
     def at_step(self, block: np.void, kind: str, step: int) -> Event | None:
         """The last rare event of a kind for a step in a block."""
@@ -212,7 +209,7 @@ class EventFile:
             found = [event for event in self.search(block, (kind,)) if event.get("step") == step]
             return found[-1] if found else None
         places = self._places_in(block)
-        places = places[(places["kind"] == code_of(kind)) & (places["step"] == step)]
+        places = places[(places["kind"] == kind_code(kind)) & (places["step"] == step)]
         return self.at(places[-1]) if len(places) else None
 
     def _places_in(self, block: np.void) -> NDArray[np.void]:

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from phalanx.errors import mistake, nearest
 from phalanx.io.values import integer
+from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
-from phalanx.record.archive.index import MOST_BYTES, SUFFIX, newest_blocks
+from phalanx.record.archive.index import SUFFIX, newest_blocks
 from phalanx.record.archive.rank_file import RankFile, RowCache, Start
 from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucketed, columns_of, join, unit_of
 from phalanx.record.events import Event, EventReader
-from phalanx.record.run import ENDED, Run, list_runs, run_in
+from phalanx.record.run import Run, list_runs, run_in
+from phalanx.record.run_lock import ENDED
 from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]

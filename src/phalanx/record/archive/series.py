@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from phalanx.record.archive.index import Rows
+    from phalanx.record.archive.blocks import Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ COLUMN = {series.name: number for number, series in enumerate(SERIES)}
 MFU = "mfu"  # not recorded: derived from tokens/s and the plan
 FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not kept one by one
 # Kinds that came after the first indexes were written: add at the end. An older index has their events among those of
-# unknown kinds, where they are looked for too (`blocks.bits_of`).
+# unknown kinds, where they are looked for too (`blocks.kind_bits`).
 LATER = ("memory", "communicators", "compile_check", "regroup")
 # Every kind a rank writes (docs/events.md), in the order of bits in index files: no place may change.
 KINDS = (

@@ -11,12 +11,13 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, seconds, text
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.stragglers import Scores, straggler_scores
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event, EventReader
-from phalanx.record.run import ENDED, Run, is_run_over, last_written
+from phalanx.record.run import Run
+from phalanx.record.run_lock import ENDED, is_run_over, last_written
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 SLOW_GROUPS_S = 5.0  # process groups that took longer to make are worth a line
@@ -289,7 +290,7 @@ class Watcher:
         self._dear = _Dear(
             summary=summarize(self.run, self._history, walked),
             effective=from_trail(walked.trail),
-            scores=scores(self._history),
+            scores=straggler_scores(self._history),
             loss=self._history.curve("loss", points=self._points).mean,
             tokens_per_s=self._history.curve("tokens_per_s", points=self._points).mean,
         )

@@ -9,7 +9,7 @@ from phalanx.io.svg import PlotMark
 from phalanx.io.values import integer, number, printable
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.stragglers import Scores, straggler_scores
 from phalanx.record.account.summary import Summary, summarize
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import Curve, RunHistory
@@ -63,7 +63,7 @@ def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
         saved=saved_checkpoints(history),
         marks=timeline_marks(history),
         effective=from_trail(walked.trail, points),
-        scores=scores(history),
+        scores=straggler_scores(history),
         memory_limit_bytes=number(history.latest("monitor") or {}, "memory_limit_bytes"),
         reasons=_plan_warnings(run),
     )

@@ -13,7 +13,7 @@ from phalanx.record.account.cost import Cost, run_cost
 from phalanx.record.account.incidents import Incident, incidents
 from phalanx.record.account.ledger import TROUBLES, LedgerStream, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import measured_mfu
-from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.stragglers import Scores, straggler_scores
 from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
@@ -70,7 +70,7 @@ def _lowest(walked: LedgerWalk) -> float | None:
 
 def _scores(history: RunHistory) -> Scores | None:
     try:
-        return scores(history)
+        return straggler_scores(history)
     except TROUBLES:
         return None
 

@@ -18,10 +18,11 @@ from phalanx.errors import PhalanxError
 from phalanx.io.files import Spot
 from phalanx.io.values import at, printable
 from phalanx.record.account.ledger import LedgerStream
-from phalanx.record.account.stragglers import places
+from phalanx.record.account.rank_places import rank_places
 from phalanx.record.archive.history import MANY_RANKS, RunHistory, spread
 from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
-from phalanx.record.run import Run, is_run_over
+from phalanx.record.run import Run
+from phalanx.record.run_lock import is_run_over
 from phalanx.rules.facts.log_facts import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
 from phalanx.rules.log.agreement import LoggedMemberships, skew, skips_differ
@@ -253,8 +254,8 @@ class LogStream:
         there = [one for one in self._ranks.values() if one.rank < self._world()]
         own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
         known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
-        where = places({"layout": _layout(self.run)}, self._history.supervisor())
-        groups = [[known[rank] for rank in group] for group in where.alike(sorted(known))]
+        where = rank_places({"layout": _layout(self.run)}, self._history.supervisor())
+        groups = [[known[rank] for rank in group] for group in where.same_work(sorted(known))]
         return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
 
     # ---- grammar -----------------------------------------------------------------------------------------------------

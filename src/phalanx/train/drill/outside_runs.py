@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 
-from phalanx.record.account.stragglers import scores
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
@@ -218,7 +218,7 @@ def _strangers(stage: OutsideStage) -> OutsideFinding:
 
 def _busy_core(stage: OutsideStage) -> OutsideFinding:
     def named(result: DrillResult, history: DrillHistory) -> str:
-        found = scores(RunHistory.open(result.run)).named
+        found = straggler_scores(RunHistory.open(result.run)).named
         if not found or found[0].rank != 2:
             return f"rank 2 was held up; named: {', '.join(f'rank {one.rank}' for one in found) or 'nobody'}"
         return "" if found[0].reason else "rank 2 is named, but not why"

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from phalanx.errors import PhalanxError, mistake
-from phalanx.record.account.stragglers import scores
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.drill import MET, REFUSED
 from phalanx.record.run import Run
@@ -224,7 +224,7 @@ def judge_slow_rank(run: Run, *, slow_rank: int, world: int) -> Verdict:
     """Whether the record names the rank that was slow, and nobody else."""
     rank = slow_rank % world
     try:
-        found = scores(RunHistory.open(run))
+        found = straggler_scores(RunHistory.open(run))
     except (PhalanxError, KeyError, ValueError) as error:
         return Verdict(name=NAMED, ok=False, evidence=f"{type(error).__name__}: {error}")
     who = [one.rank for one in found.named]
