@@ -155,9 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """/metrics, or why not."""
-        refused = self._refusal()
+        refused = self._refusal_of()
         if refused is not None:
-            self._answer(*refused)
+            self._send_answer(*refused)
             return
         try:
             from prometheus_client.exposition import choose_encoder
@@ -166,13 +166,13 @@ class _Handler(BaseHTTPRequestHandler):
             body = encode(self.server.registry)
         except Exception as error:  # a damaged run must not end the thread, nor print into the training's terminal
             first = (str(error).splitlines() or [""])[0]
-            self._answer(500, f"the run cannot be read: {type(error).__name__}: {first}")
+            self._send_answer(500, f"the run cannot be read: {type(error).__name__}: {first}")
             return
-        self._answer(200, body, kind)
+        self._send_answer(200, body, kind)
 
     do_HEAD = do_GET
 
-    def _refusal(self) -> tuple[int, str] | None:
+    def _refusal_of(self) -> tuple[int, str] | None:
         token = self.server.token
         # A token is stronger than a name, and a server that others reach may have many names.
         if token is None and not is_own_name(self.headers.get("Host", "")):
@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, shown = self.headers.get("Authorization", "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token)
 
-    def _answer(self, status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def _send_answer(self, status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
         data = body if isinstance(body, bytes) else body.encode() + b"\n"
         self.send_response(status)
         self.send_header("Content-Type", kind)

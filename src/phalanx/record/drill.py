@@ -84,12 +84,12 @@ def drill_subject(job: Mapping[str, Any], layout: Mapping[str, Any], *, base: Pa
     return {
         "job": printable(job.get("name"), most=80),
         "model": printable(at(job, "model").get("name"), most=80),
-        "splits": _splits(layout),
+        "splits": _split_axes(layout),
         "digest": hashlib.sha256(whole.encode()).hexdigest(),
     }
 
 
-def _splits(layout: Mapping[str, Any]) -> str:
+def _split_axes(layout: Mapping[str, Any]) -> str:
     """The axes that a model is split along, without their degrees, as "pipeline 1f1b, data, ZeRO-2"."""
     words = [axis for axis in ("tensor", "context", "expert") if (integer(layout, axis) or 1) > 1]
     if (integer(layout, "pipeline") or 1) > 1:
@@ -117,15 +117,15 @@ def _module_digest(module: str, base: Path) -> str:
 def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
     """The record and everything that is wrong with it; raises UserError when it is none at all."""
     record = read_record(path)
-    return record, [*_unsigned(record, secret), *differences(record, path.parent)]
+    return record, [*_signature_problems(record, secret), *differences(record, path.parent)]
 
 
 def is_signed(record: Mapping[str, Any], secret: bytes | None) -> bool:
     """Whether its signature was made with this key."""
-    return secret is not None and not _unsigned(record, secret)
+    return secret is not None and not _signature_problems(record, secret)
 
 
-def _unsigned(record: Mapping[str, Any], secret: bytes) -> list[str]:
+def _signature_problems(record: Mapping[str, Any], secret: bytes) -> list[str]:
     body = {name: value for name, value in record.items() if name != "signature"}
     same = hmac.compare_digest(str(record.get("signature", "")).encode(), sign(body, secret).encode())
     return [] if same else [FOREIGN]

@@ -66,7 +66,7 @@ def host_file_name(host: str) -> str:
     return f"{safe.lstrip('._-') or 'host'}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
 
 
-def _rounded(size: int) -> int:
+def _rounded_up(size: int) -> int:
     return -(-size // UNIT_BYTES) * UNIT_BYTES
 
 
@@ -176,12 +176,12 @@ class ExtentChain:
             if known is None:
                 at, skipped, self._is_whole = at + UNIT_BYTES, skipped + 1, False
                 continue
-            self._add(*known)
+            self._add_extent(*known)
             at += known[1].size
             self.end, skipped = at, 0
         return True
 
-    def _add(self, session: Session, extent: Extent) -> None:
+    def _add_extent(self, session: Session, extent: Extent) -> None:
         name = f"{session.name} {session.rank}"
         key = self._current.get(name, name)
         known = self.sessions.setdefault(key, session)
@@ -210,7 +210,7 @@ class HostStream:
         self._used = 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            self._extend(0)
+            self._take_extent(0)
         except BaseException:
             os.close(self._file)
             raise
@@ -232,7 +232,7 @@ class HostStream:
         if fits > room:
             fits = data.rfind(b"\n", 0, room) + 1 if self._is_lines else room
         if not fits:
-            self._extend(data.find(b"\n") + 1 or len(data))
+            self._take_extent(data.find(b"\n") + 1 or len(data))
             return self.write(data)
         done = os.pwrite(self._file, data[:fits], self._extent.begin + HEAD_BYTES + self._used)
         self._used += done
@@ -255,16 +255,16 @@ class HostStream:
         """No more is written."""
         os.close(self._file)
 
-    def _extend(self, need: int) -> None:
+    def _take_extent(self, need: int) -> None:
         """Take an extent at the end of the chain, for lines of at least `need` bytes."""
         earlier = min(len(self._session.extents), 16)
-        size = max(min(UNIT_BYTES << earlier, MOST_EXTENT_BYTES), _rounded(HEAD_BYTES + need))
+        size = max(min(UNIT_BYTES << earlier, MOST_EXTENT_BYTES), _rounded_up(HEAD_BYTES + need))
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             self._chain.refresh(self._file)
             begin, length = self._chain.end, os.fstat(self._file).st_size
             if length > begin:  # a head that cannot be read: leave its owner the room that it may have
-                begin = _rounded(length) + MOST_EXTENT_BYTES
+                begin = _rounded_up(length) + MOST_EXTENT_BYTES
             extent = Extent(begin, size, self.end)
             head = _make_head(self._session, extent)
             if os.pwrite(self._file, head, begin) != len(head):
@@ -358,7 +358,7 @@ class HostFiles:
         with self._lock:
             began_s = time.monotonic()
             if now or not self._looked_s or began_s - self._looked_s > SHARE * self._took_s:
-                self._look(now=now)
+                self._look_again(now=now)
                 self._looked_s = time.monotonic()
                 self._took_s = self._looked_s - began_s
             return self._ranks
@@ -371,7 +371,7 @@ class HostFiles:
             _refresh_chain(chain)
             return chain.sessions.get(f"{session.name} {session.rank}")
 
-    def _look(self, *, now: bool) -> None:
+    def _look_again(self, *, now: bool) -> None:
         try:
             found = os.stat(self._folder)
             stamp = found.st_ino, found.st_mtime_ns

@@ -146,7 +146,7 @@ class Run:
         """
         root = self.checkpoints
         if isinstance(root, str):
-            return sorted(self._reported())
+            return sorted(self._reported_commits())
         found = [(COMMIT.fullmatch(path.parent.name), path) for path in root.glob("step-*/manifest.json")]
         return sorted(int(match.group(1)) for match, _ in found if match)
 
@@ -154,13 +154,13 @@ class Run:
         """Unix time at which the checkpoint of a step was committed; 0 when that cannot be told."""
         root = self.checkpoints
         if isinstance(root, str):
-            return self._reported().get(step, 0.0)
+            return self._reported_commits().get(step, 0.0)
         try:
             return (root / f"step-{step:08d}" / "manifest.json").stat().st_mtime
         except OSError:
             return 0.0
 
-    def _reported(self) -> dict[int, float]:
+    def _reported_commits(self) -> dict[int, float]:
         """Commits in the events of rank 0, with their times; the newest as many as are kept."""
         found: dict[int, float] = {}
         for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"',)):

@@ -115,7 +115,7 @@ class Rank:
         try:
             self.link.enter(epoch)
             self.link.progress(NO_STEP, Phase.BUILDING)
-            state, step = self._train(membership, rank)
+            state, step = self._train_membership(membership, rank)
             left |= {"state": state, "step": step}
         except Interrupted:
             pass
@@ -136,14 +136,14 @@ class Rank:
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
-        self._leave(epoch, abort, left)
+        self._leave_membership(epoch, abort, left)
 
     def _delete_untrusted(self, epoch: int, sound: int) -> None:
         """Delete checkpoints of a state that was found astray, before anything else: the run may end here."""
         with suppress(PhalanxError, OSError), commit_fence(self.run, epoch):  # else the next membership does it
             delete_commits_after(self.run.checkpoints, sound)
 
-    def _leave(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
+    def _leave_membership(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
         if "state" not in left:  # it did not come out of its loop by itself
             self.link.record()
         self.link.may_beat = lambda: True
@@ -155,11 +155,11 @@ class Rank:
         check_device()
         self.link.send("left", epoch=epoch, last_collective=collective, **left)
 
-    def _train(self, membership: HostMembership, rank: int) -> tuple[str, int]:
+    def _train_membership(self, membership: HostMembership, rank: int) -> tuple[str, int]:
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank)
-        across = self._across(membership, rank)
+        across = self._across_replicas(membership, rank)
         inner = (across.position, across.replicas.size) if across is not None else (rank, membership.world)
         # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.
         device = take_device(self.plan, self._local_world)
@@ -178,7 +178,7 @@ class Rank:
             meets_at = go["stores"][across.replica] if across is not None else go["store"]
             place = connect_store(meets_at, door, timeout_s=patience_s)
             store = PrefixStore(f"{membership.generation}", place)
-            shared = self._shares(device)
+            shared = self._shares_gpu(device)
             # Copies lie on hosts of all replicas: they are announced where all of them meet.
             common = store
             if across is not None and across.replica and not is_late:
@@ -193,11 +193,13 @@ class Rank:
                 self.run.events(rank), rank=rank, host_file=host_file, generation=membership.generation
             )
             stack.callback(self._close_events, events)
-            stack.enter_context(self._watched(membership, rank, events, device, None if across is not None else store))
-            keeper = self._keeper(membership, inner, go, events)
+            stack.enter_context(
+                self._monitored_rank(membership, rank, events, device, None if across is not None else store)
+            )
+            keeper = self._memory_checkpointer(membership, inner, go, events)
             if keeper is not None:
                 stack.callback(keeper.close)
-            rounds = self._rounds(membership, across, go, events) if across is not None else None
+            rounds = self._replica_rounds(membership, across, go, events) if across is not None else None
             # Steps at which a replay changes its membership.
             control = RankControl(
                 stop=lambda: self.link.board.stopping,
@@ -215,7 +217,7 @@ class Rank:
                 over=lambda: self.link.is_over(membership.generation),
                 rounds=rounds,
             )
-            copies = self._copies(go, places) if places is not None else None
+            copies = self._replica_source(go, places) if places is not None else None
             return train_rank(
                 self.run,
                 replace(self.plan, layout=across.replicas.inner if across is not None else membership.layout),
@@ -236,14 +238,14 @@ class Rank:
         """What a full disk refused waits for the next membership, or the end: this process has it, and nobody else."""
         self._unwritten = [one for one in (*self._unwritten, *events) if not one.close()][-MOST_UNWRITTEN:]
 
-    def _across(self, membership: HostMembership, rank: int) -> AcrossReplicas | None:
+    def _across_replicas(self, membership: HostMembership, rank: int) -> AcrossReplicas | None:
         """This rank's place among model replicas, where a lost one is left out; None where all ranks are one world."""
         if self.plan.job.fault.on_loss != "leave-out":
             return None
         replicas = ModelReplicas.of(membership.layout)
         return AcrossReplicas(replicas, rank) if replicas.count > 1 else None
 
-    def _rounds(
+    def _replica_rounds(
         self, membership: HostMembership, across: AcrossReplicas, go: Mapping[str, Any], events: EventWriter
     ) -> ReplicaRounds:
         fault, generation = self.plan.job.fault, membership.generation
@@ -264,7 +266,7 @@ class Rank:
             confirm=partial(self.link.send, "connected", epoch=generation),
         )
 
-    def _shares(self, device: torch.device) -> bool:
+    def _shares_gpu(self, device: torch.device) -> bool:
         """Whether ranks here share a GPU; by slots, as it must not depend on who is left."""
         if device.type != "cuda":
             return False
@@ -274,7 +276,7 @@ class Rank:
         hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
         return self.replica_store.slots * max(hosts, 1) > torch.cuda.device_count()
 
-    def _watched(
+    def _monitored_rank(
         self, membership: HostMembership, rank: int, events: EventWriter, device: torch.device, store: Store | None
     ) -> AbstractContextManager[None]:
         power_w = self.plan.cluster.accelerator.tdp_w
@@ -287,10 +289,10 @@ class Rank:
             layout=membership.layout,
             rank=rank,
             epoch=membership.generation,
-            sharers=self._sharers(membership, device),
+            sharers=self._count_sharers(membership, device),
         )
 
-    def _sharers(self, membership: HostMembership, device: torch.device) -> Sharers:
+    def _count_sharers(self, membership: HostMembership, device: torch.device) -> Sharers:
         """Ranks that share this machine and its device."""
         if self._task is None:
             return count_slot_sharers(device, self.link.slot, membership.ranks)
@@ -305,7 +307,7 @@ class Rank:
         self._server.admit(epoch)
         return self._server.port
 
-    def _keeper(
+    def _memory_checkpointer(
         self, membership: HostMembership, inner: tuple[int, int], go: Mapping[str, Any], events: EventWriter
     ) -> InMemoryCheckpointer | None:
         if not self.plan.reliability.memory_every:
@@ -349,7 +351,7 @@ class Rank:
             directory.announce(self.host, server, self.replica_store.held())
         return directory
 
-    def _copies(self, go: Mapping[str, Any], places: ReplicaDirectory) -> ReplicaSource:
+    def _replica_source(self, go: Mapping[str, Any], places: ReplicaDirectory) -> ReplicaSource:
         restore = go["restore"]
         numbers = {name: int(restore[name]) for name in ("epoch", "step", "world")}
         return ReplicaSource(

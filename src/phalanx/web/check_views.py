@@ -44,7 +44,7 @@ def findings_view(store: RunStore, name: str) -> Json:
     listed = report.pop("findings", [])
     said = remarks(store, name, parts)
     return {
-        **_stand(found, parts),
+        **_check_standing(found, parts),
         "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
         "groups": _finding_groups(listed, run.path),
         "remarks": said,
@@ -57,10 +57,15 @@ def counts_view(store: RunStore, name: str) -> Json:
     parts, run = AnswerParts(), store.run(name)
     found = parts.read("check", lambda: soon(store, run))
     report = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
-    return {**_stand(found, parts), "counts": report["counts"], "errors": report["errors"], "damage": parts.damage}
+    return {
+        **_check_standing(found, parts),
+        "counts": report["counts"],
+        "errors": report["errors"],
+        "damage": parts.damage,
+    }
 
 
-def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
+def _check_standing(found: Verdicts | None, parts: AnswerParts) -> Json:
     """Whether there is an answer; `settled` is false while a better one is worked out."""
     broken = any(one["where"] == "check" for one in parts.damage)
     return {

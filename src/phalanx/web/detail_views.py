@@ -135,11 +135,10 @@ def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Jso
     plan = parts.read("plan.json", run.plan, {})
     with store.history(name) as history:
         taken = parts.read("timelines", lambda: history.steps_with("timeline", rank), ())
-        event = (
-            parts.read("timeline", lambda: history.at_step("timeline", _nearest_step(taken, step), rank))
-            if taken
-            else None
-        )
+        event = None
+        if taken:
+            nearest = taken[-1] if step is None else min(taken, key=lambda one: abs(one - step))
+            event = parts.read("timeline", lambda: history.at_step("timeline", nearest, rank))
         parts.note(parts.read("events", history.damage, ()))
         if event is not None:  # the step may have been done in another layout than the newest
             plan = parts.read("plan.json", lambda: plan_at_step(run, history, integer(event, "step")), plan)
@@ -153,10 +152,6 @@ def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Jso
         "collectives": _collective_rows(event),
         "damage": parts.damage,
     }
-
-
-def _nearest_step(steps: Sequence[int], asked: int | None) -> int:
-    return steps[-1] if asked is None else min(steps, key=lambda one: abs(one - asked))
 
 
 def _measured_step(parts: AnswerParts, event: Event) -> Json:

@@ -118,7 +118,9 @@ def _within_time(run: Run, work: Callable[[Run, float], Json], until_s: float) -
 
 def _run_now(store: RunStore, run: Run, wait_s: float) -> Json:
     over = not state_of(run)[1]
-    found: Json = store.memo.get(("row", run.name), run_stamp(run), lambda: _stand(store, run), wait_s=wait_s, now=over)
+    found: Json = store.memo.get(
+        ("row", run.name), run_stamp(run), lambda: _run_standing(store, run), wait_s=wait_s, now=over
+    )
     return found
 
 
@@ -130,7 +132,7 @@ def _run_spent(store: RunStore, run: Run, wait_s: float) -> Json:
     return spent if state_of(run)[1] else spent | means
 
 
-def _stand(store: RunStore, run: Run) -> Json:
+def _run_standing(store: RunStore, run: Run) -> Json:
     """What the run is, and where it stands."""
     parts, going = AnswerParts(), state_of(run)[1]
     plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.record.account.timeline import KINDS, MOST_SPANS, Span, _order, measured, predicted
+from phalanx.record.account.timeline import KINDS, MOST_SPANS, Span, _stage_order, measured, predicted
 
 PARTS = {
     "matmul_s": 0.3, "attention_s": 0.15, "elementwise_s": 0.1, "head_s": 0.05, "recompute_s": 0.06, "launch_s": 0.0,
@@ -60,7 +60,7 @@ def test_the_first_stage_begins_at_once_and_the_last_waits_for_it():
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (1, 4), (8, 4), (4, 8), (2, 2)])
 def test_every_stage_does_each_micro_batch_once_in_order_and_idles_alike(count, stages):
     for stage in range(stages):
-        order = _order(count, stages, stage)
+        order = _stage_order(count, stages, stage)
         for kind in ("forward", "backward"):
             assert [number for what, number in order if what == kind] == list(range(count))
         done: set[float] = set()

@@ -94,7 +94,7 @@ def test_a_failure_inside_is_told_once_and_the_step_goes_on(meshes, monkeypatch)
     def broken(*_: object) -> str:
         raise RuntimeError("no such method\nsecond line")
 
-    monkeypatch.setattr("phalanx.train.telemetry.collective_tap._word", broken)
+    monkeypatch.setattr("phalanx.train.telemetry.collective_tap._operation_name", broken)
     told: list[str] = []
     sampler, done = _sampler(meshes, told, every=1), []
     for step in range(1, 4):

@@ -73,7 +73,8 @@ def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = 
         plan = run.plan()
     except PhalanxError:
         plan = {}
-    rates = _Rates(plan, world=_world(run))
+    world = run.world()
+    rates = _Rates(plan, world=1 if world is None else world)
     measured = used_energy(history)
     wall_s = projected_wall_s(run, plan, history, book)
     early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
@@ -139,11 +140,6 @@ def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -
     if len(known) < 2 or total_s <= 0:
         return [(rates, wall_s)]
     return [(_Rates(one.plan, world=one.world), wall_s * one.seconds / total_s) for one in known]
-
-
-def _world(run: Run) -> int:
-    world = run.world()
-    return 1 if world is None else world
 
 
 def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:

@@ -44,16 +44,16 @@ def work_by_column(
     """
     span: dict[str, Any] = {"columns": columns, "first": first, "last": last}
     waits, took = history.meshes(("wait_s", "duration_s"), **span)
-    own, wait = _table(took), _table(waits)
+    own, wait = _mesh_table(took), _mesh_table(waits)
     if took.ranks != waits.ranks or own.shape != wait.shape or not np.isfinite(own - wait).any():
         computed = history.mesh("compute_s", **span)
-        took, own, wait = computed, _table(computed), np.full(_table(computed).shape, np.nan)
+        took, own, wait = computed, _mesh_table(computed), np.full(_mesh_table(computed).shape, np.nan)
     else:
         own = own - wait
     own = np.where(own > 0.0, own, np.nan)
     held = np.zeros(own.shape)
     if "cpu_s" in history.names():
-        in_all, spent = (_table(one) for one in history.meshes(("compute_s", "cpu_s"), **span))
+        in_all, spent = (_mesh_table(one) for one in history.meshes(("compute_s", "cpu_s"), **span))
         if in_all.shape == spent.shape == own.shape:
             held = np.nan_to_num(np.maximum(in_all - spent, 0.0), nan=0.0)
     there = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
@@ -83,7 +83,7 @@ def work_by_step(history: RunHistory, ranks: Sequence[int], *, first: int, last:
     return RankWork(ranks=tuple(ranks), step=steps, own_s=own, wait_s=wait, held_s=held)
 
 
-def _table(mesh: Mesh) -> Table:
+def _mesh_table(mesh: Mesh) -> Table:
     """The mesh's values, also of a mesh without ranks or columns; what cannot be a duration is not known."""
     rows = [[np.nan if value is None else value for value in row] for row in mesh.values]
     found = np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))

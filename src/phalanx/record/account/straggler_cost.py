@@ -44,11 +44,11 @@ class StragglerTime:
 
 def straggler_time(run: Run, history: RunHistory | None = None) -> StragglerTime:
     """What the steps of a run lost."""
-    found = _lags(run, history)
+    found = _lags_of_run(run, history)
     return StragglerTime() if found is None else StragglerTime(*found)
 
 
-def _lags(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]] | None:
+def _lags_of_run(run: Run, history: RunHistory | None) -> tuple[list[int], list[float]] | None:
     if history is None:
         if len(run.event_files()) < 2:
             return None

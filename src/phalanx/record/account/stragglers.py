@@ -130,7 +130,7 @@ def _with_reasons(found: Scores, history: RunHistory, where: RankPlaces, *, firs
     named = []
     for one in found.named:
         peers = [rank for group in groups if one.rank in group for rank in group if rank != one.rank]
-        mine, others = _parts(history, [one.rank], first, last), _parts(history, peers[:CLOSER], first, last)
+        mine, others = _own_time(history, [one.rank], first, last), _own_time(history, peers[:CLOSER], first, last)
         reason = reason_of(mine, others)
         named.append(replace(one, reason=reason, text=f"{one.text}: {reason}" if reason else one.text))
     return replace(found, named=tuple(named))
@@ -146,7 +146,7 @@ class OwnTime:
     data_s: float | None
 
 
-def _parts(history: RunHistory, ranks: Sequence[int], first: int, last: int) -> OwnTime:
+def _own_time(history: RunHistory, ranks: Sequence[int], first: int, last: int) -> OwnTime:
     found: dict[str, list[float]] = {"computed_s": [], "held_s": [], "core_wait_s": [], "data_s": []}
     for rank in ranks:
         for event in history.steps(rank, first, last):
@@ -199,19 +199,19 @@ def score_ranks(known: RankWork, where: RankPlaces) -> Scores:
     for group in where.same_work(known.ranks):
         at_rows = [rows[rank] for rank in group]
         own, held = known.own_s[at_rows], known.held_s[at_rows]
-        medians, limits = _standing(own, least=HELD_UP if held.any() else STRAGGLES)
+        medians, limits = _scores_and_limits(own, least=HELD_UP if held.any() else STRAGGLES)
         score |= {rank: float(value) for rank, value in zip(group, medians, strict=True) if np.isfinite(value)}
         if own.shape[1] >= LEAST_STEPS:
             slow = medians > limits
             if held.any():  # who is slow even when he has a core
-                free, free_limits = _standing(np.where(own > held, own - held, np.nan), least=STRAGGLES)
+                free, free_limits = _scores_and_limits(np.where(own > held, own - held, np.nan), least=STRAGGLES)
                 slow |= free > free_limits
                 medians = np.where(slow, np.fmax(medians, free), medians)
             named += [_named_straggler(rank, float(medians[at]), where) for at, rank in enumerate(group) if slow[at]]
     return Scores(score=score, named=tuple(sorted(named, key=lambda one: -one.score)), steps=int(known.own_s.shape[1]))
 
 
-def _standing(own: Table, *, least: float) -> tuple[Table, Table]:
+def _scores_and_limits(own: Table, *, least: float) -> tuple[Table, Table]:
     """The score of each rank of a group, and what it must pass to be named."""
     ratios = own / median_of_others(own)
     medians = _column_median(ratios)

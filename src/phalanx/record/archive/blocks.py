@@ -89,9 +89,9 @@ class BlockMaker:
     def __init__(self, start: int, *, step: int = 0) -> None:
         self.done: list[bytes] = []  # finished records, blocks with their places behind
         self._step = step  # the one that goes on
-        self._clear(start)
+        self._clear_block(start)
 
-    def _clear(self, start: int) -> None:
+    def _clear_block(self, start: int) -> None:
         self.start = self.end = start
         self._rows: dict[str, list[list[float]]] = {"step": [], "monitor": []}
         self._last = -1
@@ -114,23 +114,23 @@ class BlockMaker:
         if offset + length - self.start > MOST_BYTES or len(self._rows["monitor"]) >= MOST_MONITORS:
             self.cut()
             self._last, rows = self._step if kind == "step" else -1, self._rows.get(kind)
-        self._time(event_number(event.get("t")))
+        self._note_time(event_number(event.get("t")))
         self._kinds |= _BITS.get(kind, UNKNOWN_BIT)
         self._unknown += kind not in _BITS
         if rows is not None:
             rows.append([self._step, self._t[1], *[event_number(event.get(name)) for name in _FIELDS[kind]]])
         elif kind not in FREQUENT:
-            self._note(kind, event.get("step"), offset, length)
+            self._note_place(kind, event.get("step"), offset, length)
         self.end = offset + length
 
-    def _note(self, kind: str, step: Any, offset: int, length: int) -> None:
+    def _note_place(self, kind: str, step: Any, offset: int, length: int) -> None:
         if len(self._places) <= MOST_LISTED:
             known = step if type(step) is int and abs(step) < 2**62 else -1
             self._places.append((offset, length, kind_code(kind), known))
         if kind == "run_start" and type(step) is int and abs(step) < 2**62:
             self._step = step
 
-    def _time(self, t: float) -> None:
+    def _note_time(self, t: float) -> None:
         if math.isfinite(t):
             first, last = self._t
             self._jumps = min(0xFFFF, self._jumps + (t < last - JUMP_S))
@@ -147,23 +147,23 @@ class BlockMaker:
         """Finish the block; the next begins where it ends."""
         if self.end > self.start:
             self.done.append(self.snapshot())
-            self._clear(self.end)
+            self._clear_block(self.end)
 
     def snapshot(self) -> bytes:
         """The block so far, as records; nothing when it is empty."""
         if self.end == self.start:
             return b""
         block = np.zeros(1, BLOCK)
-        self._head(block)
+        self._fill_head(block)
         for kind, fields in (("step", _STEP_FIELDS), ("monitor", _MONITOR_FIELDS)):
             if self._rows[kind]:
                 _reduce_columns(block, np.array(self._rows[kind])[:, 2:], [number for number, _ in fields])
         crowded = len(self._places) > MOST_LISTED
         lists = [] if crowded else [self._places[at : at + LISTED] for at in range(0, len(self._places), LISTED)]
         block["listed"] = CROWDED if crowded else len(self._places)
-        return b"".join([seal_record(block), *(self._listed(one) for one in lists)])
+        return b"".join([seal_record(block), *(self._places_record(one) for one in lists)])
 
-    def _head(self, block: Blocks) -> None:
+    def _fill_head(self, block: Blocks) -> None:
         steps = self._rows["step"]
         first = int(steps[0][0]) if steps else self._step
         values = {
@@ -175,7 +175,7 @@ class BlockMaker:
         for name, value in values.items():
             block[name] = value
 
-    def _listed(self, places: list[tuple[int, int, int, int]]) -> bytes:
+    def _places_record(self, places: list[tuple[int, int, int, int]]) -> bytes:
         record = np.zeros(1, PLACES)
         record["type"], record["listed"], record["start"], record["end"] = (
             PLACES_TYPE,

@@ -69,14 +69,14 @@ class IndexWriter:
         if maker is None or maker.end != at:  # the first, or somebody else wrote in between
             if maker is not None:
                 maker.cut()
-                self._write(maker)
+                self._write_records(maker)
             maker = self._maker = BlockMaker(at)
         for event, length in self._lines:
             maker.add(event["event"], event, at, length)
             at += length
         self._lines.clear()
         if maker.done:
-            self._write(maker)
+            self._write_records(maker)
 
     def spoil(self) -> None:
         """Where the lines landed is not known: readers will have to look."""
@@ -86,7 +86,7 @@ class IndexWriter:
         """Write the last block, whatever its size."""
         if self._maker is not None:
             self._maker.cut()
-            self._write(self._maker)
+            self._write_records(self._maker)
             self._maker = None
         if self._into is not None:
             self._into.close()
@@ -95,24 +95,24 @@ class IndexWriter:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, maker: BlockMaker) -> None:
+    def _write_records(self, maker: BlockMaker) -> None:
         data = b"".join(maker.done)
         maker.done.clear()
         try:
             if self._stream is not None:
-                self._append(self._stream, data)
+                self._append_to_host(self._stream, data)
                 return
             if self._file < 0:
                 if os.stat(self._events).st_ino != self._inode:
                     return
-                self._file = _prepared(self._events)
+                self._file = _open_prepared(self._events)
             size = os.fstat(self._file).st_size
             if data and os.write(self._file, data) != len(data):
                 os.ftruncate(self._file, size)  # a full disk: whole records or none
         except OSError:
             pass
 
-    def _append(self, events: HostStream, data: bytes) -> None:
+    def _append_to_host(self, events: HostStream, data: bytes) -> None:
         if self._into is None:
             self._into = events.open_index()
             data = _make_head(events.first_bytes(SIGNATURE)) + data
@@ -121,11 +121,11 @@ class IndexWriter:
             done += self._into.write(data[done:])
 
 
-def _prepared(events: Path) -> int:
+def _open_prepared(events: Path) -> int:
     """The index opened for appending, with a head that fits the events and no torn record at its end."""
     file = os.open(events.with_suffix(SUFFIX), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    size, head = os.fstat(file).st_size, _head(events)
-    if size < HEAD_BYTES or _read_head(os.pread(file, HEAD_BYTES, 0), events) != _names():
+    size, head = os.fstat(file).st_size, _make_head(_first_bytes(events, SIGNATURE))
+    if size < HEAD_BYTES or _read_head(os.pread(file, HEAD_BYTES, 0), events) != _series_names():
         os.ftruncate(file, 0)
         if os.write(file, head) != len(head):  # a full disk
             os.ftruncate(file, 0)
@@ -136,16 +136,12 @@ def _prepared(events: Path) -> int:
     return file
 
 
-def _names() -> list[str]:
+def _series_names() -> list[str]:
     return [series.name for series in SERIES]
 
 
-def _head(events: Path) -> bytes:
-    return _make_head(_first_bytes(events, SIGNATURE))
-
-
 def _make_head(first: bytes) -> bytes:
-    head = {"phalanx.index": VERSION, "length": len(first), "crc": zlib.crc32(first), "names": _names()}
+    head = {"phalanx.index": VERSION, "length": len(first), "crc": zlib.crc32(first), "names": _series_names()}
     return json.dumps({**head, "check": _head_check(head)}).encode().ljust(HEAD_BYTES)
 
 
@@ -176,11 +172,6 @@ def _first_bytes(path: Path, length: int) -> bytes:
         return b""
 
 
-def _size(path: Path) -> int:
-    found = stat_events(path)
-    return found.size if found is not None else 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
     """What is believed of an index: blocks in the order of the file, no two overlapping, and places in them."""
@@ -206,7 +197,9 @@ def read_index(events: Path) -> Index:
         return EMPTY
     except OSError as error:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble=error.strerror or "unreadable")
-    names, size = _read_head(head, events), _size(events)  # asked now: events are written before what is told of them
+    names = _read_head(head, events)
+    found = stat_events(events)  # asked now: events are written before what is told of them
+    size = found.size if found is not None else 0
     if names is None:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble="it belongs to other events")
     records = np.frombuffer(data, BLOCK, count=len(data) // SIZE)
@@ -217,7 +210,7 @@ def read_index(events: Path) -> Index:
     lists = take_blocks(records, good & (records["type"] == PLACES_TYPE)).view(PLACES)
     columns = {name: number for number, name in enumerate(names)}
     refused = int(len(records) - good.sum()) + twice
-    return Index(blocks=blocks, places=_places(lists, blocks), columns=columns, refused=refused)
+    return Index(blocks=blocks, places=_believed_places(lists, blocks), columns=columns, refused=refused)
 
 
 TAIL = 4  # records at the end of an index of which one is a block: the others are places of rare events
@@ -279,7 +272,7 @@ def _in_order(blocks: NDArray[np.void]) -> tuple[NDArray[np.void], int]:
     return (blocks, 0) if fits.all() else (take_blocks(blocks, fits), int((~fits).sum()))
 
 
-def _places(lists: NDArray[np.void], blocks: NDArray[np.void]) -> NDArray[np.void]:
+def _believed_places(lists: NDArray[np.void], blocks: NDArray[np.void]) -> NDArray[np.void]:
     """The places of rare events, each inside a block that was believed."""
     counts = np.minimum(lists["listed"], LISTED)
     taken = np.arange(LISTED) < counts[:, None]

@@ -67,18 +67,18 @@ class Follower:
 
     def read(self) -> list[str]:
         """Look at what is new; the remarks worth a line of their own."""
-        remarks = self._incidents()
+        remarks = self._incident_lines()
         for event in self._reader.read():
             if (number(event, "t") or 0.0) < self._since_s:
                 continue  # an earlier start of the same run
             if event["event"] == "step":
-                self._step(event)
+                self._take_step(event)
             else:
                 remarks += remark_of_rank(event)
                 self._steps = integer(event, "steps") or self._steps if event["event"] == "run_start" else self._steps
         return remarks
 
-    def _incidents(self) -> list[str]:
+    def _incident_lines(self) -> list[str]:
         """Failures, and how the run goes on."""
         remarks = []
         for event in self._supervisor.read():
@@ -86,7 +86,7 @@ class Follower:
                 remarks += remark_of_supervisor(event)
         return remarks
 
-    def _step(self, event: Event) -> None:
+    def _take_step(self, event: Event) -> None:
         seconds, tokens = number(event, "duration_s"), number(event, "tokens")
         if seconds:
             self._recent.append((tokens or 0.0, seconds))
@@ -139,7 +139,7 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "checkpoint":
         return _checkpoint_lines(event, step)
     if event["event"] == "memory":
-        return [f"step {step:,}: {_copies(event)}"]
+        return [f"step {step:,}: {_copies_text(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
         return [f"warning: {text(event, 'text')}"]
     if event["event"] == "compile_check":
@@ -180,7 +180,7 @@ def _communicator_lines(event: Event) -> list[str]:
     return lines
 
 
-def _copies(event: Event) -> str:
+def _copies_text(event: Event) -> str:
     """How the copies of the state in host memory are."""
     if event.get("is_skipped") is True:
         return f"in-memory checkpoint skipped: {text(event, 'trouble') or 'the last one is not safe yet'}"
@@ -258,13 +258,13 @@ class Watcher:
         """What there is now."""
         if self._history.refresh():
             self._changed_s = self._clock()
-        state = self._state()
-        dear = self._read(force=state in OVER)
+        state = self._run_state()
+        dear = self._read_costly(force=state in OVER)
         saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
         saved_s = number(saved[-1], "t") if saved else None
         return View(
             state=state,
-            progress=self._progress(),
+            progress=self._run_progress(),
             loss=dear.loss,
             tokens_per_s=dear.tokens_per_s,
             summary=dear.summary,
@@ -281,7 +281,7 @@ class Watcher:
         new.sort(key=lambda one: number(one[0], "t") or 0.0)
         return [line for event, remark in new for line in remark(event)]
 
-    def _read(self, *, force: bool) -> _Dear:
+    def _read_costly(self, *, force: bool) -> _Dear:
         """The ledger, the curves and all else that needs the whole record."""
         if self._dear is not None and not force and time.monotonic() < self._next_s:
             return self._dear
@@ -298,12 +298,12 @@ class Watcher:
         self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
         return self._dear
 
-    def _state(self) -> str:
+    def _run_state(self) -> str:
         state = str(self.run.status().get("state", "unknown"))
         is_gone = state not in ENDED and is_run_over(self.run, heard_s=self._changed_s, now_s=self._clock())
         return "gone" if is_gone else state
 
-    def _progress(self) -> Progress | None:
+    def _run_progress(self) -> Progress | None:
         last = self._history.last_step
         if last is None:
             return None

@@ -60,26 +60,26 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        return _multiply(x_TI, weight_OI)
+        return _multiply_fp8(x_TI, weight_OI)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad_TO,) = grads
         x_TI, weight_OI = ctx.saved_tensors
-        return _multiply(grad_TO, weight_OI.t()), grad_TO.t() @ x_TI
+        return _multiply_fp8(grad_TO, weight_OI.t()), grad_TO.t() @ x_TI
 
 
-def _multiply(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+def _multiply_fp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """left rightᵀ, both rounded to fp8 with one scale per row."""
-    left, left_scale = _round(left_MK)
-    right, right_scale = _round(right_NK)
+    left, left_scale = _round_rows(left_MK)
+    right, right_scale = _round_rows(right_NK)
     out: Tensor = torch._scaled_mm(
         left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=left_MK.dtype, use_fast_accum=True
     )
     return out
 
 
-def _round(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = rows.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12)
     scale = largest / MOST
     return (rows.float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous(), scale

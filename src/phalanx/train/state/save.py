@@ -115,7 +115,7 @@ def save_checkpoint(
             manifest = Manifest(
                 step=step, world=world, attempt=attempt, epoch=epoch, code=_code_version(), meta=meta, ranks=ranks
             )
-            _commit(draft, manifest, fence, abandoned, point)
+            _commit_draft(draft, manifest, fence, abandoned, point)
     except BaseException as error:
         _clean_up(draft, rank, error)
         if isinstance(error, OSError):
@@ -262,7 +262,7 @@ def _ranks_late(draft: CheckpointDraft, step: int, missing: Sequence[int], timeo
     )
 
 
-def _commit(
+def _commit_draft(
     draft: CheckpointDraft,
     manifest: Manifest,
     fence: CommitFence,
