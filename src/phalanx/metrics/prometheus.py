@@ -47,10 +47,10 @@ class RunCollector:
         """Every metric that has a value."""
         with self._lock:
             points = self._readings.points()
-        yield from families(points, run=printable(self._readings.run.name))
+        yield from metric_families(points, run=printable(self._readings.run.name))
 
 
-def families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
+def metric_families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
     """Points as prometheus_client's metric families, in the order of the table."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -66,7 +66,7 @@ def families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
             yield family
 
 
-def registry(readings: Readings) -> CollectorRegistry:
+def make_registry(readings: Readings) -> CollectorRegistry:
     """A registry of our own: nothing of this process, nothing of other libraries."""
     require_library("prometheus_client", extra="metrics", what=NEED)
     from prometheus_client import CollectorRegistry
@@ -76,9 +76,9 @@ def registry(readings: Readings) -> CollectorRegistry:
     return made
 
 
-def exposition(readings: Readings) -> str:
+def exposition_text(readings: Readings) -> str:
     """The text a Prometheus server would get now."""
-    made = registry(readings)
+    made = make_registry(readings)
     from prometheus_client import generate_latest
 
     return str(generate_latest(made), "utf-8")
@@ -90,7 +90,7 @@ class MetricsServer:
     def __init__(
         self, readings: Readings, listen: Address, *, token: str | None = None, where: str = "--listen"
     ) -> None:
-        made = registry(readings)
+        made = make_registry(readings)
         listener = open_socket(listen, guarded=token is not None, where=where)
         self.address = bound_address(listener)
         self._server = _Server(self.address, made, token)

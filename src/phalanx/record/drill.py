@@ -117,7 +117,7 @@ def _module_digest(module: str, base: Path) -> str:
 def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
     """The record and everything that is wrong with it; raises UserError when it is none at all."""
     record = read_record(path)
-    return record, [*_signature_problems(record, secret), *differences(record, path.parent)]
+    return record, [*_signature_problems(record, secret), *record_differences(record, path.parent)]
 
 
 def is_signed(record: Mapping[str, Any], secret: bytes | None) -> bool:
@@ -127,14 +127,14 @@ def is_signed(record: Mapping[str, Any], secret: bytes | None) -> bool:
 
 def _signature_problems(record: Mapping[str, Any], secret: bytes) -> list[str]:
     body = {name: value for name, value in record.items() if name != "signature"}
-    same = hmac.compare_digest(str(record.get("signature", "")).encode(), sign(body, secret).encode())
+    same = hmac.compare_digest(str(record.get("signature", "")).encode(), sign_record(body, secret).encode())
     return [] if same else [FOREIGN]
 
 
-def differences(record: Mapping[str, Any], folder: Path) -> list[str]:
+def record_differences(record: Mapping[str, Any], folder: Path) -> list[str]:
     """How the evidence in a folder differs from what the record says of it."""
     try:
-        found = digests(folder)
+        found = folder_digests(folder)
     except OSError as error:
         return [f"the evidence cannot be read: {error.strerror or error}"]
     wrong = []
@@ -144,13 +144,13 @@ def differences(record: Mapping[str, Any], folder: Path) -> list[str]:
     return wrong + [f"{name} is new" for name in found.keys() - record["files"].keys()]
 
 
-def sign(body: Mapping[str, Any], secret: bytes) -> str:
+def sign_record(body: Mapping[str, Any], secret: bytes) -> str:
     """HMAC-SHA256 over the record as canonical JSON."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hmac.new(secret, text.encode("ascii"), hashlib.sha256).hexdigest()
 
 
-def digests(folder: Path) -> dict[str, str]:
+def folder_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file that the verdicts rest on, those of the replay included."""
     return {str(path.relative_to(folder)): file_sha256(path) for path in evidence_files(folder)}
 

@@ -479,7 +479,7 @@ def _as_json_list(data: bytes) -> bytes:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """For the milliseconds of a piece: its events are gone before the collector could find them, which is a fifth."""
     was_on = gc.isenabled()
     gc.disable()

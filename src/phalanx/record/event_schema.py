@@ -257,7 +257,7 @@ def _fields_getter(names: tuple[str, ...]) -> Callable[[Event], tuple[Any, ...]]
 # ---- one event, by the whole schema ----------------------------------------------------------------------------------
 
 
-def breaks(event: Event) -> str:
+def schema_breaks(event: Event) -> str:
     """What the schema has against an event, in one line; empty when nothing."""
     schema = _loaded_schema()
     wrong = _check_schema(event, schema, "")

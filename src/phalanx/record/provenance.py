@@ -17,7 +17,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MOST_BYTES = 2**22  # of packed-refs
 
 
-def provenance(job: Mapping[str, Any]) -> dict[str, Any]:
+def job_provenance(job: Mapping[str, Any]) -> dict[str, Any]:
     """For `launch.json`; `commit` is empty where the package lies in no git checkout: `code` stands for it."""
     return {
         "versions": {

@@ -95,10 +95,10 @@ class Run:
 
     def summary(self) -> Summary:
         """What the run came to, as far as it went: measured beside predicted."""
-        from phalanx.record.account.summary import summarize
+        from phalanx.record.account.summary import summarize_run
         from phalanx.record.report.run_report import with_lost_processes
 
-        return with_lost_processes(self, summarize(self))
+        return with_lost_processes(self, summarize_run(self))
 
     def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
         """Numbers by step, as `run.frame("loss", "tokens_per_s")`; without names, all that were recorded.

@@ -92,7 +92,7 @@ class ListedNames:
 
 
 def _with_sessions(names: ListedNames, sessions: Mapping[int, int]) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """Parts and counts with those in the files of hosts: every session but the newest is a closed part."""
+    """Parts and counts, those in the files of hosts added: every session but the newest is a closed part."""
     parts, counts = dict(names.parts), dict(names.counts)
     for rank, count in sessions.items():
         closed = count - (rank not in names.live)

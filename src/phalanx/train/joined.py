@@ -42,7 +42,7 @@ from phalanx.hardware.local import allowed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
-from phalanx.units import plural
+from phalanx.units import first_few, plural
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
@@ -265,7 +265,7 @@ def _hear_all(store: Store, place: RankPlace) -> None:
             store.wait(names, timedelta(seconds=MEETING_S))
     except RuntimeError as error:  # torch's DistStoreError is one
         missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+        shown = first_few(missing, 8)
         raise SystemFailure(
             Problem(
                 where="rank 0",

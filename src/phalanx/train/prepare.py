@@ -36,7 +36,7 @@ from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.plugins import absolute_references, code_refused, needs_consent
-from phalanx.units import plural
+from phalanx.units import first_few, plural
 
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
 FREE = (
@@ -261,7 +261,7 @@ def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
     if resolved is not None and changed:
         raise mistake(
             path,
-            f"is the plan of another job: {_first_few(changed)} differ from {resolved.path}",
+            f"is the plan of another job: {first_few(changed, 4)} differ from {resolved.path}",
             fix=f"write it again: phalanx plan {resolved.path} --out {path}",
         )
     base = resolved.path.parent if resolved is not None else Path(path).parent
@@ -438,7 +438,3 @@ def flat_settings(job: Job) -> dict[str, Any]:
         else:
             result[section] = value
     return result
-
-
-def _first_few(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -94,8 +94,8 @@ class RequestGuard:
         headers = dict(reversed(scope["headers"]))
         refusal = self._refusal_of(scope, headers) or self._lock_refusal(scope, headers)
         if refusal is not None:
-            return await _send_refusal(scope, sealed(send), refusal)
-        return await self._app(scope, receive, sealed(send))
+            return await _send_refusal(scope, seal_answer(send), refusal)
+        return await self._app(scope, receive, seal_answer(send))
 
     def _refusal_of(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> Refusal | None:
         if scope["method"] not in METHODS:
@@ -141,7 +141,7 @@ class RequestGuard:
         return Refusal(status=401, text=text, headers=((b"www-authenticate", b"Bearer"),))
 
 
-def sealed(send: Send) -> Send:
+def seal_answer(send: Send) -> Send:
     """`send`, with our headers on every answer."""
 
     async def with_headers(message: Message) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.errors import UserError, mistake
 from phalanx.io.values import text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory, list_runs, run_in
 from phalanx.record.host_file import stat_events
@@ -332,5 +332,5 @@ def _account_of(run: Run) -> RunAccount:
     # A history of its own: a walk over 100,000 steps takes seconds, in which the page must be able to draw.
     history = RunHistory.open(run)
     walked = walk_ledger(run, history)
-    summary = summarize(run, history, walked)
+    summary = summarize_run(run, history, walked)
     return RunAccount(summary=summary, effective=from_trail(walked.trail, EFFECTIVE_POINTS))

@@ -49,7 +49,7 @@ def total_steps(plan: Json, history: RunHistory) -> int:
     return integer(start, "steps") or integer(at(plan, "duration"), "steps") or 0
 
 
-def progress(run: Run, plan: Json, history: RunHistory) -> Json:
+def run_progress(run: Run, plan: Json, history: RunHistory) -> Json:
     """Where a run stands after its newest step."""
     state, live = state_of(run)
     last, steps = history.last_step, total_steps(plan, history)
@@ -137,7 +137,7 @@ def _run_standing(store: RunStore, run: Run) -> Json:
     parts, going = AnswerParts(), state_of(run)[1]
     plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)
     with store.history(run.name) as history:
-        now = parts.read("steps", lambda: progress(run, plan, history), {})
+        now = parts.read("steps", lambda: run_progress(run, plan, history), {})
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
         parts.read("events", history.look, None)
         parts.note(parts.read("events", history.damage, ()))
@@ -175,7 +175,7 @@ def run_view(store: RunStore, name: str) -> Json:
     parts.read("status.json", partial(read_json, found.path / "status.json"))
     account = parts.read("summary", partial(account_soon, store, found, wait_s=PATIENCE_S))
     with store.history(name) as history:
-        now = parts.read("steps", lambda: progress(found, plan, history), {})
+        now = parts.read("steps", lambda: run_progress(found, plan, history), {})
         names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
         summary = account.summary if account else parts.read("summary", lambda: summarize_briefly(found, history))
         parts.note(parts.read("events", history.damage, ()))

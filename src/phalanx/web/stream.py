@@ -11,7 +11,7 @@ from anyio import to_thread
 
 from phalanx.web.answer import AnswerParts, Json, encode_answer
 from phalanx.web.run_store import GOING, Mark, RunStore, run_stamp, state_of
-from phalanx.web.run_views import mark_count, plan_of, progress
+from phalanx.web.run_views import mark_count, plan_of, run_progress
 
 POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
@@ -37,7 +37,7 @@ def read_news(store: RunStore, name: str) -> News:
     parts, run = AnswerParts(), store.run(name)
     state, live = state_of(run)
     with store.history(name) as history:
-        now = parts.read("steps", lambda: progress(run, plan_of(run), history), {"state": state, "live": live})
+        now = parts.read("steps", lambda: run_progress(run, plan_of(run), history), {"state": state, "live": live})
         marks = parts.read("marks", lambda: mark_count(history), 0)
     # Silence alone ends nothing: a step may take minutes. `live` says what is thought of it.
     return News(progress=now, marks=marks, is_over=state not in GOING)

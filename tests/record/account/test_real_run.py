@@ -15,7 +15,7 @@ from tiny_dataset import write_dataset
 
 from phalanx.record.account.ledger import read_ledger
 from phalanx.record.account.stragglers import straggler_scores
-from phalanx.record.account.summary import summarize
+from phalanx.record.account.summary import summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, open_run
 
@@ -62,7 +62,7 @@ def test_the_slow_rank_is_named_within_a_hundred_steps(run: Run) -> None:
 
 
 def test_the_summary_tells_of_both(run: Run) -> None:
-    found = summarize(run)
+    found = summarize_run(run)
     (incident,) = found.incidents
     assert (incident.rank, incident.what, incident.source) == (2, "killed by signal 9", "memory")
     assert incident.recovery_s is not None

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.record.account.timeline import measured
+from phalanx.record.account.timeline import measured_spans
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
@@ -46,7 +46,7 @@ def test_a_real_step_moves_what_a_trace_says(name, trial):
     assert {(one["op"], one["group"]): one["count"] for one in found["collectives"]} == calls
     assert found["nbytes"] == sum(wanted.values())
     assert found["told"] == []
-    spans = measured({"spans": json.loads(json.dumps(found["spans"]))})
+    spans = measured_spans({"spans": json.loads(json.dumps(found["spans"]))})
     kinds = Counter(span.kind for span in spans)
     micro = made.settings.layout.accumulation
     assert (kinds["forward"], kinds["backward"], kinds["optimizer"], kinds["data"]) == (micro, micro, 1, 1)

@@ -65,7 +65,7 @@ class Communication:
     checks: tuple[CompileCheck, ...] = ()
 
 
-def communication(history: RunHistory) -> Communication | None:
+def read_communication(history: RunHistory) -> Communication | None:
     """What rank 0 wrote; None for a run of before."""
     made = [event for event in history.events("communicators") if isinstance(event.get("groups"), list)]
     checks = tuple(_compile_check(event) for event in history.events("compile_check"))

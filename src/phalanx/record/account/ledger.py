@@ -27,7 +27,7 @@ from phalanx.record.account.memberships import (
     read_memberships,
 )
 from phalanx.record.account.time_accounts import Accounts, Floats, LedgerBuilder, Point, Recovery, StepStretch
-from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, uncollected
+from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, gc_paused
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event, event_files_of
 from phalanx.record.run import Run
@@ -107,7 +107,8 @@ class Ledger:
         parts = [f"{name.replace('_', ' ')} {format_seconds(took_s)}" for name, took_s in spent if took_s >= 0.0005]
         closes = f"; does not close, {self.gap}" if self.gap else ""
         jumped = f"; {self.jumped}" if self.jumped else ""
-        return f"{format_seconds(self.wall_s)} ({self.effective:.1%} effective): {', '.join(parts)}{closes}{jumped}"
+        whole = f"{format_seconds(self.wall_s)} (effective training time {self.effective:.1%})"
+        return f"{whole}: {', '.join(parts)}{closes}{jumped}"
 
 
 def read_ledger(run: Run, history: RunHistory | None = None) -> Ledger:
@@ -141,14 +142,14 @@ def walk_ledger(
         if feed.left_bytes >= least_bytes:
             going, parser = _Going(run, history, known), EventParser()
             for piece in feed.pieces():
-                with uncollected():
+                with gc_paused():
                     going.take(parser.batch(piece))
             return going.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)
     for time_s, generation, event in merged_marks(run, known, lines):
         book.take(time_s, generation, event)
-    return closed(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
+    return closed_ledger(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
 def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
@@ -161,7 +162,7 @@ def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None)
     )
 
 
-def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
+def closed_ledger(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
     """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
@@ -251,7 +252,7 @@ class _Going:
         """All that was told, and the rest of the supervisor's."""
         self._take_supervisor(np.inf)
         unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
-        return closed(self.book, known, unreadable=unreadable, jumps=jumps)
+        return closed_ledger(self.book, known, unreadable=unreadable, jumps=jumps)
 
     def take(self, batch: EventBatch) -> None:
         """Marks, steps that follow each other together; telemetry says nothing about accounts."""

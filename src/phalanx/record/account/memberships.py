@@ -389,7 +389,7 @@ class Launch:
     plan: Table
 
 
-def launches(run: Run, history: RunHistory) -> list[Launch]:
+def read_launches(run: Run, history: RunHistory) -> list[Launch]:
     """The launches of a run that its supervisor told of, oldest first; their seconds say how the time is shared."""
     plans, found = _Plans(run), []
     began: list[tuple[float, Table, int]] = []  # when, under which plan, with how many ranks

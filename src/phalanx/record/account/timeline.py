@@ -59,7 +59,7 @@ class Span:
         }
 
 
-def measured(event: Mapping[str, Any]) -> list[Span]:
+def measured_spans(event: Mapping[str, Any]) -> list[Span]:
     """The spans of a `timeline` event, by their start; whatever is none is left out."""
     rows = event.get("spans")
     found = [_read_span(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
@@ -84,7 +84,7 @@ def _read_span(row: object) -> Span | None:
     )
 
 
-def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
+def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
     """The step of a rank as plan.json sees it; the spans follow each other and end at `prediction.step_s`.
 
     The plan knows the busiest stage and adds up over the step: micro-batches are drawn as equals, and what of a message

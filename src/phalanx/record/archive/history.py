@@ -19,7 +19,7 @@ from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, super
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
 from phalanx.record.archive.index import SUFFIX, newest_blocks
 from phalanx.record.archive.rank_file import RankFile, RowCache, Start
-from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucketed, columns_of, join, unit_of
+from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucket_spans, columns_of, join_spans, unit_of
 from phalanx.record.events import Event, EventReader
 from phalanx.record.run import Run, list_runs, run_in
 from phalanx.record.run_lock import ENDED
@@ -104,7 +104,7 @@ class RunHistory:
         """Look for what is new; whether there was anything. Ranks beside the first are read when they are asked for."""
         self._parts = self.run.event_parts()
         new, self.ranks = tuple(self._parts) != self.ranks, tuple(self._parts)
-        self.sample = spread(self.ranks, SAMPLE_RANKS) if len(self.ranks) > MANY_RANKS else self.ranks
+        self.sample = spread_ranks(self.ranks, SAMPLE_RANKS) if len(self.ranks) > MANY_RANKS else self.ranks
         self.witness = next(self.run.recorded(), self.ranks[0] if self.ranks else 0)
         self._fresh.clear()
         self._checked.clear()
@@ -197,7 +197,7 @@ class RunHistory:
         spans = Spans.none()
         if (rank := self._rank_or_witness(rank)) in self._parts:
             spans = self._column_spans(self._rank_file(rank), column, _step_span(first, last), raw_steps=RAW_STEPS)
-        found = bucketed(spans, max(1, min(points, MOST_POINTS)))
+        found = bucket_spans(spans, max(1, min(points, MOST_POINTS)))
         scale = self._series_scale(name, found.first)
         return Curve(
             name=name,
@@ -321,11 +321,11 @@ class RunHistory:
         inside = (blocks["last"] >= span[0]) & (blocks["first"] <= span[1])
         numbers = np.flatnonzero(inside)
         if int(blocks["steps"][numbers].sum()) <= raw_steps:
-            return join([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
+            return join_spans([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
         cut = numbers[kept.is_cut[numbers]][: RAW_STEPS // 256]
         parts = [Spans.of_rows(file.rows(int(number)), column, span).merged() for number in cut]
         inside[cut] = False
-        return join([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
+        return join_spans([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
 
     def _series_column(self, name: str) -> int:
         """Where a series stands."""
@@ -432,10 +432,10 @@ class RunHistory:
         }
 
 
-def spread(ranks: Sequence[int], count: int) -> tuple[int, ...]:
+def spread_ranks(ranks: Sequence[int], count: int) -> tuple[int, ...]:
     """At most `count` of the ranks, evenly spread, the first among them.
 
-    >>> spread(range(10), 4)
+    >>> spread_ranks(range(10), 4)
     (0, 2, 5, 7)
     """
     if len(ranks) <= count:

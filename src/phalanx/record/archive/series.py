@@ -172,7 +172,7 @@ class Columns:
     values: Floats
 
 
-def join(parts: Sequence[Spans]) -> Spans:
+def join_spans(parts: Sequence[Spans]) -> Spans:
     """All spans in order of their steps."""
     if not parts:
         return Spans.none()
@@ -182,7 +182,7 @@ def join(parts: Sequence[Spans]) -> Spans:
     return Spans(**{name: values[order] for name, values in whole.items()})
 
 
-def bucketed(spans: Spans, points: int) -> Buckets:
+def bucket_spans(spans: Spans, points: int) -> Buckets:
     """At most `points` buckets of equally many steps, empty ones left out; each span its own where there are few."""
     if not len(spans.first):
         empty = np.zeros(0)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from phalanx.io.tables import text_table
 from phalanx.io.values import at, integer, number, printable
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_energy, format_money, format_seconds
@@ -172,7 +172,7 @@ class _Measured:
 
     def __init__(self, run: Run) -> None:
         self._history = RunHistory.open(run)
-        self.summary: Summary = summarize(run, self._history, walk_ledger(run, self._history))
+        self.summary: Summary = summarize_run(run, self._history, walk_ledger(run, self._history))
         self._plan = run.plan()
 
     def side(self, other: _Measured) -> Side:

@@ -48,7 +48,7 @@ def render_html(report: RunReport, *, made: str) -> str:
         for place, (title, _) in enumerate(shown)
         if title in ("Prediction and measurement", "Layouts", "Learning")
     ]
-    shown.insert(1 + max(learnt, default=-1), ("Over the run", figures(report)))
+    shown.insert(1 + max(learnt, default=-1), ("Over the run", report_figures(report)))
     body = "\n".join(f"<section><h2>{title}</h2>\n{text}\n</section>" for title, text in shown if text)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -174,7 +174,7 @@ def _lines_html(text: str) -> str:
 LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn
 
 
-def figures(report: RunReport) -> str:
+def report_figures(report: RunReport) -> str:
     """Every curve that the run has, each with its words and its legend."""
     s, curves = report.summary, report.curves
     drawn = [

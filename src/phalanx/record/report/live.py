@@ -12,7 +12,7 @@ from phalanx.io.values import at, integer, number, printable, seconds, text
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.stragglers import Scores, straggler_scores
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event, EventReader
@@ -288,7 +288,7 @@ class Watcher:
         began_s = time.monotonic()
         walked = walk_ledger(self.run, self._history)
         self._dear = _Dear(
-            summary=summarize(self.run, self._history, walked),
+            summary=summarize_run(self.run, self._history, walked),
             effective=from_trail(walked.trail),
             scores=straggler_scores(self._history),
             loss=self._history.curve("loss", points=self._points).mean,

@@ -257,7 +257,7 @@ def time_section(s: Summary) -> Section:
         for name, took_s, share in spent
     ]
     wall = format_seconds(found.wall_s)
-    caption = f"{found.effective:.1%} of {wall} was effective: in steps that were kept, without compiling."
+    caption = f"Effective training time: {found.effective:.1%} of {wall}, in steps that stayed, without compiling."
     caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to the wall clock."
     caption += f" But {found.jumped}." if found.jumped else ""
     caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""

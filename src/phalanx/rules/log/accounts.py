@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.cost import Cost, run_cost
-from phalanx.record.account.incidents import Incident, incidents
+from phalanx.record.account.incidents import Incident, read_incidents
 from phalanx.record.account.ledger import TROUBLES, LedgerStream, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import measured_mfu
 from phalanx.record.account.stragglers import Scores, straggler_scores
@@ -44,7 +44,7 @@ def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = 
     except TROUBLES:
         return Account()
     try:
-        fell = tuple(incidents(run, walked, history.supervisor()))
+        fell = tuple(read_incidents(run, walked, history.supervisor()))
     except TROUBLES:
         fell = ()
     return Account(

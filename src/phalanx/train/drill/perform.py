@@ -19,7 +19,7 @@ from phalanx.errors import PhalanxError
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
-from phalanx.record.provenance import provenance
+from phalanx.record.provenance import job_provenance
 from phalanx.record.run import Run, create_run
 from phalanx.train.drill import firings, judge
 from phalanx.train.drill.driver import DrillStuck, FaultDriver
@@ -61,7 +61,7 @@ class DrillNumbers:
     recovery_s: float | None  # median over the faults that somebody had to recover from
     recovery_worst_s: float | None
     planned_recovery_s: float
-    effective: float | None  # share of the time that trained
+    effective: float | None  # productive share of the time without start-up and shutdown; not the ledger's, of all time
     planned_effective: float  # at this rate of failures, with the plan's own figures
 
 
@@ -149,7 +149,7 @@ def _make_run(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: M
         data_s=0.0,
         allow_code=scene.allow_code,
         drill=True,
-        provenance=provenance(job),
+        provenance=job_provenance(job),
         **more,
     )
     firings.write_schedule(run, faults)

@@ -18,12 +18,12 @@ from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.files import replace_text
 from phalanx.io.tables import text_table
-from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
+from phalanx.record.drill import NAME, VERSION, folder_digests, read_record, sign_record
 from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
 from phalanx.train.drill.outcomes import FaultOutcome
 from phalanx.train.drill.perform import DrillNumbers, DrillResult
-from phalanx.units import format_seconds, plural
+from phalanx.units import first_few, format_seconds, plural
 
 MOST_ROWS = 40  # of single faults; more are told by kind
 
@@ -99,8 +99,7 @@ def _indented_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _not_fired(texts: Sequence[str]) -> str:
     if not texts:
         return ""
-    some = ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
-    return f"  not fired, the run had ended: {some}"
+    return f"  not fired, the run had ended: {first_few(texts, 4)}"
 
 
 def _prediction_lines(numbers: DrillNumbers) -> str:
@@ -116,7 +115,7 @@ def _prediction_lines(numbers: DrillNumbers) -> str:
         lines.append(f"recovery: {measured}; the plan assumed {format_seconds(numbers.planned_recovery_s)}")
     if numbers.effective is not None:
         lines.append(
-            f"effective training time: {numbers.effective:.1%}; "
+            f"productive time without start-up and shutdown: {numbers.effective:.1%}; "
             f"the plan predicts {numbers.planned_effective:.1%} at this failure rate"
         )
     return "\n".join(lines)
@@ -151,8 +150,8 @@ def drill_key(path: Path) -> bytes:
 def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Callable[[], float] = time.time) -> Path:
     """Add the time, what ran and digests of the evidence, sign, and put it into the run."""
     ran = {"made_s": round(clock(), 3), "world": run.world() or 0, "versions": software_versions(), "code": our_code()}
-    whole = {"v": VERSION, **body, **ran, "files": digests(run.path)}
-    signed = {**whole, "signature": sign(whole, secret)}
+    whole = {"v": VERSION, **body, **ran, "files": folder_digests(run.path)}
+    signed = {**whole, "signature": sign_record(whole, secret)}
     path = run.path / NAME
     replace_text(path, json.dumps(signed, indent=1, ensure_ascii=False) + "\n")
     return path

@@ -25,7 +25,7 @@ from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.protocol import Network, Staged, build_model
 from phalanx.train.state.shards import STORED_DTYPES, dtype_name
-from phalanx.units import format_bytes
+from phalanx.units import first_few, format_bytes
 
 GAP = 0.02  # parameters may differ from the shape by this share before the plan's memory is called wrong
 PREFIX = "network."  # of every name, in front of the network's own
@@ -270,7 +270,7 @@ def _refuse_other_outline(shape: ModelShape, real: NetworkOutline, outline: Netw
         name for name in {**real.tensors, **outline.tensors} if real.tensors.get(name) != outline.tensors.get(name)
     ]
     if differing or real.tied != outline.tied:
-        names = _first_few(differing or sorted({*real.tied, *outline.tied}))
+        names = first_few(differing or sorted({*real.tied, *outline.tied}), SHOWN)
         raise UserError(
             [
                 Problem(
@@ -384,9 +384,10 @@ def _sharding_problems(network: nn.Module, layout: Layout) -> Iterator[Problem]:
     first = {id(param): name for name, param in network.named_parameters()}
     for key, places in homes.items():
         if len(places) > 1:
+            shared = [place or "the rest of the network" for place in sorted(places)]
             yield Problem(
                 where=first[key],
-                what=f"is one parameter in {_first_few([one or 'the rest of the network' for one in sorted(places)])}",
+                what=f"is one parameter in {first_few(shared, SHOWN)}",
                 why=f"zero = {layout.zero} shards every block by itself, and would make two parameters of it",
                 fix="set parallel.zero = 0, or share it only within a block or only outside of blocks",
             )
@@ -482,7 +483,3 @@ def _tie_shared(shared: list[list[Place]]) -> None:
     for (module, name), *others in shared:
         for other, again in others:
             setattr(other, again, getattr(module, name))
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

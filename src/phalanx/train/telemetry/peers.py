@@ -135,14 +135,14 @@ class PeerPair:
         """As JSON, and begin anew; pings that are still under way belong to the next report."""
         times, lost = sorted(self.round_trips_s), self.lost
         self.round_trips_s, self.lost = [], 0
-        p50_s, p99_s, count = quantile(times, 0.5), quantile(times, 0.99), len(times)
+        p50_s, p99_s, count = round_trip_quantile(times, 0.5), round_trip_quantile(times, 0.99), len(times)
         return {"peer": self.peer, "axis": self.axis, "count": count, "p50_s": p50_s, "p99_s": p99_s, "lost": lost}
 
 
-def quantile(ordered: list[float], share: float) -> float | None:
+def round_trip_quantile(ordered: list[float], share: float) -> float | None:
     """The smallest value that at least `share` of them do not exceed.
 
-    >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
+    >>> round_trip_quantile([1.0, 2.0, 3.0, 4.0], 0.5), round_trip_quantile([], 0.5)
     (2.0, None)
     """
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
