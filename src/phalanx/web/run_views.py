@@ -17,10 +17,11 @@ from phalanx.record.account.summary import summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
+from phalanx.record.report.live import checkpoint_cost
 from phalanx.record.run import Run
 from phalanx.record.run_files import read_json
 from phalanx.record.run_lock import last_written
-from phalanx.units import format_bytes, format_seconds, plural
+from phalanx.units import plural
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.run_store import NotYetError, RunAccount, RunStore, account_soon, run_account, run_stamp, state_of
 
@@ -282,11 +283,9 @@ def _checkpoint_marks(events: Sequence[Event]) -> list[Json]:
 
 def _checkpoint_mark(event: Event) -> Json:
     seconds, size = number(event, "seconds"), number(event, "bytes")
-    error = text(event, "error")
-    cost = [format_bytes(size)] if size else []
-    cost += [format_seconds(seconds)] if seconds else []
+    error, cost = text(event, "error"), checkpoint_cost(event)
     what = f"checkpoint NOT saved: {error}" if error else "checkpoint saved" if cost else "checkpoint taken"
-    words = what + (f" ({', '.join(cost)})" if cost and not error else "")
+    words = what + (f" ({cost})" if cost and not error else "")
     return {**_event_place(event), "text": words, "seconds": seconds, "bytes": size, "error": error or None}
 
 

@@ -96,7 +96,7 @@ def test_evaluation_samples_and_checkpoints(run: Run) -> None:
     assert "earlier" not in text
     assert "\x1b" not in text
     assert "skipped 10 steps whose gradient was not finite" in text
-    assert "on disk: step 10, 3.00 MB of rank 0, 500 ms each" in text
+    assert "on disk: step 10; each 3.00 MB of rank 0, written in 500 ms" in text
     assert f"resume with: phalanx train --resume {run.path}" in text
 
 

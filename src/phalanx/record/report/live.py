@@ -194,12 +194,22 @@ def _checkpoint_lines(event: Event, step: int) -> list[str]:
     """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
     if event.get("error"):
         return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
-    seconds, size, blocked_s = (number(event, name) for name in ("seconds", "bytes", "blocked_s"))
-    if seconds is None and blocked_s is not None:
+    blocked_s = number(event, "blocked_s")
+    if number(event, "seconds") is None and blocked_s is not None:
         return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]
-    cost = [format_bytes(size)] if size else []
-    cost += [format_seconds(seconds)] if seconds else []
-    return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]
+    cost = checkpoint_cost(event)
+    return [f"step {step:,}: checkpoint saved" + (f" ({cost})" if cost else "")]
+
+
+def checkpoint_cost(event: Event) -> str:
+    """Size and seconds of a checkpoint; before 0.7 only the size of rank 0's shards was recorded.
+
+    >>> checkpoint_cost({"bytes": 1e6, "total_bytes": 4e6, "seconds": 0.5}), checkpoint_cost({"bytes": 1e6})
+    ('4.00 MB, 500 ms', '1.00 MB of rank 0')
+    """
+    whole, own, seconds = (number(event, name) for name in ("total_bytes", "bytes", "seconds"))
+    parts = [format_bytes(whole)] if whole else [f"{format_bytes(own)} of rank 0"] if own else []
+    return ", ".join([*parts, *([format_seconds(seconds)] if seconds else [])])
 
 
 # ---- watching: what is cheap at every look, what is dear now and then ------------------------------------------------

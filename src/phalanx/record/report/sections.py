@@ -375,11 +375,13 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
         blocks.append(Table(head=head, rows=rows, right=(0, 1, 2, 3)))
     lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
     if s.checkpoints:
-        size = f", {format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
-        size = f", {format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size  # not before 0.7
-        took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
+        size = f"{format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
+        size = f"{format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size  # not before 0.7
+        took = f"written in {format_seconds(s.checkpoint_s)}" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
-        lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{size}{took}")
+        each = ", ".join(part for part in (size, took) if part)
+        each = f"; each {each}" if each else ""
+        lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{each}")
     return Section(title="Checkpoints", blocks=(*blocks, *_item_blocks(lines)))
 
 
