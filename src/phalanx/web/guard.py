@@ -155,7 +155,7 @@ def seal_answer(send: Send) -> Send:
 def _local_path(raw: bytes) -> str:
     r"""A path on this server, whatever a request calls its path: browsers read //x, /\x and a tab in between as a host.
 
-    >>> _local_path(rb"/\evil.example/a"), _here(b"/a%20b")
+    >>> _local_path(rb"/\evil.example/a"), _local_path(b"/a%20b")
     ('/evil.example/a', '/a%20b')
     """
     return "/" + quote_from_bytes(raw.lstrip(bytes(range(33)) + b"/\\"), safe=PATH_CHARACTERS)
