@@ -32,7 +32,8 @@ import phalanx
 from phalanx.errors import PhalanxError
 from phalanx.io.checksums import CHECKSUMS, file_sha256, verify_checksums, write_checksums
 from phalanx.record.events import read_events
-from phalanx.record.run import SETTINGS, create_run
+from phalanx.record.run import create_run
+from phalanx.record.run_settings import SETTINGS
 from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.data.documents import Reading

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_profile.py OUT.jsonl [--done EARLIER.jsonl] [--seconds 540] [--only NAME ...] [--list]
 
-Every configuration is a job file, planned on one device of `--cluster` and trained by `phalanx.train.worker.train`, the
+Every configuration is a job file, planned on one device of `--cluster` and trained by `train_rank`, the
 function that `phalanx train` runs on every rank: the same loop, loader, engine and `torch.compile`, on tokens drawn by
 Zipf's law. It is left by an exception once its steps are measured, before the last checkpoint; weights are drawn on the
 GPU, because drawing 3 billion of them on the CPU takes longer than all the steps.
@@ -36,10 +36,10 @@ from phalanx.job.load import load
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
-from phalanx.train import worker
 from phalanx.train.data.shards import ShardWriter
 from phalanx.train.engine import Engine
 from phalanx.train.rank_control import RankControl
+from phalanx.train.rank_training import train_rank
 
 WARM_UP = 3  # the first step compiles, the second may compile once more, the third settles the allocator
 LEAST, MOST = 6, 14  # steps that are timed
@@ -286,7 +286,7 @@ def measure(c: Configuration, cluster: str, dataset: Path, device: torch.device)
         run, plan = run_of(plan, dataset, Path(name))
         watch = Watch(log, device)
         try:
-            worker.train(run, plan, device, log, RankControl(stop=lambda: False, progress=watch.after_step))  # type: ignore[arg-type]
+            train_rank(run, plan, device, log, RankControl(stop=lambda: False, progress=watch.after_step))  # type: ignore[arg-type]
         except Measured:
             found["status"] = "ok"
         except torch.OutOfMemoryError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from math import isqrt
 
@@ -53,6 +54,16 @@ def plural(count: float, noun: str) -> str:
     if noun.endswith("y") and noun[-2] not in "aeiou":
         many = f"{noun[:-1]}ies"
     return f"{count:,.12g} {many}"  # a number of days may have a fraction
+
+
+def first_few(items: Sequence[object], most: int) -> str:
+    """A list as a person writes it, the first ones by name.
+
+    >>> first_few([3, 5], 2), first_few("abcde", 2)
+    ('3, 5', 'a, b and 3 more')
+    """
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def format_count(value: float) -> str:

@@ -26,7 +26,8 @@ from phalanx.cli.main import main
 from phalanx.cli.watch_screen import frame, sparkline
 from phalanx.record.account.summary import Pair
 from phalanx.record.report.live import View, Watcher
-from phalanx.record.run import SILENT_S, Run
+from phalanx.record.run import Run
+from phalanx.record.run_lock import SILENT_S
 from phalanx.rules.live import LiveCheck
 
 Output = pytest.CaptureFixture[str]
@@ -196,7 +197,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(
     lines = capsys.readouterr().out.splitlines()
     steps = [line.split()[1] for line in lines if line.startswith("step ") and "/" in line]
     assert (steps[0], steps[-1]) == ("11/20", "20/20")
-    assert lines.count("step 20: checkpoint saved (56.0 GB, 9.50 s)") == 1  # each remark once
+    assert lines.count("step 20: checkpoint saved (56.0 GB of rank 0, 9.50 s)") == 1  # each remark once
     assert lines[-1] == "done"
 
 

@@ -157,7 +157,7 @@ def test_a_missing_extra_names_its_command(
 def test_the_browser_is_opened_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or True)
-    monkeypatch.setattr("phalanx.web.serve.serve", lambda *_, **__: None)
+    monkeypatch.setattr("phalanx.web.serve.serve_dashboard", lambda *_, **__: None)
     assert main(["web", str(tmp_path), "--listen", "127.0.0.1:0"]) == 0
     assert opened == []
     assert main(["web", str(tmp_path), "--listen", "127.0.0.1:0", "--open"]) == 0

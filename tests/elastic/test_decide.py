@@ -22,7 +22,7 @@ from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.restore_point import ReplicaInfo, fold_held
 from phalanx.plan.plan import Plan
-from phalanx.record.account.stragglers import places
+from phalanx.record.account.rank_places import rank_places
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, plan_for_run
@@ -320,7 +320,7 @@ def test_members_of_many_are_recorded_in_ranges_that_readers_follow(
     told = [one for one in read_events(stage.run.supervisor)[0] if one["event"] in ("epoch", "members")]
     assert [(one["event"], len(one["members"])) for one in told] == [("epoch", 2), ("members", 2)]
     assert told[1]["members"][0] == {"rank": 2, "host": "c", "slot": 0, "count": 1}
-    assert places({}, told).hosts == dict(enumerate("abcd"))
+    assert rank_places({}, told).hosts == dict(enumerate("abcd"))
 
 
 def test_hosts_that_never_come_end_it_with_who_is_there(stage: Stage) -> None:

@@ -22,7 +22,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
 from phalanx.train import joined
-from phalanx.train.joined import _agree, _meet, check_world, run_joined_rank
+from phalanx.train.joined import _agree_on_call, _meeting_store, check_world, run_joined_rank
 from phalanx.train.prepare import load_job, plan_for_run
 
 HERE = Path(__file__).parent
@@ -182,17 +182,17 @@ def test_a_rank_is_there_once_and_all_belong_together(port: int) -> None:
 
     def answer(name: str, at: RankPlace, call: str, store: Any) -> None:
         try:
-            _agree(store, at, [call])
+            _agree_on_call(store, at, [call])
             told[name] = ""
         except UserError as error:
             told[name] = str(error)
 
-    store = _meet(place(0, 4, port), {})
+    store = _meeting_store(place(0, 4, port), {})
     first = threading.Thread(target=answer, args=("rank 0", place(0, 4, port), "a job", store), daemon=True)
     first.start()
     calls = {"same": (1, 4, "a job"), "twice": (1, 4, "a job"), "number": (2, 2, "a job"), "job": (3, 4, "another")}
     for name, (rank, world, call) in calls.items():
-        answer(name, place(rank, world, port), call, _meet(place(rank, world, port), {}))
+        answer(name, place(rank, world, port), call, _meeting_store(place(rank, world, port), {}))
     first.join(30)
     heads = {name: text.partition("\n")[0] for name, text in told.items()}
     assert heads == {
@@ -213,14 +213,16 @@ def test_ranks_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyP
 
 
 def test_a_restart_of_torchrun_does_not_read_what_the_ranks_before_wrote(port: int) -> None:
-    first = _meet(place(0, 1, port), {"TORCHELASTIC_RESTART_COUNT": "0"})
+    first = _meeting_store(place(0, 1, port), {"TORCHELASTIC_RESTART_COUNT": "0"})
     first.set("run", "old")
-    again = _meet(place(0, 1, port), {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    again = _meeting_store(
+        place(0, 1, port), {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    )
     assert not again.check(["run"])
 
 
 def test_the_store_of_one_machine_is_reached_from_it_alone(port: int) -> None:
-    store = _meet(place(0, 1, port), {})
+    store = _meeting_store(place(0, 1, port), {})
     with socket.socket() as other:
         other.bind(("127.0.0.2", port))  # free: nothing listens on every address
     assert store is not None

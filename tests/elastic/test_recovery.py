@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tiny_dataset import write_dataset
 
-from phalanx.record.account.incidents import incidents
+from phalanx.record.account.incidents import read_incidents
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 
@@ -197,7 +197,7 @@ def check_stopped(trial: Trial, victim: int) -> None:
     if len(list(trial.run.path.glob("flight/epoch-1-rank-*.json"))) == RANKS - 1:
         assert evidence["culprits"] == [1]
         assert "rank 1 left no record of entering it" in evidence["finding"]
-        assert incidents(trial.run)[0].finding == evidence["finding"]
+        assert read_incidents(trial.run)[0].finding == evidence["finding"]
     assert not Path(f"/proc/{victim}").exists()
 
 

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from phalanx.errors import SystemFailure, UserError
 from phalanx.io.listen import Address
 from phalanx.metrics.names import METRICS, grafana_dashboard
-from phalanx.metrics.prometheus import MOST_REQUESTS, MetricsServer, exposition
+from phalanx.metrics.prometheus import MOST_REQUESTS, MetricsServer, exposition_text
 from phalanx.metrics.readings import Readings
 from phalanx.record.run import Run
 
@@ -60,7 +60,7 @@ def server(finished: Run) -> Iterator[MetricsServer]:
 
 def test_exposition_holds_every_series_with_its_labels(finished: Run) -> None:
     readings = Readings(finished)
-    families = {one.name: one for one in text_string_to_metric_families(exposition(readings))}
+    families = {one.name: one for one in text_string_to_metric_families(exposition_text(readings))}
     exported = {one.metric.name for one in readings.points()}
     for metric in METRICS:
         if metric.name in exported:
@@ -71,7 +71,7 @@ def test_exposition_holds_every_series_with_its_labels(finished: Run) -> None:
 
 def test_the_name_of_a_run_does_not_act_on_a_terminal(finished: Run, tmp_path: Path) -> None:
     (tmp_path / "r\x1b[2J\x9b").symlink_to(finished.path, target_is_directory=True)
-    text = exposition(Readings(Run(path=tmp_path / "r\x1b[2J\x9b")))
+    text = exposition_text(Readings(Run(path=tmp_path / "r\x1b[2J\x9b")))
     assert 'run="r [2J "' in text
     assert text.replace("\n", "").isprintable()
 
@@ -223,7 +223,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_promtool_finds_nothing_to_mend(finished: Run) -> None:
-    text = exposition(Readings(finished))
+    text = exposition_text(Readings(finished))
     done = subprocess.run(
         [tool("promtool"), "check", "metrics"], input=text, text=True, capture_output=True, timeout=60
     )

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from synthetic import write_run
 
-from phalanx.record.event_schema import EventColumns, breaks, known_kinds, load_schema
+from phalanx.record.event_schema import EventColumns, known_kinds, load_schema, schema_breaks
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def events(tmp_path_factory):
 
 
 def test_all_events_of_a_run_are_valid(events):
-    assert {breaks(event) for event in events} == {""}
+    assert {schema_breaks(event) for event in events} == {""}
     assert known_kinds() >= {event["event"] for event in events}
 
 
@@ -32,7 +32,7 @@ def test_mutated_events_are_judged_as_by_a_library(events):
         for name in event:
             for changed in (event | {name: rng.choice(odd)}, {key: event[key] for key in event if key != name}):
                 wanted = judge.is_valid(changed)
-                assert (breaks(changed) == "") == wanted, (changed, breaks(changed))
+                assert (schema_breaks(changed) == "") == wanted, (changed, schema_breaks(changed))
                 kind = changed.get("event")
                 if isinstance(kind, str) and kind in known_kinds() and not wanted:
                     invalid += 1

@@ -203,15 +203,15 @@ def test_a_file_that_is_closed_while_it_is_opened_is_read_whole(
     assert len(reader.read()) == 1
     with path.open("a") as file:
         file.write('{"event":"b"}\n')
-    real = module._opened
+    real = module._open_or_none
 
     def rotate_first(name: Path) -> object:
-        monkeypatch.setattr(module, "_opened", real)
+        monkeypatch.setattr(module, "_open_or_none", real)
         path.rename(tmp_path / "e-0001.jsonl")
         path.write_text('{"event":"c, and long enough to be mistaken for the rest of the old file"}\n')
         return real(name)
 
-    monkeypatch.setattr(module, "_opened", rotate_first)
+    monkeypatch.setattr(module, "_open_or_none", rotate_first)
     assert [event["event"][0] for event in reader.read()] == ["b", "c"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from synthetic import write_run
 
 import phalanx
-from phalanx.record.account.summary import summarize
+from phalanx.record.account.summary import summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_batches import EventFeed, EventParser
 from phalanx.record.events import Event, EventReader, EventWriter, event_files_of, read_events
@@ -143,7 +143,7 @@ def test_pages_are_the_same(both: tuple[Run, Run]) -> None:
     def without_folder(text: str, run: Run) -> str:
         return text.replace(str(run.path), "RUN")
 
-    summaries = [without_folder(repr(summarize(run)), run) for run in both]
+    summaries = [without_folder(repr(summarize_run(run)), run) for run in both]
     assert summaries[0] == summaries[1]
     reports = [without_folder(render_html(read_run_report(run), made="now"), run) for run in both]
     assert reports[0] == reports[1]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
-from phalanx.record.run import SILENT_S, Run, is_run_over, last_written
+from phalanx.record.run import Run
+from phalanx.record.run_lock import SILENT_S, is_run_over, last_written
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.record import provenance as module
-from phalanx.record.provenance import code_digest, commit_of, provenance
+from phalanx.record.provenance import code_digest, commit_of, job_provenance
 
 ONE, OTHER = "a" * 40, "b" * 40
 PACKED = f"# pack\n{OTHER} refs/heads/mainly\n{ONE} refs/heads/main\n"
@@ -48,17 +48,17 @@ def test_of_a_worktree(tmp_path: Path) -> None:
 
 
 def test_a_run_says_what_it_was_made_of() -> None:
-    found = provenance({"name": "a"})
+    found = job_provenance({"name": "a"})
     assert found["versions"]["phalanx"]
     assert found["versions"]["python"].startswith("3.")
-    assert found["job_digest"] != provenance({"name": "b"})["job_digest"]
+    assert found["job_digest"] != job_provenance({"name": "b"})["job_digest"]
 
 
 def test_a_source_tree_that_was_never_installed_is_known_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_version", lambda name: "")
-    assert provenance({})["versions"]["phalanx"].startswith("source sha256:")
+    monkeypatch.setattr(module, "_package_version", lambda name: "")
+    assert job_provenance({})["versions"]["phalanx"].startswith("source sha256:")
     (tmp_path / "a.py").write_text("1")
     before = code_digest(tmp_path)
     (tmp_path / "a.py").rename(tmp_path / "b.py")

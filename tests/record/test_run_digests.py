@@ -12,10 +12,11 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.io.checksums import CHECKSUMS
-from phalanx.record import run as module
+from phalanx.record import run_settings as module
 from phalanx.record.archive.damage import folder_damage
 from phalanx.record.events import EventWriter
-from phalanx.record.run import SETTINGS, Run, create_run, open_run
+from phalanx.record.run import Run, create_run, open_run
+from phalanx.record.run_settings import SETTINGS
 
 PLAN = json.dumps({"job": {"optim": {"lr": 0.003}}, "layout": {"data": 2}}, indent=1)
 OTHER = PLAN.replace("0.003", "0.004")
@@ -80,7 +81,7 @@ def test_another_plan_takes_its_place(run: Run) -> None:
 def test_a_process_that_dies_between_two_files_leaves_nothing_that_looks_damaged(
     run: Run, written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, count = module._write_file, 0
+    put, count = module.write_run_file, 0
 
     def dies(path: Path, text: str) -> None:
         nonlocal count
@@ -90,7 +91,7 @@ def test_a_process_that_dies_between_two_files_leaves_nothing_that_looks_damaged
             count += 1
         put(path, text)
 
-    monkeypatch.setattr(module, "_write_file", dies)
+    monkeypatch.setattr(module, "write_run_file", dies)
     try:
         run.replan(job_toml="a = 1\n", job={"a": 1}, plan_json=OTHER)
     except KeyboardInterrupt:

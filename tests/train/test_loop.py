@@ -76,7 +76,7 @@ def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare)
     bare.engine.listener = SimpleNamespace(norms=norms)
     bare.batch_plan = SimpleNamespace(steps=6)
     bare.callbacks = CallbackList([StepTelemetry.__new__(StepTelemetry)])
-    bare._finish = lambda state: state
+    bare._finish_run = lambda state: state
     assert bare.run(6) == "done"
     assert norms.next == 6
 

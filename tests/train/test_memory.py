@@ -19,7 +19,7 @@ Status = dict[str, int]
 def status(monkeypatch: pytest.MonkeyPatch) -> Status:
     """Of a process that has made no meter yet."""
     now = {"RssAnon": 100, "RssFile": 50, "RssShmem": 0, "VmHWM": 150}
-    monkeypatch.setattr(memory, "_status", lambda: dict(now))
+    monkeypatch.setattr(memory, "_memory_status", lambda: dict(now))
     monkeypatch.setattr(memory, "_firsts", {})
     monkeypatch.setattr(MemoryMeter, "_peaks", {})
     return now

@@ -81,7 +81,7 @@ def test_marks_lie_on_both_axes(page: Dashboard) -> None:
     assert incident["recovery_s"] > 0
     assert incident["lost_steps"] == 3
     assert [one["step"] for one in found["checkpoints"]] == [50, 100, 120]
-    assert found["checkpoints"][0]["text"].startswith("checkpoint saved (14.0 GB")
+    assert found["checkpoints"][0]["text"].startswith("checkpoint saved (14.0 GB of rank 0")
     assert found["checkpoints"][0]["blocked_s"] > 0
     assert found["evaluations"][0]["text"].startswith("held-out loss ")
     assert len(found["epochs"]) == 2

@@ -15,7 +15,7 @@ from synthetic import write_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.web.run_store import open_run_store
-from phalanx.web.run_views import _stand, progress
+from phalanx.web.run_views import _run_standing, run_progress
 
 pytest.importorskip("uvicorn")
 
@@ -201,8 +201,8 @@ def test_a_run_deleted_while_looked_at_is_not_found(page: Dashboard, tmp_path: P
 
 def test_the_list_tells_of_other_ranks_and_of_no_time_below_zero(tmp_path: Path) -> None:
     run = write_run(tmp_path, name="one", ranks=2, steps=60)
-    assert _stand(open_run_store(tmp_path), run)["damage"] == 0
-    rate = progress(run, run.plan(), RunHistory.open(run))["tokens_per_s"]
+    assert _run_standing(open_run_store(tmp_path), run)["damage"] == 0
+    rate = run_progress(run, run.plan(), RunHistory.open(run))["tokens_per_s"]
     data = run.events(1).read_bytes()
     run.events(1).write_bytes(data[: len(data) // 2] + b"\x00\xff\n" + data[len(data) // 2 :])
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
@@ -210,5 +210,5 @@ def test_the_list_tells_of_other_ranks_and_of_no_time_below_zero(tmp_path: Path)
         if event.get("step") == 59 and event["event"] == "step":
             event["duration_s"] = -1000.0
     run.events(0).write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert _stand(open_run_store(tmp_path), run)["damage"] == 1
-    assert progress(run, run.plan(), RunHistory.open(run))["tokens_per_s"] == pytest.approx(rate, rel=0.1)
+    assert _run_standing(open_run_store(tmp_path), run)["damage"] == 1
+    assert run_progress(run, run.plan(), RunHistory.open(run))["tokens_per_s"] == pytest.approx(rate, rel=0.1)

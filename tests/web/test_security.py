@@ -14,7 +14,7 @@ from dashboard import Dashboard, dashboard
 from synthetic import write_run
 
 from phalanx.errors import PhalanxError
-from phalanx.web.guard import _here
+from phalanx.web.guard import _local_path
 
 pytest.importorskip("uvicorn")
 
@@ -219,8 +219,8 @@ def test_the_redirect_leads_nowhere_else(locked: Dashboard, begin: bytes, site: 
 
 def test_a_path_is_one_on_this_server() -> None:
     for raw in (b"/\t\\evil/\x00\xe4", b"//\r\n evil/\x00\xe4", b"evil/\x00\xe4"):
-        assert _here(raw) == "/evil/%00%E4"
-    assert _here(b"") == _here(b"/") == _here(b"//") == "/"
+        assert _local_path(raw) == "/evil/%00%E4"
+    assert _local_path(b"") == _local_path(b"/") == _local_path(b"//") == "/"
 
 
 def test_the_token_does_not_excuse_a_wrong_name_or_site(locked: Dashboard) -> None:

@@ -265,7 +265,7 @@ def fix(
 
 
 def _refuse_unmendable(path: Path, source: str) -> None:
-    from phalanx.record.run import EVENTS
+    from phalanx.record.run_files import EVENTS
     from phalanx.rules.foreign.detect import trainer_of_file
 
     def refuse(what: str, fix: str) -> None:

@@ -131,10 +131,10 @@ def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
     resolved = read_job(job, overrides, where="phalanx.show")
     if run is None:
         return JobTable(resolved=resolved, run=None, communication=None)
-    from phalanx.record.account.communication import communication
+    from phalanx.record.account.communication import read_communication
     from phalanx.record.archive.history import RunHistory
 
-    return JobTable(resolved=resolved, run=run, communication=communication(RunHistory.open(run)))
+    return JobTable(resolved=resolved, run=run, communication=read_communication(RunHistory.open(run)))
 
 
 def job_table(resolved: ResolvedJob) -> str:

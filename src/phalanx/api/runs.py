@@ -245,7 +245,7 @@ def _diff_side(name: str, tell: Tell) -> Side:
         return of_job(name, job_to_dict(resolved.job))
     if not path.is_file():
         raise mistake(name, "there is no such run, plan or job", fix="name a run folder, a plan.json or a job.toml")
-    from phalanx.record.run import read_json
+    from phalanx.record.run_files import read_json
 
     fix = "phalanx plan job.toml --out plan.json writes a plan; a job file ends in .toml"
     try:

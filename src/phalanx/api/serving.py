@@ -28,9 +28,9 @@ class MetricsSnapshot(PublicResult):
     readings: Readings
 
     def __str__(self) -> str:
-        from phalanx.metrics.prometheus import exposition
+        from phalanx.metrics.prometheus import exposition_text
 
-        return exposition(self.readings).removesuffix("\n")
+        return exposition_text(self.readings).removesuffix("\n")
 
     def __repr__(self) -> str:
         return f"<MetricsSnapshot: {self.readings.run.name}>"
@@ -113,7 +113,7 @@ def _serve_metrics(
 ) -> None:
     from phalanx.io.listen import parse_address, read_token
     from phalanx.metrics.prometheus import MetricsServer
-    from phalanx.record.run import is_run_over
+    from phalanx.record.run_lock import is_run_over
 
     secret = None if token is None else read_token(token)
     with MetricsServer(readings, parse_address(listen), token=secret) as server:
@@ -148,7 +148,7 @@ def _metrics_sink(found: Run, target: str, folder: str) -> TrackerSink:
 
 def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: float) -> int:
     """Once; with `follow`, until the run is over and everything was seen."""
-    from phalanx.record.run import is_run_over
+    from phalanx.record.run_lock import is_run_over
 
     count = 0
     while True:
@@ -200,7 +200,7 @@ def web(
     from phalanx.web.app import AccessPolicy
     from phalanx.web.guard import AccessKey
     from phalanx.web.run_store import open_run_store
-    from phalanx.web.serve import allowed_hosts, is_any, serve
+    from phalanx.web.serve import allowed_hosts, is_any, serve_dashboard
 
     store, address, secret = open_run_store(str(folder)), parse_address(listen), web_token(token, tell)
     with open_socket(address, guarded=secret is not None) as listener:
@@ -210,7 +210,7 @@ def web(
         serving(WebAddress(url=url, token=secret, open=visit, runs=len(store.runs())))
         key = AccessKey(secret, port=bound.port) if secret else None
         door = AccessPolicy(hosts=allowed_hosts(bound, asked=address.host), literals=is_any(bound), key=key)
-        serve(listener, store, door=door, complain=tell)
+        serve_dashboard(listener, store, door=door, complain=tell)
 
 
 def _require_web() -> None:

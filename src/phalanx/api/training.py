@@ -139,7 +139,7 @@ def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float,
     """The run folder: a new one, or the old one with what changed written over it."""
     from phalanx.io.toml import to_toml
     from phalanx.job.load import job_to_dict
-    from phalanx.record.provenance import provenance
+    from phalanx.record.provenance import job_provenance
     from phalanx.record.run import create_run
 
     job, plan_json = job_to_dict(plan.job), plan.to_json()
@@ -157,7 +157,7 @@ def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float,
         earlier=earlier,
         data_s=round(data_s, 3),  # building or finding the dataset, before any rank starts
         allow_code=call.consents,  # for the record: agents take no consent from a folder
-        provenance=provenance(job),
+        provenance=job_provenance(job),
     )
     call.tell(f"  run: {run.path}")
     return run

@@ -33,7 +33,8 @@ from phalanx.elastic.listener import Listener
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
 from phalanx.record.events import EventWriter
-from phalanx.record.run import ENDED, Run, open_run
+from phalanx.record.run import Run, open_run
+from phalanx.record.run_lock import ENDED
 
 TICK_S = 0.01  # while something is under way
 SETTLED_S = 0.05  # while all train: then only what was silent for seconds is looked for

@@ -46,7 +46,7 @@ RANK = ("rank", "host")
 DEVICE = (*RANK, "source")
 
 
-def _step(name: str, unit: str, field: str, help_: str, *labels: str) -> Metric:
+def _step_metric(name: str, unit: str, field: str, help_: str, *labels: str) -> Metric:
     return Metric(name=name, unit=unit, field=field, help=help_, source="step", labels=labels)
 
 
@@ -56,21 +56,21 @@ def _monitor_metric(name: str, unit: str, field: str, help_: str, *labels: str) 
 
 # Of rank 0's newest step: the same on every rank, or about the whole batch.
 STEP = (
-    _step("train.loss", "{nat}", "loss", "loss of the newest step, nats per token"),
-    _step("train.grad.norm", "", "grad_norm", "norm of the whole gradient before clipping"),
-    _step("train.grad.noise_scale", "{sample}", "noise_scale", "gradient noise scale (B_simple)"),
-    _step("train.learning_rate", "", "lr", "learning rate of the newest step"),
-    _step("train.step.duration", "s", "duration_s", "the newest step, from asking for its batch to its update"),
-    _step("train.throughput", "{token}/s", "tokens_per_s", "tokens per second of the newest step"),
-    _step("train.expert.imbalance", "", "expert_imbalance", "tokens of the busiest expert over the mean"),
+    _step_metric("train.loss", "{nat}", "loss", "loss of the newest step, nats per token"),
+    _step_metric("train.grad.norm", "", "grad_norm", "norm of the whole gradient before clipping"),
+    _step_metric("train.grad.noise_scale", "{sample}", "noise_scale", "gradient noise scale (B_simple)"),
+    _step_metric("train.learning_rate", "", "lr", "learning rate of the newest step"),
+    _step_metric("train.step.duration", "s", "duration_s", "the newest step, from asking for its batch to its update"),
+    _step_metric("train.throughput", "{token}/s", "tokens_per_s", "tokens per second of the newest step"),
+    _step_metric("train.expert.imbalance", "", "expert_imbalance", "tokens of the busiest expert over the mean"),
 )
 MFU = Metric(name="train.mfu", unit="1", help="model FLOPs of the newest step over the peak", source="step and plan")
 
 # Of every rank's newest step.
 RANK_STEP = (
-    _step("train.compute.duration", "s", "compute_s", "time the rank worked in the newest step", *RANK),
-    _step("train.wait.duration", "s", "wait_s", "time the rank waited for others in the newest step", *RANK),
-    _step("train.data.duration", "s", "data_s", "time the rank waited for its batch in the newest step", *RANK),
+    _step_metric("train.compute.duration", "s", "compute_s", "time the rank worked in the newest step", *RANK),
+    _step_metric("train.wait.duration", "s", "wait_s", "time the rank waited for others in the newest step", *RANK),
+    _step_metric("train.data.duration", "s", "data_s", "time the rank waited for its batch in the newest step", *RANK),
 )
 
 # Of every rank's newest monitor event. OpenTelemetry names a GPU's memory and a process's differently.

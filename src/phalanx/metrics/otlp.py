@@ -41,9 +41,9 @@ class OtlpPusher:
         meter = self._provider.get_meter("phalanx")
         for metric in METRICS:
             make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
-            make(metric.name, callbacks=[self._callback(metric)], unit=metric.unit, description=metric.help)
+            make(metric.name, callbacks=[self._metric_callback(metric)], unit=metric.unit, description=metric.help)
 
-    def _callback(self, metric: Metric) -> Any:
+    def _metric_callback(self, metric: Metric) -> Any:
         from opentelemetry.metrics import Observation
 
         def observed(_: object) -> Iterable[Any]:

@@ -47,10 +47,10 @@ class RunCollector:
         """Every metric that has a value."""
         with self._lock:
             points = self._readings.points()
-        yield from families(points, run=printable(self._readings.run.name))
+        yield from metric_families(points, run=printable(self._readings.run.name))
 
 
-def families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
+def metric_families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
     """Points as prometheus_client's metric families, in the order of the table."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -66,7 +66,7 @@ def families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
             yield family
 
 
-def registry(readings: Readings) -> CollectorRegistry:
+def make_registry(readings: Readings) -> CollectorRegistry:
     """A registry of our own: nothing of this process, nothing of other libraries."""
     require_library("prometheus_client", extra="metrics", what=NEED)
     from prometheus_client import CollectorRegistry
@@ -76,9 +76,9 @@ def registry(readings: Readings) -> CollectorRegistry:
     return made
 
 
-def exposition(readings: Readings) -> str:
+def exposition_text(readings: Readings) -> str:
     """The text a Prometheus server would get now."""
-    made = registry(readings)
+    made = make_registry(readings)
     from prometheus_client import generate_latest
 
     return str(generate_latest(made), "utf-8")
@@ -90,7 +90,7 @@ class MetricsServer:
     def __init__(
         self, readings: Readings, listen: Address, *, token: str | None = None, where: str = "--listen"
     ) -> None:
-        made = registry(readings)
+        made = make_registry(readings)
         listener = open_socket(listen, guarded=token is not None, where=where)
         self.address = bound_address(listener)
         self._server = _Server(self.address, made, token)
@@ -155,9 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """/metrics, or why not."""
-        refused = self._refusal()
+        refused = self._refusal_of()
         if refused is not None:
-            self._answer(*refused)
+            self._send_answer(*refused)
             return
         try:
             from prometheus_client.exposition import choose_encoder
@@ -166,13 +166,13 @@ class _Handler(BaseHTTPRequestHandler):
             body = encode(self.server.registry)
         except Exception as error:  # a damaged run must not end the thread, nor print into the training's terminal
             first = (str(error).splitlines() or [""])[0]
-            self._answer(500, f"the run cannot be read: {type(error).__name__}: {first}")
+            self._send_answer(500, f"the run cannot be read: {type(error).__name__}: {first}")
             return
-        self._answer(200, body, kind)
+        self._send_answer(200, body, kind)
 
     do_HEAD = do_GET
 
-    def _refusal(self) -> tuple[int, str] | None:
+    def _refusal_of(self) -> tuple[int, str] | None:
         token = self.server.token
         # A token is stronger than a name, and a server that others reach may have many names.
         if token is None and not is_own_name(self.headers.get("Host", "")):
@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, shown = self.headers.get("Authorization", "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token)
 
-    def _answer(self, status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def _send_answer(self, status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
         data = body if isinstance(body, bytes) else body.encode() + b"\n"
         self.send_response(status)
         self.send_header("Content-Type", kind)

@@ -16,7 +16,8 @@ from phalanx.metrics.names import Metric
 from phalanx.record.account.cost import run_cost
 from phalanx.record.account.ledger import Ledger, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import measured_mfu
-from phalanx.record.account.stragglers import Places, places, scores
+from phalanx.record.account.rank_places import RankPlaces, rank_places
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
@@ -85,12 +86,12 @@ class Readings:
         """Every series that has a value now."""
         self._history.refresh()
         plan = plan_of(self.run)
-        there = places(plan, self._history.supervisor())
+        there = rank_places(plan, self._history.supervisor())
         # Ranks of the newest membership: one that was left behind would show its last numbers for ever.
         supervised = self._history.supervisor()
         world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
         ranks = tuple(rank for rank in self._history.ranks if world is None or rank < world)
-        found = [*self._run(plan, ranks), *self._newest(plan, len(ranks)), *rare_points(self._history)]
+        found = [*self._run_points(plan, ranks), *self._newest_points(plan, len(ranks)), *rare_points(self._history)]
         if len(ranks) > self._most_ranks:
             found += self._many.points(lambda: self._by_rank(plan, there, _spread_ranks(ranks)))
         else:
@@ -100,16 +101,16 @@ class Readings:
             lambda: list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
         )
 
-    def _by_rank(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> list[MetricPoint]:
-        return [*self._ranks(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
+    def _by_rank(self, plan: Mapping[str, Any], there: RankPlaces, ranks: Sequence[int]) -> list[MetricPoint]:
+        return [*self._rank_points(plan, there, ranks), *peer_points(self._history, ranks, most_ranks=self._most_ranks)]
 
-    def _run(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
+    def _run_points(self, plan: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[MetricPoint]:
         supervised, last = self._history.supervisor(), self._history.last_step
         state = text(self.run.status(), "state") or "unknown"
         yield from metric_points(names.INFO, 1.0, **_plan_labels(plan), state=state)
         yield from metric_points(names.DONE, 0 if last is None else last + 1)
         yield from metric_points(names.PLANNED, integer(at(plan, "duration"), "steps"))
-        yield from metric_points(names.TOKENS, self._learnt(last))
+        yield from metric_points(names.TOKENS, self._learnt_tokens(last))
         yield from metric_points(names.RANKS, len(ranks))
         yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in supervised))
         yield from metric_points(names.DAMAGE, sum(one.count for one in self._history.damage()))
@@ -117,7 +118,7 @@ class Readings:
             table, _, key = metric.field.partition(".")
             yield from metric_points(metric, number(at(plan, table), key))
 
-    def _learnt(self, last: int | None) -> float:
+    def _learnt_tokens(self, last: int | None) -> float:
         """Tokens of the steps that stayed. While a run makes up for undone steps the count stands still: a counter
         that fell would look like a fresh start to Prometheus, which then counts everything once more."""
         if last is not None and last != self._counted:
@@ -131,23 +132,25 @@ class Readings:
             self._tokens = max(self._tokens, round(total) if math.isfinite(total) else 0)
         return self._tokens
 
-    def _newest(self, plan: Mapping[str, Any], world: int) -> Iterator[MetricPoint]:
+    def _newest_points(self, plan: Mapping[str, Any], world: int) -> Iterator[MetricPoint]:
         event = self._history.latest("step") or {}
         yield from metric_points(names.UPDATED, number(event, "t"))
         for metric in names.STEP:
             yield from metric_points(metric, number(event, metric.field))
         yield from metric_points(names.MFU, measured_mfu(plan, number(event, "tokens_per_s"), world=world))
 
-    def _ranks(self, plan: Mapping[str, Any], there: Places, ranks: Sequence[int]) -> Iterator[MetricPoint]:
+    def _rank_points(self, plan: Mapping[str, Any], there: RankPlaces, ranks: Sequence[int]) -> Iterator[MetricPoint]:
         steps = {rank: self._history.latest("step", rank) or {} for rank in ranks}
         looks = {rank: self._history.latest("monitor", rank) or {} for rank in ranks}
         is_cpu = at(plan, "cluster", "accelerator").get("family") == "cpu"
         for metric in names.RANK_STEP:
-            yield from self._of(metric, steps, there)
+            yield from self._metric_points(metric, steps, there)
         for metric in (*(names.CPU if is_cpu else names.GPU), *names.ANY_DEVICE, names.ENERGY):
-            yield from self._of(metric, looks, there)
+            yield from self._metric_points(metric, looks, there)
 
-    def _of(self, metric: names.Metric, events: Mapping[int, Event], there: Places) -> Iterator[MetricPoint]:
+    def _metric_points(
+        self, metric: names.Metric, events: Mapping[int, Event], there: RankPlaces
+    ) -> Iterator[MetricPoint]:
         """One field of every rank's newest event; `energy_j` has its source in `energy_source`, and so on."""
         stem = metric.field.removesuffix("_j")
         values = [
@@ -294,7 +297,7 @@ def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], mos
     if walked is not None:
         yield from _time_points(walked)
         yield from _cost_points(run, history, walked.ledger)
-    scored = _value_or_none(lambda: scores(history))
+    scored = _value_or_none(lambda: straggler_scores(history))
     if scored is not None:
         values = [RankValue(rank=rank, value=score) for rank, score in sorted(scored.score.items())]
         yield from points_by_rank(names.STRAGGLER, values, hosts=hosts, most_ranks=most_ranks)

@@ -20,7 +20,8 @@ from phalanx.io.values import integer, number, text
 from phalanx.metrics import names
 from phalanx.record.account.memberships import LayoutSpan, layout_spans
 from phalanx.record.archive.history import RunHistory
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 
 CHUNK = 1000  # steps read and written at a time
 
@@ -106,18 +107,18 @@ class StepExporter:
         if last is None or first is None:
             return
         self._segments = layout_spans(self._history.run, self._history)
-        begin = self._begin(first, last)
+        begin = self._first_to_export(first, last)
         if begin <= self._cursor.step:
             self._sink.go_back(begin)
         while begin <= last:
             end = min(last, begin + CHUNK - 1)
-            self._chunk(begin, end, is_last=end == last)
+            self._export_chunk(begin, end, is_last=end == last)
             begin = end + 1
 
-    def _chunk(self, begin: int, end: int, *, is_last: bool) -> None:
+    def _export_chunk(self, begin: int, end: int, *, is_last: bool) -> None:
         events = list(self._history.steps(self._history.witness, begin, end))
-        rows = [row for event in events if (row := self._row(event)) and row.step % self._every == 0]
-        evaluated = list(self._evaluated()) if is_last else []
+        rows = [row for event in events if (row := self._step_row(event)) and row.step % self._every == 0]
+        evaluated = list(self._evaluation_rows()) if is_last else []
         if rows or evaluated:
             self._sink.write(rows + evaluated)
         self.written += len(rows)
@@ -130,7 +131,7 @@ class StepExporter:
         )
         self._cursor.keep(self._path)
 
-    def _begin(self, first: int, last: int) -> int:
+    def _first_to_export(self, first: int, last: int) -> int:
         """The first step that was not exported: its event is younger than the last that was."""
         if self._cursor.step < first:
             return first
@@ -142,7 +143,7 @@ class StepExporter:
             low, high = (middle + 1, high) if (number(event, "t") or 0.0) <= self._cursor.t else (low, middle)
         return low
 
-    def _row(self, event: Mapping[str, Any]) -> StepRow | None:
+    def _step_row(self, event: Mapping[str, Any]) -> StepRow | None:
         step, t = integer(event, "step"), number(event, "t")
         if step is None or t is None:
             return None
@@ -156,7 +157,7 @@ class StepExporter:
         found = next((one for one in reversed(self._segments) if one.first <= step), None)
         return found.mfu_per_token if found is not None else None
 
-    def _evaluated(self) -> Iterator[StepRow]:
+    def _evaluation_rows(self) -> Iterator[StepRow]:
         for event in self._history.events("evaluate"):
             step, t, loss = integer(event, "step"), number(event, "t"), number(event, "loss")
             if step is not None and loss is not None and t is not None and t > self._cursor.evaluated_t:

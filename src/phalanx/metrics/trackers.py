@@ -22,7 +22,7 @@ class TensorBoardSink:
         self._folder = folder / run.name
         self._writer: Any = None  # an export without news leaves no empty file behind
 
-    def _opened(self) -> Any:
+    def _open_tracker(self) -> Any:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         return EventFileWriter(str(self._folder))
@@ -31,7 +31,7 @@ class TensorBoardSink:
         """TensorBoard drops what it read of later steps when it meets this mark."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer = self._writer or self._opened()
+        self._writer = self._writer or self._open_tracker()
         mark = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=step + 1, session_log=mark))  # it purges from this step on
 
@@ -40,7 +40,7 @@ class TensorBoardSink:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._writer = self._writer or self._opened()
+        self._writer = self._writer or self._open_tracker()
         for row in rows:
             values = [
                 Summary.Value(tag=tensorboard_tag(name), simple_value=value) for name, value in row.values.items()
@@ -90,12 +90,12 @@ class MlflowSink:
         self._client = MlflowClient(tracking_uri=folder.resolve().as_uri())
         path = cursor_path(folder, run)
         cursor = ExportCursor.read(path)
-        self._id = cursor.identity if self._knows(cursor.identity) else self._begin(run)
+        self._id = cursor.identity if self._knows_run(cursor.identity) else self._begin_run(run)
         # Without a run of ours there, an older cursor is about a store that was deleted.
         kept = cursor if self._id == cursor.identity else ExportCursor()
         replace(kept, identity=self._id).keep(path)
 
-    def _knows(self, identity: str) -> bool:
+    def _knows_run(self, identity: str) -> bool:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -103,7 +103,7 @@ class MlflowSink:
         except MlflowException:
             return False
 
-    def _begin(self, run: Run) -> str:
+    def _begin_run(self, run: Run) -> str:
         found = self._client.get_experiment_by_name(EXPERIMENT)
         experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
         made = self._client.create_run(experiment, run_name=run.name)
@@ -168,7 +168,7 @@ class WandbSink:
         self._source = run
         self._run: Any = None  # an export without news leaves no empty W&B run behind
 
-    def _opened(self) -> Any:
+    def _open_tracker(self) -> Any:
         import wandb
 
         settings = wandb.Settings(
@@ -199,7 +199,7 @@ class WandbSink:
 
     def write(self, rows: Sequence[StepRow]) -> None:
         """One W&B row per step."""
-        self._run = self._run or self._opened()
+        self._run = self._run or self._open_tracker()
         for row in rows:
             self._run.log(
                 {STEP: row.step, "_timestamp": row.t}

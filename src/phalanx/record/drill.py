@@ -19,7 +19,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.io.checksums import file_sha256
 from phalanx.io.files import open_regular
 from phalanx.io.values import at, integer, printable, text
-from phalanx.record.run import read_json
+from phalanx.record.run_files import read_json
 from phalanx.record.secret import read_secret
 
 VERSION = 1
@@ -86,12 +86,12 @@ def drill_subject(job: Mapping[str, Any], layout: Mapping[str, Any], *, base: Pa
     return {
         "job": printable(job.get("name"), most=80),
         "model": printable(model.get("name"), most=80),
-        "splits": _splits(layout),
+        "splits": _split_axes(layout),
         "digest": hashlib.sha256(whole.encode()).hexdigest(),
     }
 
 
-def _splits(layout: Mapping[str, Any]) -> str:
+def _split_axes(layout: Mapping[str, Any]) -> str:
     """The axes that a model is split along, without their degrees, as "pipeline 1f1b, data, ZeRO-2"."""
     words = [axis for axis in ("tensor", "context", "expert") if (integer(layout, axis) or 1) > 1]
     if (integer(layout, "pipeline") or 1) > 1:
@@ -119,24 +119,24 @@ def _module_digest(module: str, base: Path) -> str:
 def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
     """The record and everything that is wrong with it; raises UserError when it is none at all."""
     record = read_record(path)
-    return record, [*_unsigned(record, secret), *differences(record, path.parent)]
+    return record, [*_signature_problems(record, secret), *record_differences(record, path.parent)]
 
 
 def is_signed(record: Mapping[str, Any], secret: bytes | None) -> bool:
     """Whether its signature was made with this key."""
-    return secret is not None and not _unsigned(record, secret)
+    return secret is not None and not _signature_problems(record, secret)
 
 
-def _unsigned(record: Mapping[str, Any], secret: bytes) -> list[str]:
+def _signature_problems(record: Mapping[str, Any], secret: bytes) -> list[str]:
     body = {name: value for name, value in record.items() if name != "signature"}
-    same = hmac.compare_digest(str(record.get("signature", "")).encode(), sign(body, secret).encode())
+    same = hmac.compare_digest(str(record.get("signature", "")).encode(), sign_record(body, secret).encode())
     return [] if same else [FOREIGN]
 
 
-def differences(record: Mapping[str, Any], folder: Path) -> list[str]:
+def record_differences(record: Mapping[str, Any], folder: Path) -> list[str]:
     """How the evidence in a folder differs from what the record says of it."""
     try:
-        found = digests(folder)
+        found = folder_digests(folder)
     except OSError as error:
         return [f"the evidence cannot be read: {error.strerror or error}"]
     wrong = []
@@ -146,13 +146,13 @@ def differences(record: Mapping[str, Any], folder: Path) -> list[str]:
     return wrong + [f"{name} is new" for name in found.keys() - record["files"].keys()]
 
 
-def sign(body: Mapping[str, Any], secret: bytes) -> str:
+def sign_record(body: Mapping[str, Any], secret: bytes) -> str:
     """HMAC-SHA256 over the record as canonical JSON."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hmac.new(secret, text.encode("ascii"), hashlib.sha256).hexdigest()
 
 
-def digests(folder: Path) -> dict[str, str]:
+def folder_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file that the verdicts rest on, those of the replay included."""
     return {str(path.relative_to(folder)): file_sha256(path) for path in evidence_files(folder)}
 

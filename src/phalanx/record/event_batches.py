@@ -72,11 +72,11 @@ class EventFeed:
     @property
     def left_bytes(self) -> int:
         """What there is and was not read."""
-        later = [number for number in self._parts() if number > self._part]
-        sizes = [_size(part_path(self._path, number)) for number in later] + [_size(self._path)]
+        later = [number for number in self._closed_parts() if number > self._part]
+        sizes = [_event_bytes(part_path(self._path, number)) for number in later] + [_event_bytes(self._path)]
         return max(0, sum(sizes) - self._offset)
 
-    def _parts(self) -> Sequence[int]:
+    def _closed_parts(self) -> Sequence[int]:
         return part_numbers(self._path) if self.closed is None else self.closed
 
     @property
@@ -87,51 +87,51 @@ class EventFeed:
     @property
     def here(self) -> Spot:
         """The line that comes next."""
-        return self._spot(self._path, self._line + 1)
+        return self._spot_at(self._path, self._line + 1)
 
     def pieces(self, budget_bytes: int | None = None) -> Iterator[LineBlock]:
         """What is new and complete; no more than about `budget_bytes` of it."""
         until = None if budget_bytes is None else self.read_bytes + budget_bytes
         if not self._part and not self._offset:
-            self._part = min(self._parts(), default=1) - 1
+            self._part = min(self._closed_parts(), default=1) - 1
         while True:
             after = part_path(self._path, self._part + 1)
-            file = self._opened(self._path)  # before the look at the next part, as EventReader does
+            file = self._open_or_note(self._path)  # before the look at the next part, as EventReader does
             closed = has_events(after)
             if closed:
                 if file is not None:
                     file.close()
-                file = self._opened(after)
+                file = self._open_or_note(after)
             if file is not None:
                 with file:
-                    yield from self._rest(file, after if closed else self._path, until)
+                    yield from self._rest_of_file(file, after if closed else self._path, until)
             if not closed or (until is not None and self.read_bytes >= until):
                 return
             if self.is_torn:
-                self._note(self._spot(after, self._line + 1))
+                self._note_trouble(self._spot_at(after, self._line + 1))
             self._part, self._offset, self._line = self._part + 1, 0, 0
             self._held, self._is_overlong = b"", False
 
-    def _rest(self, file: EventBytes, path: Path, until: int | None) -> Iterator[LineBlock]:
+    def _rest_of_file(self, file: EventBytes, path: Path, until: int | None) -> Iterator[LineBlock]:
         size = opened_size(file)
         if size < self._offset:  # it became shorter: what was read of it is gone
-            self._note(self._spot(path, 0))
+            self._note_trouble(self._spot_at(path, 0))
             self._offset, self._held, self._is_overlong = size, b"", False
         file.seek(self._offset)
         while until is None or self.read_bytes < until:
             try:
                 data = file.read(READ_BYTES)
             except OSError:  # a disk that fails
-                self._note(self._spot(path, self._line + 1))
+                self._note_trouble(self._spot_at(path, self._line + 1))
                 return
             if not data:
                 return
             self._offset += len(data)
             self.read_bytes += len(data)
             self._tally.read_bytes += len(data)
-            yield from self._cut(data, path)
+            yield from self._cut_lines(data, path)
 
-    def _cut(self, data: bytes, path: Path) -> Iterator[LineBlock]:
+    def _cut_lines(self, data: bytes, path: Path) -> Iterator[LineBlock]:
         """Whole lines out of what was read and what was held back."""
         if self._is_overlong:
             end = data.find(b"\n") + 1
@@ -142,30 +142,30 @@ class EventFeed:
         data = self._held + data
         stop = data.rfind(b"\n") + 1
         self._held = data[stop:]
-        yield from self._split(data, stop, path)
+        yield from self._split_blocks(data, stop, path)
         if len(self._held) > MOST_LINE_BYTES:
-            self._note(self._spot(path, self._line + 1))
+            self._note_trouble(self._spot_at(path, self._line + 1))
             self._held, self._is_overlong = b"", True
 
-    def _split(self, data: bytes, stop: int, path: Path) -> Iterator[LineBlock]:
+    def _split_blocks(self, data: bytes, stop: int, path: Path) -> Iterator[LineBlock]:
         start = 0
         while start < stop:
             end = data.find(b"\n", min(start + PIECE_BYTES, stop - 1)) + 1
             last = data.rfind(b"\n", start, end - 1) + 1 or start
             too_long = end - last > MOST_LINE_BYTES  # only the last line of a piece can be
             if (keep := last if too_long else end) > start:
-                yield self._piece(data[start:keep], path)
+                yield self._line_block(data[start:keep], path)
             if too_long:
-                self._note(self._spot(path, self._line + 1))
+                self._note_trouble(self._spot_at(path, self._line + 1))
                 self._line += 1
             start = end
 
-    def _piece(self, data: bytes, path: Path) -> LineBlock:
-        made = LineBlock(data=data, file=self._spot(path, 0).file, line=self._line + 1, count=count_of(b"\n", data))
+    def _line_block(self, data: bytes, path: Path) -> LineBlock:
+        made = LineBlock(data=data, file=self._spot_at(path, 0).file, line=self._line + 1, count=count_of(b"\n", data))
         self._line += made.count
         return made
 
-    def _opened(self, path: Path) -> EventBytes | None:
+    def _open_or_note(self, path: Path) -> EventBytes | None:
         try:
             return open_events(path)
         except FileNotFoundError:
@@ -173,14 +173,14 @@ class EventFeed:
         except OSError:
             if not self._is_odd:
                 self._is_odd = True
-                self._note(self._spot(path, 0))
+                self._note_trouble(self._spot_at(path, 0))
             return None
 
-    def _note(self, spot: Spot) -> None:
+    def _note_trouble(self, spot: Spot) -> None:
         self.bad += 1
         self.bad_spot = self.bad_spot or spot
 
-    def _spot(self, path: Path, line: int) -> Spot:
+    def _spot_at(self, path: Path, line: int) -> Spot:
         return Spot(file=f"{self._shown}/{path.name}", line=line)
 
 
@@ -189,7 +189,7 @@ def count_of(byte: bytes, data: bytes) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == byte[0]))
 
 
-def _size(path: Path) -> int:
+def _event_bytes(path: Path) -> int:
     found = stat_events(path, follow_links=False)
     return found.size if found is not None and found.is_file else 0
 
@@ -241,16 +241,19 @@ class TypedDecoder:
             others = [(place, kinds[type(one)]) for place, one in enumerate(found) if type(one) is not steps]
             for place, kind in others:
                 if kind not in ROWS:
-                    found[place] = self._table(kind, found[place])
+                    found[place] = self._event_table(kind, found[place])
         except (ValueError, RecursionError):  # what msgspec and orjson raise are ValueErrors
             return None
         return found, others
 
-    def _table(self, kind: str, one: Any) -> Event:
+    def _event_table(self, kind: str, one: Any) -> Event:
         values = zip(self._names[kind], row_of(one), strict=True)
-        return {"event": kind, **{name: self._value(value) for name, value in values if value is not msgspec.UNSET}}
+        return {
+            "event": kind,
+            **{name: self._plain_value(value) for name, value in values if value is not msgspec.UNSET},
+        }
 
-    def _value(self, value: Any) -> Any:
+    def _plain_value(self, value: Any) -> Any:
         """Lists and tables are left to the other parser: so its answers are the same everywhere."""
         return self._loads(bytes(value)) if type(value) is msgspec.Raw else value
 
@@ -272,26 +275,26 @@ class TypedDecoder:
             seen.add(kind)
         if shapes != self._shapes:
             self._shapes = shapes
-            self._make()
+            self._make_decoder()
 
-    def _make(self) -> None:
+    def _make_decoder(self) -> None:
         self._made += 1
         self._names = {kind: tuple(name for name in names if name != "event") for kind, names in self._shapes.items()}
         self.rows = {kind: names for kind, names in self._names.items() if kind in ROWS}
-        structs = [(kind, _struct(kind, names)) for kind, names in self._names.items()]
+        structs = [(kind, _event_struct(kind, names)) for kind, names in self._names.items()]
         self._kinds = {struct: kind for kind, struct in structs if struct is not None}
         self._steps = next((struct for kind, struct in structs if kind == STEP), None)
         self._decode = msgspec.json.Decoder(list[_any_of(self._kinds)]).decode if self._kinds else None  # type: ignore[misc]
 
 
-def _struct(kind: str, names: Sequence[str]) -> type | None:
+def _event_struct(kind: str, names: Sequence[str]) -> type | None:
     """A type that takes events of a kind with these fields and no others; None where that cannot be said."""
     known: Mapping[str, FieldShape] = fields_of(kind) if kind in known_kinds() else {}
     if "t" not in names or len(names) > MOST_NAMES:
         return None
     fields: list[Any] = []
     for place, name in enumerate(names):
-        hint = _hint(known.get(name))
+        hint = _field_hint(known.get(name))
         if name == "t":
             fields.append((name, hint, msgspec.field()))
         elif kind not in ROWS:
@@ -305,7 +308,7 @@ def _struct(kind: str, names: Sequence[str]) -> type | None:
     return msgspec.defstruct(f"Row{len(names)}", fields, kw_only=True, **options)
 
 
-def _hint(field: FieldShape | None) -> Any:
+def _field_hint(field: FieldShape | None) -> Any:
     """What a decoder takes for a field; None for lists and tables."""
     if field is None:  # somebody's own
         return Annotated[int, msgspec.Meta(ge=LEAST, le=MOST)] | float | str | bool | None
@@ -313,10 +316,10 @@ def _hint(field: FieldShape | None) -> Any:
         return Literal[tuple(field.among)] if {type(one) for one in field.among} <= {int, str} else None
     if field.types is None or not field.types <= _SCALARS:
         return None
-    return _any_of(_bounded(one, field) for one in field.types)
+    return _any_of(_bounded_hint(one, field) for one in field.types)
 
 
-def _bounded(one: type, field: FieldShape) -> Any:
+def _bounded_hint(one: type, field: FieldShape) -> Any:
     if one is int:
         least = LEAST if field.least is None else max(LEAST, field.least)
         most = MOST if field.most is None else min(MOST, field.most)
@@ -383,12 +386,12 @@ class EventBatch:
     def columns(self, kind: str) -> tuple[EventColumns, Sequence[int]]:
         """The fields of a kind that is there, and the lines of its events."""
         if kind not in self._columns:
-            events, lines = self._steps() if kind == STEP else self._few(kind)
+            events, lines = self._steps() if kind == STEP else self._rare_events(kind)
             names = self._rows.get(kind, ())
             self._columns[kind] = EventColumns(kind, list(map(row_of, events)) if names else events, names=names), lines
         return self._columns[kind]
 
-    def _few(self, kind: str) -> tuple[list[Any], Sequence[int]]:
+    def _rare_events(self, kind: str) -> tuple[list[Any], Sequence[int]]:
         places = [place for place, one in self.others if one == kind]
         return [self.events[place] for place in places], [self.lines[place] for place in places]
 
@@ -412,12 +415,12 @@ class EventParser:
     def batch(self, piece: LineBlock) -> EventBatch:
         """All of a piece."""
         data = self._without_spans(piece.data)
-        listed = _listed(data)
+        listed = _as_json_list(data)
         typed = self._typed.read(listed)
         if typed is not None and len(typed[0]) == piece.count:
             lines: Sequence[int] = range(piece.line, piece.line + piece.count)
             return EventBatch(typed[0], lines, others=typed[1], rows=self._typed.rows)
-        events, lines, bad = self._events(piece, data, listed)
+        events, lines, bad = self._parse_events(piece, data, listed)
         self._typed.learn(events)
         others = [(place, event["event"]) for place, event in enumerate(events) if event["event"] != STEP]
         return EventBatch(events, lines, others=others, bad=bad)
@@ -425,9 +428,11 @@ class EventParser:
     def events(self, piece: LineBlock) -> tuple[list[Event], Sequence[int], list[int]]:
         """Objects with a text `event`; the number of each one's line; the numbers of lines that are none."""
         data = self._without_spans(piece.data)
-        return self._events(piece, data, _listed(data))
+        return self._parse_events(piece, data, _as_json_list(data))
 
-    def _events(self, piece: LineBlock, data: bytes, listed: bytes) -> tuple[list[Event], Sequence[int], list[int]]:
+    def _parse_events(
+        self, piece: LineBlock, data: bytes, listed: bytes
+    ) -> tuple[list[Event], Sequence[int], list[int]]:
         try:
             found = self._loads(listed)
             if len(found) == piece.count and {type(one["event"]) for one in found} == {str}:
@@ -443,7 +448,7 @@ class EventParser:
             after = place + 1
             if data.startswith(_TIMELINE, place):
                 begin, end = data.rfind(b"\n", done, place) + 1 or done, data.find(b"\n", place)
-                parts += [data[done:begin], self._shortened(data[begin:end])]
+                parts += [data[done:begin], self._shortened_line(data[begin:end])]
                 done = after = end
         return b"".join([*parts, data[done:]]) if parts else data
 
@@ -458,7 +463,7 @@ class EventParser:
                 bad.append(number)
         return events, numbers, bad
 
-    def _shortened(self, line: bytes) -> bytes:
+    def _shortened_line(self, line: bytes) -> bytes:
         """A timeline without its spans, where its brackets are even; the first and some later ones whole."""
         self._timelines += 1
         if self._timelines <= WHOLE or self._timelines % WHOLE == 0:
@@ -468,13 +473,13 @@ class EventParser:
         return head.group() + b"]}" if head and is_even else line
 
 
-def _listed(data: bytes) -> bytes:
+def _as_json_list(data: bytes) -> bytes:
     """Lines as a JSON list: one call of the parser."""
     return b"[" + data[:-1].replace(b"\n", b",") + b"]"
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """For the milliseconds of a piece: its events are gone before the collector could find them, which is a fifth."""
     was_on = gc.isenabled()
     gc.disable()

@@ -72,25 +72,25 @@ class FieldShape:
 
 
 @functools.cache
-def _schema() -> dict[str, Any]:
+def _loaded_schema() -> dict[str, Any]:
     return load_schema()
 
 
 @functools.cache
 def known_kinds() -> frozenset[str]:
     """Kinds of events that the schema has."""
-    return frozenset(_schema()["$defs"])
+    return frozenset(_loaded_schema()["$defs"])
 
 
 @functools.cache
 def fields_of(kind: str) -> dict[str, FieldShape]:
     """What the schema has of a kind that it knows, but for `event` itself."""
-    schema = _schema()
+    schema = _loaded_schema()
     found = {**schema["properties"], **schema["$defs"][kind]["properties"]}
-    return {name: _field(known) for name, known in found.items() if name != "event"}
+    return {name: _field_shape(known) for name, known in found.items() if name != "event"}
 
 
-def _field(known: Mapping[str, Any]) -> FieldShape:
+def _field_shape(known: Mapping[str, Any]) -> FieldShape:
     names = known.get("type")
     listed = [names] if isinstance(names, str) else names
     among = known.get("enum", [known["const"]] if "const" in known else None)
@@ -104,8 +104,8 @@ def _field(known: Mapping[str, Any]) -> FieldShape:
 
 
 @functools.cache
-def _required(kind: str) -> frozenset[str]:
-    schema = _schema()
+def _required_fields(kind: str) -> frozenset[str]:
+    schema = _loaded_schema()
     return frozenset(schema["required"]) | frozenset(schema["$defs"][kind].get("required", ()))
 
 
@@ -116,7 +116,7 @@ class EventColumns:
         """With `names`, events are rows of these (typed.py), which the schema has nothing against."""
         self.kind, self.names, self._reported, self._is_typed = kind, names or tuple(events[0]), events, bool(names)
         try:
-            rows = events if names else list(map(_getter(self.names), events))
+            rows = events if names else list(map(_fields_getter(self.names), events))
             self.is_even = self._is_typed or sum(map(len, events)) == len(events) * len(self.names)
         except KeyError:
             self.is_even = False
@@ -153,7 +153,7 @@ class EventColumns:
             if column[0] is None and column.count(None) == len(column):
                 found = np.full(len(column), np.nan)
             else:
-                found = _numbers(column if self._is_typed else _known(column))
+                found = _as_floats(column if self._is_typed else _numbers_or_none(column))
             self._floats[name] = found
         return found
 
@@ -176,28 +176,28 @@ class EventColumns:
         if self._is_typed:
             return []
         found: set[int] = set()
-        required = _required(self.kind)
+        required = _required_fields(self.kind)
         if not self.is_even or not required <= set(self.names):
             found.update(place for place, event in enumerate(self.events) if not required <= event.keys())
         for name, field in fields_of(self.kind).items():
             column = self._columns.get(name)
             if column is not None:
-                found.update(_misfits(column, field))
+                found.update(_misfit_places(column, field))
         self.is_doubted = bool(found)
         return sorted(found)
 
     def free(self) -> Sequence[str]:
         """Fields that may hold any text: those that the schema does not know, and its own texts."""
-        return _free(self.kind, self.names)
+        return _free_fields(self.kind, self.names)
 
     def whole(self) -> EventColumns:
         """With 5 for 5.0 where the schema wants an integer: to JSON they are the same."""
         integers = [name for name, field in fields_of(self.kind).items() if field.types and not field.types & {float}]
-        return EventColumns(self.kind, [event | _whole(event, integers) for event in self.events])
+        return EventColumns(self.kind, [event | _whole_numbers(event, integers) for event in self.events])
 
 
 @functools.lru_cache(maxsize=256)
-def _free(kind: str, names: tuple[str, ...]) -> Sequence[str]:
+def _free_fields(kind: str, names: tuple[str, ...]) -> Sequence[str]:
     fields = fields_of(kind)
     return [name for name in names if name != "event" and (name not in fields or fields[name].is_free)]
 
@@ -205,40 +205,40 @@ def _free(kind: str, names: tuple[str, ...]) -> Sequence[str]:
 MOST_FIELDS = 1000  # of events of one kind in a piece; somebody else's beyond that
 
 
-def _known(column: Column) -> Column:
+def _numbers_or_none(column: Column) -> Column:
     if {*map(type, column)} <= _NUMBERS_OR_NONE:
         return column
     return tuple(value if type(value) in _NUMBERS else None for value in column)
 
 
-def _numbers(column: Column) -> Floats:
+def _as_floats(column: Column) -> Floats:
     try:
         return np.array(column, dtype=np.float64)
     except OverflowError:  # an integer of 400 digits
         return np.array([value if type(value) is float else np.nan for value in column])
 
 
-def _whole(event: Event, names: Sequence[str]) -> Event:
+def _whole_numbers(event: Event, names: Sequence[str]) -> Event:
     return {name: int(event[name]) for name in names if isinstance(event.get(name), float) and event[name].is_integer()}
 
 
-def _misfits(column: Column, field: FieldShape) -> Sequence[int]:
+def _misfit_places(column: Column, field: FieldShape) -> Sequence[int]:
     """Places of what does not belong into a column; of numbers in the middle of others, all that are too small."""
     is_empty = column[0] is None and column.count(None) == len(column)  # a third of the columns of a step
     types = {type(None)} if is_empty else set(map(type, column))
     if field.types is not None and not types <= field.types:
         return [place for place, value in enumerate(column) if type(value) not in field.types]
     if (field.least is not None or field.most is not None) and types & _NUMBERS:
-        return _beyond(column, field, types)
+        return _places_beyond(column, field, types)
     if field.among is not None:
         allowed = field.among
         if not types & _UNHASHABLE and allowed.issuperset(column):
             return ()
-        return [place for place, value in enumerate(column) if not _is_among(value, allowed)]
+        return [place for place, value in enumerate(column) if isinstance(value, list | dict) or value not in allowed]
     return ()
 
 
-def _beyond(column: Column, field: FieldShape, types: set[type]) -> Sequence[int]:
+def _places_beyond(column: Column, field: FieldShape, types: set[type]) -> Sequence[int]:
     """Places of numbers that are too small or too large."""
     least = -math.inf if field.least is None else field.least
     if field.most is None and types <= _NUMBERS and min(column) >= least:
@@ -247,12 +247,8 @@ def _beyond(column: Column, field: FieldShape, types: set[type]) -> Sequence[int
     return [place for place, value in enumerate(column) if type(value) in _NUMBERS and not least <= value <= most]
 
 
-def _is_among(value: Any, allowed: frozenset[Any]) -> bool:
-    return not isinstance(value, list | dict) and value in allowed
-
-
 @functools.lru_cache(maxsize=256)
-def _getter(names: tuple[str, ...]) -> Callable[[Event], tuple[Any, ...]]:
+def _fields_getter(names: tuple[str, ...]) -> Callable[[Event], tuple[Any, ...]]:
     if len(names) > 1:
         return itemgetter(*names)
     return lambda event: (event[names[0]],)
@@ -261,24 +257,24 @@ def _getter(names: tuple[str, ...]) -> Callable[[Event], tuple[Any, ...]]:
 # ---- one event, by the whole schema ----------------------------------------------------------------------------------
 
 
-def breaks(event: Event) -> str:
+def schema_breaks(event: Event) -> str:
     """What the schema has against an event, in one line; empty when nothing."""
-    schema = _schema()
-    wrong = _against(event, schema, "")
+    schema = _loaded_schema()
+    wrong = _check_schema(event, schema, "")
     kind = event.get("event")
     if not wrong and isinstance(kind, str) and kind in schema["$defs"]:
-        wrong = _against(event, schema["$defs"][kind], "")
+        wrong = _check_schema(event, schema["$defs"][kind], "")
     return printable(wrong, most=200)
 
 
-def _against(value: Any, schema: Mapping[str, Any], at: str) -> str:
-    for check in (_type, _value, _table, _list):
+def _check_schema(value: Any, schema: Mapping[str, Any], at: str) -> str:
+    for check in (_check_type, _check_value, _check_table, _check_list):
         if wrong := check(value, schema, at):
             return wrong
     return ""
 
 
-def _type(value: Any, schema: Mapping[str, Any], at: str) -> str:
+def _check_type(value: Any, schema: Mapping[str, Any], at: str) -> str:
     names = schema.get("type")
     if names is None:
         return ""
@@ -287,17 +283,17 @@ def _type(value: Any, schema: Mapping[str, Any], at: str) -> str:
         return ""
     if "integer" in listed and isinstance(value, float) and value.is_integer():
         return ""
-    return f"{at or 'the event'} = {_shown(value)} is not {' or '.join(listed)}"
+    return f"{at or 'the event'} = {_shown_value(value)} is not {' or '.join(listed)}"
 
 
-def _value(value: Any, schema: Mapping[str, Any], at: str) -> str:
+def _check_value(value: Any, schema: Mapping[str, Any], at: str) -> str:
     among = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if among is not None and not any(_is_same(value, one) for one in among):
-        return f"{at} = {_shown(value)} is none of {', '.join(map(str, among))}"
+        return f"{at} = {_shown_value(value)} is none of {', '.join(map(str, among))}"
     if type(value) in _NUMBERS and value < schema.get("minimum", -math.inf):
-        return f"{at} = {_shown(value)} is below {schema['minimum']}"
+        return f"{at} = {_shown_value(value)} is below {schema['minimum']}"
     if type(value) in _NUMBERS and value > schema.get("maximum", math.inf):
-        return f"{at} = {_shown(value)} is above {schema['maximum']}"
+        return f"{at} = {_shown_value(value)} is above {schema['maximum']}"
     if isinstance(value, str) and len(value) < schema.get("minLength", 0):
         return f"{at} is empty"
     return ""
@@ -308,32 +304,32 @@ def _is_same(value: Any, other: Any) -> bool:
     return (type(value) is type(other) or {type(value), type(other)} <= _NUMBERS) and bool(value == other)
 
 
-def _table(value: Any, schema: Mapping[str, Any], at: str) -> str:
+def _check_table(value: Any, schema: Mapping[str, Any], at: str) -> str:
     if not isinstance(value, dict):
         return ""
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         return f"{at + '.' if at else ''}{missing[0]} is missing"
     for name, known in schema.get("properties", {}).items():
-        if name in value and (wrong := _against(value[name], known, f"{at}.{name}" if at else name)):
+        if name in value and (wrong := _check_schema(value[name], known, f"{at}.{name}" if at else name)):
             return wrong
     return ""
 
 
-def _list(value: Any, schema: Mapping[str, Any], at: str) -> str:
+def _check_list(value: Any, schema: Mapping[str, Any], at: str) -> str:
     if not isinstance(value, list):
         return ""
     if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
         return f"{at} has {len(value):,} entries"
     for place, known in enumerate(schema.get("prefixItems", ())[: len(value)]):
-        if wrong := _against(value[place], known, f"{at}[{place}]"):
+        if wrong := _check_schema(value[place], known, f"{at}[{place}]"):
             return wrong
     items = schema.get("items")
     if items is not None:
         for place, one in enumerate(value):
-            if wrong := _against(one, items, f"{at}[{place}]"):
+            if wrong := _check_schema(one, items, f"{at}[{place}]"):
                 return wrong
     return ""
 
 
-def _shown(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     return printable(repr(value), most=40)

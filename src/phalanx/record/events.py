@@ -72,7 +72,7 @@ class EventWriter:
         self._file = -1
         self._index: IndexWriter | None = None
         self.lost = 0  # events dropped because the disk refused them for too long, or too long themselves
-        self._open()
+        self._open_file()
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event; NaN and infinity become null."""
@@ -113,8 +113,8 @@ class EventWriter:
             except OSError:  # disk full or gone: keep the rest, the next flush tries again
                 pass
             self._pending = [data[done:]] if done < len(data) else []
-            self._bound()
-            self._note(done)
+            self._bound_pending()
+            self._note_written(done)
             if self._earlier and data and not self._pending:
                 self._earlier = [one for one in self._earlier if not one.close()]
 
@@ -134,7 +134,7 @@ class EventWriter:
                 self._file, self._stream = -1, None
             return True
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         self._stream = self._open_stream()
         if self._stream is not None:
             self._index = self._make_index(-1, self._stream)
@@ -167,7 +167,7 @@ class EventWriter:
         if file >= 0:
             os.close(file)
 
-    def _note(self, written: int) -> None:
+    def _note_written(self, written: int) -> None:
         """Tell the index where the lines are, and begin another file when this one is large."""
         if not written:
             return
@@ -179,9 +179,9 @@ class EventWriter:
             else:
                 self._index.flushed(end)
         if end >= self._rotate_at and not self._pending:
-            self._rotate(end)
+            self._rotate_file(end)
 
-    def _rotate(self, end: int) -> None:
+    def _rotate_file(self, end: int) -> None:
         if self._index is not None:
             self._index.close()
         before, stream = self._file, self._stream
@@ -198,7 +198,7 @@ class EventWriter:
         except OSError:
             pass
         try:
-            self._open()
+            self._open_file()
         except OSError:  # no new file: go on in the old one, without an index
             self._index, self._rotate_at = None, end + self._rotate_bytes
             self._file, self._stream = before, stream
@@ -208,7 +208,7 @@ class EventWriter:
         size = self._stream.end if self._stream is not None else os.fstat(self._file).st_size
         self._rotate_at = self._rotate_bytes + (size if size >= self._rotate_bytes else 0)
 
-    def _bound(self) -> None:
+    def _bound_pending(self) -> None:
         held = b"".join(self._pending)
         if len(held) > MOST_PENDING_BYTES:
             # A half-written first line must stay: its beginning is already on the disk.
@@ -289,7 +289,7 @@ class LineSplitter:
         """The lines that are complete now, without their ends."""
         *lines, rest = data.split(b"\n")
         if not lines:
-            self._keep(rest)
+            self._keep_partial(rest)
             return []
         first = self._partial + lines[0]
         self.held, self._partial = 0, b""
@@ -297,7 +297,7 @@ class LineSplitter:
             self.skipped += 1
             first = b""
         self._overlong = False
-        self._keep(rest)
+        self._keep_partial(rest)
         return [first, *lines[1:]]
 
     def finish(self) -> None:
@@ -306,7 +306,7 @@ class LineSplitter:
             self.skipped += 1
         self._partial, self._overlong, self.held = b"", False, 0
 
-    def _keep(self, rest: bytes) -> None:
+    def _keep_partial(self, rest: bytes) -> None:
         self.held += len(rest)
         if not self._overlong:
             self._partial += rest
@@ -361,28 +361,28 @@ class EventReader:
         while True:
             after = part_path(self._path, self._part + 1)
             # Opened before the look at the next part: was the file not yet closed then, this is the right one.
-            file = _opened(self._path)
+            file = _open_or_none(self._path)
             closed = has_events(after)
             if closed:
                 if file is not None:
                     file.close()
-                file = _opened(after)
+                file = _open_or_none(after)
             if file is not None:
                 with file:
-                    yield from self._rest(file)
+                    yield from self._rest_lines(file)
             if not closed:
                 return
             self._lines.finish()
             self._part, self._offset = self._part + 1, 0
 
-    def _rest(self, file: EventBytes) -> Iterator[bytes]:
+    def _rest_lines(self, file: EventBytes) -> Iterator[bytes]:
         file.seek(self._offset)
         while data := file.read(READ_BYTES):
             self._offset += len(data)
             yield from self._lines.feed(data)
 
 
-def _opened(path: Path) -> EventBytes | None:
+def _open_or_none(path: Path) -> EventBytes | None:
     try:
         return open_events(path)
     except OSError:

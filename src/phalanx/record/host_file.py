@@ -67,7 +67,7 @@ def host_file_name(host: str) -> str:
     return f"{safe.lstrip('._-') or 'host'}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
 
 
-def _rounded(size: int) -> int:
+def _rounded_up(size: int) -> int:
     return -(-size // UNIT_BYTES) * UNIT_BYTES
 
 
@@ -178,12 +178,12 @@ class ExtentChain:
             if known is None:
                 at, skipped, self._is_whole = at + UNIT_BYTES, skipped + 1, False
                 continue
-            self._add(*known)
+            self._add_extent(*known)
             at += known[1].size
             self.end, skipped = at, 0
         return True
 
-    def _add(self, session: Session, extent: Extent) -> None:
+    def _add_extent(self, session: Session, extent: Extent) -> None:
         name = f"{session.name} {session.rank}"
         key = self._current.get(name, name)
         known = self.sessions.setdefault(key, session)
@@ -213,7 +213,7 @@ class HostStream:
         self._used = 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            self._extend(0)
+            self._take_extent(0)
         except BaseException:
             os.close(self._file)
             raise
@@ -235,7 +235,7 @@ class HostStream:
         if fits > room:
             fits = data.rfind(b"\n", 0, room) + 1 if self._is_lines else room
         if not fits:
-            self._extend(data.find(b"\n") + 1 or len(data))
+            self._take_extent(data.find(b"\n") + 1 or len(data))
             return self.write(data)
         done = os.pwrite(self._file, data[:fits], self._extent.begin + HEAD_BYTES + self._used)
         self._used += done
@@ -258,16 +258,16 @@ class HostStream:
         """No more is written."""
         os.close(self._file)
 
-    def _extend(self, need: int) -> None:
+    def _take_extent(self, need: int) -> None:
         """Take an extent at the end of the chain, for lines of at least `need` bytes."""
         earlier = min(len(self._session.extents), 16)
-        size = max(min(UNIT_BYTES << earlier, MOST_EXTENT_BYTES), _rounded(HEAD_BYTES + need))
+        size = max(min(UNIT_BYTES << earlier, MOST_EXTENT_BYTES), _rounded_up(HEAD_BYTES + need))
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             self._chain.refresh(self._file)
             begin, length = self._chain.end, os.fstat(self._file).st_size
             if length > begin:  # a head that cannot be read: leave its owner the room that it may have
-                begin = _rounded(length) + MOST_EXTENT_BYTES
+                begin = _rounded_up(length) + MOST_EXTENT_BYTES
             extent = Extent(begin, size, self.end)
             head = _make_head(self._session, extent)
             if os.pwrite(self._file, head, begin) != len(head):
@@ -363,7 +363,7 @@ class HostFiles:
             # Of thousands of hosts, not again before as much time has passed as looking takes.
             wait_s = SHARE * self._took_s if not now else self._took_s if self._took_s > LONG_LOOK_S else -1.0
             if not self._looked_s or began_s - self._looked_s > wait_s:
-                self._look(now=now)
+                self._look_again(now=now)
                 self._looked_s = time.monotonic()
                 self._took_s = self._looked_s - began_s
             return self._ranks
@@ -390,7 +390,7 @@ class HostFiles:
                 found[path] = [(one, index) for one, index in pairs if index is not None]
         return found
 
-    def _look(self, *, now: bool) -> None:
+    def _look_again(self, *, now: bool) -> None:
         try:
             found = os.stat(self._folder)
             stamp = found.st_ino, found.st_mtime_ns

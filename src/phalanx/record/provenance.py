@@ -17,13 +17,14 @@ COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MOST_BYTES = 2**22  # of packed-refs
 
 
-def provenance(job: Mapping[str, Any]) -> dict[str, Any]:
+def job_provenance(job: Mapping[str, Any]) -> dict[str, Any]:
     """For `launch.json`; `commit` is empty where the package lies in no git checkout: `code` stands for it."""
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
-            **_own_version(),
+            **{name: _package_version(name) for name in PACKAGES},
+            # Of a source tree that was never installed, a digest of its files.
+            "phalanx": _package_version("phalanx") or f"source {our_code()}",
         },
         "commit": commit_of(Path(__file__).resolve().parents[3]),
         "code": our_code(),
@@ -70,11 +71,6 @@ def _git_ref(folder: Path, name: str) -> str:
     return ""
 
 
-def _own_version() -> dict[str, str]:
-    """The version of Phalanx; of a source tree that was never installed, a digest of its files."""
-    return {"phalanx": _version("phalanx") or f"source {our_code()}"}
-
-
 @functools.cache
 def our_code() -> str:
     """Digest of the Phalanx that runs: versions are alike for many commits, and a commit says nothing of changes."""
@@ -90,7 +86,7 @@ def code_digest(package: Path) -> str:
     return f"sha256:{found.hexdigest()}"
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -20,60 +20,49 @@ runs/first-run-20261115-054500/
 
 from __future__ import annotations
 
-import fcntl
 import json
-import math
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
-from phalanx.io.checksums import (
-    CHECKSUMS,
-    add_checksums,
-    compare_digest,
-    file_sha256,
-    read_checksums,
-    text_digest,
-    write_checksums,
-)
-from phalanx.io.files import FileTooLargeError, open_regular, read_bounded, replace_text
+from phalanx.io.checksums import CHECKSUMS
 from phalanx.io.values import at, finite, integer, number
-from phalanx.record.events import SETTLED_NS, EventReader
-from phalanx.record.host_file import (
-    Session,
-    find_session,
-    has_bytes,
-    host_file_name,
-    host_files,
-    session_counts,
-    stat_events,
-    total_bytes,
+from phalanx.record.events import EventReader
+from phalanx.record.host_file import Session, find_session, has_bytes, host_file_name, host_files, total_bytes
+from phalanx.record.run_files import (
+    EVENTS,
+    layout_world,
+    list_event_parts,
+    list_names,
+    read_json,
+    write_json,
+    write_run_file,
+)
+from phalanx.record.run_lock import hold_folder, is_folder_held
+from phalanx.record.run_settings import (
+    RUN_ID,
+    check_settings,
+    read_launch,
+    read_plan_text,
+    read_run_id,
+    write_launch,
+    write_settings,
 )
 
 if TYPE_CHECKING:
     from phalanx.record.account.summary import Summary
+    from phalanx.record.run_plot import RunPlot
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
-PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
-BEYOND = 10**9  # more ranks than any run has
 COMMIT = re.compile(r"step-(\d{8,18})")
-SETTINGS = ("job.toml", "job.json", "plan.json")  # what a run is trained with
-RUN_ID = "run_id"
-DIGEST = "sha256"  # in launch.json, of everything else in it
-ID = re.compile(r"[0-9a-f]{32}")
-WHY_CHANGED = "the run would go on with settings that nobody asked for"
-MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
-GLANCE_S = 0.2  # a look at a lock takes microseconds
 MOST_TRIES = 1000  # runs of one name started within one second
 
 
@@ -106,10 +95,10 @@ class Run:
 
     def summary(self) -> Summary:
         """What the run came to, as far as it went: measured beside predicted."""
-        from phalanx.record.account.summary import summarize
+        from phalanx.record.account.summary import summarize_run
         from phalanx.record.report.run_report import with_lost_processes
 
-        return with_lost_processes(self, summarize(self))
+        return with_lost_processes(self, summarize_run(self))
 
     def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
         """Numbers by step, as `run.frame("loss", "tokens_per_s")`; without names, all that were recorded.
@@ -124,16 +113,9 @@ class Run:
 
     def plot(self, *names: str, rank: int | None = None) -> RunPlot:
         """Curves over the steps, as `run.plot("loss", "tokens_per_s")`: an SVG each, which a notebook shows."""
-        from phalanx.io.svg import PlotLine, axis_format, line_plot
-        from phalanx.record.archive.history import RunHistory
+        from phalanx.record.run_plot import plot_run
 
-        history = RunHistory.open(self)
-        drawn = []
-        for name in names or ("loss",):
-            curve = history.curve(name, rank=rank)
-            line = PlotLine(label=name, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style="1")
-            drawn.append(line_plot(name, [line], show=axis_format(curve.unit)))
-        return RunPlot(names=names or ("loss",), svgs=tuple(drawn))
+        return plot_run(self, names or ("loss",), rank=rank)
 
     @property
     def job_toml(self) -> Path:
@@ -164,7 +146,7 @@ class Run:
         """
         root = self.checkpoints
         if isinstance(root, str):
-            return sorted(self._reported())
+            return sorted(self._reported_commits())
         found = [(COMMIT.fullmatch(path.parent.name), path) for path in root.glob("step-*/manifest.json")]
         return sorted(int(match.group(1)) for match, _ in found if match)
 
@@ -172,13 +154,13 @@ class Run:
         """Unix time at which the checkpoint of a step was committed; 0 when that cannot be told."""
         root = self.checkpoints
         if isinstance(root, str):
-            return self._reported().get(step, 0.0)
+            return self._reported_commits().get(step, 0.0)
         try:
             return (root / f"step-{step:08d}" / "manifest.json").stat().st_mtime
         except OSError:
             return 0.0
 
-    def _reported(self) -> dict[int, float]:
+    def _reported_commits(self) -> dict[int, float]:
         """Commits in the events of rank 0, with their times; the newest as many as are kept."""
         found: dict[int, float] = {}
         for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"',)):
@@ -193,34 +175,14 @@ class Run:
         """The kill switch: while it exists the run stops at its next step."""
         return self.path / "stop"
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Be the only one who trains in this folder; raises UserError when somebody else does."""
-        with open(self.path / "lock", "a+", encoding="utf-8") as file:
-            if not _lock(file, patience_s=GLANCE_S):
-                file.seek(0)
-                raise mistake(
-                    str(self.path),
-                    f"this run is going on: process {file.read(20).strip() or 'unknown'} trains in it",
-                    why="two would write the same steps and checkpoints",
-                    fix="wait, or stop it: Ctrl-C there, or make a file called stop in the folder",
-                )
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-            yield
+        return hold_folder(self.path)
 
     @property
     def is_held(self) -> bool:
         """Whether a process trains in this folder now."""
-        try:
-            with open_regular(self.path / "lock") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: see `_lock`
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
+        return is_folder_held(self.path)
 
     def events(self, rank: int) -> Path:
         """The events of one rank."""
@@ -280,33 +242,11 @@ class Run:
 
         Files of ranks that no plan and no launch of this run ever had are left out (`stray_files`).
         """
-        return self._listed_parts()[0]
+        return list_event_parts(self.path)[0]
 
     def stray_files(self) -> int:
         """How many event files there are of ranks that the run never had."""
-        return self._listed_parts()[1]
-
-    def _listed_parts(self) -> tuple[dict[int, list[int]], int]:
-        try:
-            names = _listed_names(self.path)
-        except OSError:
-            return {}, 0
-        parts, counts = names.parts, names.counts
-        if sessions := session_counts(self.path):
-            parts, counts = _with_sessions(names, sessions)
-        most = self._most_ranks(names.settings)
-        if not parts or next(reversed(parts)) < most:
-            return parts, 0
-        found = {rank: closed for rank, closed in parts.items() if rank < most}
-        strays = sum(counts[rank] for rank in parts if rank >= most)
-        return found, strays
-
-    def _most_ranks(self, names: Sequence[str]) -> int:
-        """The largest world of any plan or launch; beyond all ranks where one of them cannot be read."""
-        worlds = [_world_in(self.path / name) for name in names if PLAN.fullmatch(name)]
-        if "launch.json" in names:
-            worlds.append(_world_in(self.path / "launch.json"))
-        return max(worlds) if worlds and "plan.json" in names else BEYOND
+        return list_event_parts(self.path)[1]
 
     def recorded(self) -> Iterator[int]:
         """Ranks whose events are more than a name, in order."""
@@ -342,45 +282,16 @@ class Run:
 
     def plan_text(self) -> str:
         """plan.json for whoever trains with it: raises UserError unless it is what was written, down to the bit."""
-        try:
-            text = read_bounded(self.plan_json, MOST_JSON_BYTES).decode("utf-8")
-        except (OSError, FileTooLargeError, ValueError) as error:
-            what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-            raise mistake(str(self.plan_json), what, why="the run is damaged") from error
-        self._refuse_changed({self.plan_json.name: text_digest(text)})
-        return text
+        return read_plan_text(self.plan_json)
 
     def check_settings(self) -> None:
         """Raise UserError naming job and plan files that are not what was written; those of 0.6 are not known."""
-        digests = {}
-        for name in (*SETTINGS, *([RUN_ID] if (self.path / RUN_ID).exists() else [])):
-            try:
-                digests[name] = file_sha256(self.path / name)
-            except OSError:
-                digests[name] = "a file that cannot be read"
-        self._refuse_changed(digests)
-
-    def _refuse_changed(self, digests: Mapping[str, str]) -> None:
-        try:
-            known = read_checksums(self.path)
-        except FileNotFoundError:  # a run of 0.6
-            return
-        fix = (
-            "put it back from a copy; to change a setting: phalanx train --resume "
-            f"{self.path} --set KEY=VALUE; to keep the file as it is: delete {self.path / CHECKSUMS}"
-        )
-        found = [compare_digest(self.path, name, digest, known, fix=fix) for name, digest in digests.items()]
-        if problems := [replace(one, why=one.why or WHY_CHANGED) for one in found if one is not None]:
-            raise UserError(problems)
+        check_settings(self.path)
 
     @property
     def run_id(self) -> str:
         """What tells this run from every other, whatever its folder is called; empty in a run of 0.6."""
-        try:
-            found = read_bounded(self.path / RUN_ID, 64).decode("ascii", "replace").strip()
-        except (OSError, FileTooLargeError):
-            return ""
-        return found if ID.fullmatch(found) else ""
+        return read_run_id(self.path)
 
     def committed_step(self) -> int | None:
         """The newest step that rank 0 reported as saved, of those it did not go back behind since."""
@@ -400,17 +311,11 @@ class Run:
 
         One of 0.6, or that a person wrote, has no digest, and is taken as it is.
         """
-        values = read_json(self.path / "launch.json")
-        said = values.pop(DIGEST, None)
-        if said is not None and said != _values_digest(values):
-            what = f"has changed since it was written: {DIGEST} in it is of other values"
-            fix = f"put it back from a copy; to keep it as it is, delete {DIGEST} from it"
-            raise mistake(str(self.path / "launch.json"), what, why=WHY_CHANGED, fix=fix)
-        return values
+        return read_launch(self.path / "launch.json")
 
     def set_launch(self, **values: Any) -> None:
-        """Replace launch.json; it carries a digest of its own, since it is written at every launch."""
-        self._write("launch.json", {**values, DIGEST: _values_digest(values)})
+        """Replace launch.json."""
+        write_launch(self.path / "launch.json", values)
 
     def launches(self) -> list[float]:
         """When each launch began, in order, as far as launch.json tells: an old one tells of the last alone."""
@@ -442,7 +347,7 @@ class Run:
             layout = at(self.plan(), "layout")
         except UserError:
             return None
-        return _layout_world(layout)
+        return layout_world(layout)
 
     def status(self) -> dict[str, Any]:
         """status.json; empty before the run was launched or when it is damaged."""
@@ -453,153 +358,27 @@ class Run:
 
     def set_status(self, state: str, **values: Any) -> None:
         """Replace status.json: `state` is created, running, done, stopped or failed."""
-        self._write("status.json", {"state": state, "t": round(time.time(), 3), **values})
+        write_json(self.path / "status.json", {"state": state, "t": round(time.time(), 3), **values})
 
     def replan(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
         """Put another plan in place; the one before is kept as plan-1.json, plan-2.json and so on."""
         if self.plan() == json.loads(plan_json):
             if not (self.path / CHECKSUMS).exists():  # a run of 0.6
-                self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
+                write_settings(self.path, job_toml=job_toml, job=job, plan_json=plan_json)
             return
-        count = self.plan_count()
-        _write_file(
-            self.path / f"plan-{count}.json", self.plan_json.read_text(encoding="utf-8")
-        )  # a copy: a run has a plan
-        self._fill(job_toml=job_toml, job=job, plan_json=plan_json)
+        write_run_file(
+            # A copy: a run has a plan at any time.
+            self.path / f"plan-{self.plan_count()}.json",
+            self.plan_json.read_text(encoding="utf-8"),
+        )
+        write_settings(self.path, job_toml=job_toml, job=job, plan_json=plan_json)
 
     def plan_count(self) -> int:
         """Plans this run has had; the newest is plan.json, kept under this number once another takes its place."""
         try:
-            return 1 + sum(name.startswith("plan-") for name in _listed_names(self.path).settings)
+            return 1 + sum(name.startswith("plan-") for name in list_names(self.path).settings)
         except OSError:
             return 1
-
-    def _fill(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
-        """Write the settings. Their digests first: a process that dies between leaves nothing that looks damaged."""
-        job_json = json.dumps(job, indent=1, ensure_ascii=False) + "\n"
-        texts = dict(zip(SETTINGS, (job_toml, job_json, plan_json), strict=True))
-        if known := self.run_id:
-            texts[RUN_ID] = f"{known}\n"
-        digests = {name: text_digest(text) for name, text in texts.items()}
-        try:
-            add_checksums(self.path, digests)
-            for name, text in texts.items():
-                _write_file(self.path / name, text)
-            write_checksums(self.path, digests)
-        except OSError as error:
-            raise _cannot_write(self.path / CHECKSUMS, error) from error
-
-    def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        _write_file(self.path / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlot:
-    """Curves of a run."""
-
-    names: tuple[str, ...]
-    svgs: tuple[str, ...]  # empty texts where nothing was recorded
-
-    def __repr__(self) -> str:
-        return f"<RunPlot: {', '.join(self.names)}>"
-
-    def _repr_html_(self) -> str:
-        from phalanx.io.notebook import document_as_html
-        from phalanx.io.style import REPORT_CSS
-
-        figures = "".join(
-            f"<figure><figcaption><b>{name}</b></figcaption>{svg}</figure>"
-            for name, svg in zip(self.names, self.svgs, strict=True)
-        )
-        return document_as_html(f'<style>{REPORT_CSS}</style><div class="plots">{figures}</div>', height=320)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListedNames:
-    """What the folder of a run holds, as far as its names tell. Nobody changes it."""
-
-    parts: dict[int, list[int]]  # of every rank with events, in order, the numbers of closed parts
-    counts: dict[int, int]  # event files of each
-    settings: tuple[str, ...]  # plans and launch.json
-    live: frozenset[int] = frozenset()  # ranks with a file of their own that grows
-
-
-def _with_sessions(names: ListedNames, sessions: Mapping[int, int]) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """Parts and counts, those in the files of hosts included: every session but the newest is a closed part."""
-    parts, counts = dict(names.parts), dict(names.counts)
-    for rank, count in sessions.items():
-        closed = count - (rank not in names.live)
-        known = parts.get(rank)
-        parts[rank] = sorted({*known, *range(1, closed + 1)}) if known else list(range(1, closed + 1))
-        counts[rank] = counts.get(rank, 0) + count
-    return dict(sorted(parts.items())), counts
-
-
-def _listed_names(folder: Path) -> ListedNames:
-    """A folder that has not changed for a while is listed once, however often it is asked for."""
-    found = os.stat(folder)
-    is_settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
-    listed = _list_names if is_settled else _list_names.__wrapped__
-    return listed(os.fspath(folder), found.st_ino, found.st_mtime_ns)
-
-
-@lru_cache(maxsize=4)
-def _list_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
-    names = os.listdir(folder)
-    found: dict[int, list[int]] = {}
-    counts: dict[int, int] = {}
-    live: set[int] = set()
-    for name in names:
-        if not name.startswith("events-") or (match := EVENTS.fullmatch(name)) is None:
-            continue
-        rank = int(match.group(1))
-        closed = found.setdefault(rank, [])
-        counts[rank] = counts.get(rank, 0) + 1
-        if match.group(2):
-            closed.append(int(match.group(2)))
-        else:
-            live.add(rank)
-    settings = tuple(name for name in names if name == "launch.json" or PLAN.fullmatch(name))
-    parts = {rank: sorted(found[rank]) for rank in sorted(found)}
-    return ListedNames(parts=parts, counts=counts, settings=settings, live=frozenset(live))
-
-
-def _world_in(path: Path) -> int:
-    """The ranks that a plan or launch tells of; BEYOND where it tells none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return BEYOND
-    return _read_world(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=256)  # of a file as it is: whoever follows a run asks twice a second
-def _read_world(path: str, inode: int, changed_ns: int, size: int) -> int:
-    try:
-        values = read_json(Path(path))
-    except UserError:
-        return BEYOND
-    if Path(path).name == "launch.json":
-        return max(0, integer(values, "world") or 0)
-    return _layout_world(at(values, "layout")) or BEYOND
-
-
-def _layout_world(layout: Any) -> int | None:
-    axes = ("data", "tensor", "context", "pipeline")
-    return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None
-
-
-def _lock(file: TextIO, *, patience_s: float) -> bool:
-    """Take a lock; somebody who only looks whether it is taken holds it for a moment."""
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > until_s:
-                return False
-        time.sleep(0.01)
 
 
 def create_run(
@@ -611,8 +390,8 @@ def create_run(
     run = Run(path=_new_folder(root, f"{name}-{stamp}"))
     for folder in ("logs", "errors", "checkpoints"):
         (run.path / folder).mkdir()
-    _write_file(run.path / RUN_ID, f"{secrets.token_hex(16)}\n")
-    run._fill(job_toml=job_toml, job=job, plan_json=plan_json)
+    write_run_file(run.path / RUN_ID, f"{secrets.token_hex(16)}\n")
+    write_settings(run.path, job_toml=job_toml, job=job, plan_json=plan_json)
     run.set_status("created")
     return run
 
@@ -702,67 +481,3 @@ def _folder_names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     except OSError:
         return []
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file of a run; raises UserError when it is missing or damaged."""
-    try:
-        if not path.is_file() and path.exists():  # a pipe would be waited for for ever
-            raise mistake(str(path), "is not a file", why="the run is damaged")
-        data = json.loads(read_bounded(path, MOST_JSON_BYTES).decode())
-    except OSError as error:
-        raise mistake(str(path), f"cannot be read: {error.strerror or error}", why="the run is damaged") from error
-    except FileTooLargeError as error:
-        raise mistake(str(path), str(error), why="the run is damaged") from error
-    except (ValueError, RecursionError) as error:
-        raise mistake(str(path), "is not JSON", why="the run is damaged") from error
-    if not isinstance(data, dict):
-        raise mistake(str(path), "is not a JSON object", why="the run is damaged")
-    return data
-
-
-def _values_digest(values: Mapping[str, Any]) -> str:
-    """Of JSON values, however they were written; those that were read again give the same."""
-    return text_digest(json.dumps(json.loads(json.dumps(values)), sort_keys=True))
-
-
-def _write_file(path: Path, text: str) -> None:
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> SystemFailure:
-    what = f"cannot be written: {error.strerror or error}"
-    return SystemFailure(Problem(where=str(path), what=what, fix="free some space, or use another --runs"))
-
-
-# ---- whether anything more is to come --------------------------------------------------------------------------------
-
-
-ENDED = ("done", "stopped", "failed")  # states that a run gives itself at its end
-# The lock of a run is not seen on every host (flock is not shared by all file systems), so it is believed only where
-# nobody writes either: ranks tell of themselves every few seconds, from a thread of their own.
-SILENT_S = 120.0
-
-
-def is_run_over(run: Run, *, heard_s: float = 0.0, now_s: float | None = None) -> bool:
-    """Ended, or gone without a word: nobody holds it, and nothing was written for SILENT_S.
-
-    `heard_s`: when the caller saw it grow, by its own clock, which may not be the one of the disk.
-    """
-    if run.status().get("state") in ENDED:
-        return True
-    now_s = time.time() if now_s is None else now_s
-    return now_s - max(heard_s, last_written(run)) >= SILENT_S and not run.is_held
-
-
-def last_written(run: Run) -> float:
-    """Unix time at which one of the files that every run keeps writing last grew; 0 when there is none."""
-    times = [0.0]
-    for path in (run.events(0), run.supervisor, run.path / "status.json", run.path / "launch.json", run.plan_json):
-        found = stat_events(path)
-        if found is not None and found.size:
-            times.append(found.mtime_ns / 1e9)
-    return max(times)

@@ -17,7 +17,8 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.plan_cache import cached_plan
 from phalanx.record.drill import drill_subject
-from phalanx.record.run import EVENTS, Run, open_run, read_json
+from phalanx.record.run import Run, open_run
+from phalanx.record.run_files import EVENTS, read_json
 from phalanx.rules.evidence import Evidence, Unmapped
 from phalanx.rules.facts.drill_facts import DrillFacts, find_drills
 from phalanx.rules.facts.host import HostFacts, this_host

@@ -81,9 +81,9 @@ def main(arguments: list[str]) -> int:
         for problem in transport_warnings(facts) if facts is not None else ():
             print(f"warning: {problem.render()}", file=sys.stderr, flush=True)
         notes = transport_notes(facts) if facts is not None else ()
-        work = _work(run, agent, notes, task, allow_code=allow_code)
-        _check(plan)
-        agent.rescue = partial(_rescue, run, agent, plan.job.checkpoint.keep)
+        work = _rank_work(run, agent, notes, task, allow_code=allow_code)
+        _check_trainable(plan)
+        agent.rescue = partial(_rescue_state, run, agent, plan.job.checkpoint.keep)
         gc.freeze()  # what was imported is never freed: ranks then share its memory, and switch the collector on
         return agent.serve(work)
     except PhalanxError as error:
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _rescue(run: Run, agent: HostAgent, keep: int, message: Mapping[str, Any]) -> None:
+def _rescue_state(run: Run, agent: HostAgent, keep: int, message: Mapping[str, Any]) -> None:
     """The run has failed, and its ranks are gone: write down the step that only memory holds, and say where."""
     from phalanx.train.state.paths import parse_location
     from phalanx.train.state.rescue import RescueOrder, rescue_places, rescue_state
@@ -125,7 +125,7 @@ def _rescue(run: Run, agent: HostAgent, keep: int, message: Mapping[str, Any]) -
     print(said, file=sys.stderr, flush=True)
 
 
-def _check(plan: Plan) -> None:
+def _check_trainable(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
     from phalanx.train.settings import Settings, refuse_layout
 
@@ -140,7 +140,9 @@ def _check(plan: Plan) -> None:
         load_compiler(settings.compile_backend, on_gpu=on_gpu)
 
 
-def _work(run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None, *, allow_code: bool) -> Work:
+def _rank_work(
+    run: Run, agent: HostAgent, notes: Sequence[str], task: LauncherTask | None, *, allow_code: bool
+) -> Work:
     """The trainer as a function of the link; imports everything the ranks share, and computes nothing."""
     from phalanx.train.worker import Rank
 

@@ -83,15 +83,19 @@ class _SourceWriter:
             return thing
         if isinstance(thing, functools.partial):
             if thing.args:
-                raise self._refused(thing.func, kind, "a partial with positional arguments", "use keyword arguments")
-            return self._with_arguments(self.reference(thing.func, kind), self._json(thing.keywords, thing.func, kind))
+                raise self._plugin_refused(
+                    thing.func, kind, "a partial with positional arguments", "use keyword arguments"
+                )
+            return self._with_arguments(
+                self.reference(thing.func, kind), self._checked_json(thing.keywords, thing.func, kind)
+            )
         if inspect.isclass(thing) or inspect.isfunction(thing):
-            return self._place(thing, kind)
-        return self._instance(thing, kind)
+            return self._place_reference(thing, kind)
+        return self._instance_reference(thing, kind)
 
-    def _instance(self, thing: Any, kind: str) -> str:
+    def _instance_reference(self, thing: Any, kind: str) -> str:
         cls = type(thing)
-        place = self._place(cls, kind)
+        place = self._place_reference(cls, kind)
         attributes = getattr(thing, "__dict__", None)
         if attributes is not None and _is_json(attributes):
             return self._with_arguments(place, {ATTRIBUTES: dict(attributes)} if attributes else {})
@@ -102,29 +106,31 @@ class _SourceWriter:
             if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         ]
         if required or not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
-            raise self._refused(
+            raise self._plugin_refused(
                 cls,
                 kind,
                 f"an instance whose {', '.join(wrong[:4]) or 'attributes'} cannot be written as JSON",
                 "give a function that makes it, or make these attributes when training starts",
             )
-        return self._with_arguments(place, {STATE: self._json(thing.state_dict(), cls, kind)})
+        return self._with_arguments(place, {STATE: self._checked_json(thing.state_dict(), cls, kind)})
 
-    def _place(self, thing: Any, kind: str) -> str:
+    def _place_reference(self, thing: Any, kind: str) -> str:
         module, name = thing.__module__, thing.__qualname__
         if "<locals>" in name:
-            raise self._refused(thing, kind, "defined inside a function", "define it at the top level of its file")
+            raise self._plugin_refused(
+                thing, kind, "defined inside a function", "define it at the top level of its file"
+            )
         if "<lambda>" in name:
-            raise self._refused(thing, kind, "a lambda", "write it as a function with a name")
+            raise self._plugin_refused(thing, kind, "a lambda", "write it as a function with a name")
         file = getattr(sys.modules.get(module), "__file__", None) or ""
         if module != "__main__" and _is_installed(module):
             return f"{module}:{name}"
         if module != "__main__" and file.endswith(".py") and Path(file).is_file():
             return f"{Path(file).resolve()}:{name}"
-        self._add(thing, kind)
+        self._add_source(thing, kind)
         return f"{SOURCE_MODULE}:{name}"
 
-    def _add(self, thing: Any, kind: str) -> None:
+    def _add_source(self, thing: Any, kind: str) -> None:
         """The source of a class or function of a notebook or script, and of what it uses."""
         if thing.__qualname__ in self._seen:
             return
@@ -132,8 +138,11 @@ class _SourceWriter:
         try:
             text = _source_of(thing)
         except (OSError, TypeError) as error:
-            raise self._refused(thing, kind, f"without source: {error}", "put it in a file, and import it") from error
-        tree, scope = ast.parse(text), _globals_of(thing)
+            raise self._plugin_refused(
+                thing, kind, f"without source: {error}", "put it in a file, and import it"
+            ) from error
+        tree = ast.parse(text)
+        scope = thing.__globals__ if inspect.isfunction(thing) else vars(sys.modules[thing.__module__])
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {thing.__name__}
         for name in sorted(names & scope.keys()):
             self._add_global(name, scope[name], thing, kind)
@@ -149,15 +158,17 @@ class _SourceWriter:
         elif (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__ not in ("__main__", None):
             top, _, rest = value.__qualname__.partition(".")
             if rest:
-                raise self._refused(user, kind, f"uses {name}, a {value.__qualname__}", "import its class instead")
+                raise self._plugin_refused(
+                    user, kind, f"uses {name}, a {value.__qualname__}", "import its class instead"
+                )
             line = f"from {value.__module__} import {top} as {name}"
         elif inspect.isclass(value) or inspect.isfunction(value):
-            self._add(value, kind)
+            self._add_source(value, kind)
             return
         elif _is_json(value):
             line = f"{name} = {value!r}"
         else:
-            raise self._refused(
+            raise self._plugin_refused(
                 user,
                 kind,
                 f"uses the variable {name}, a {type(value).__name__}",
@@ -169,13 +180,13 @@ class _SourceWriter:
     def _with_arguments(self, reference: str, arguments: Mapping[str, Any]) -> str:
         return f"{reference} {json.dumps(dict(arguments))}" if arguments else reference
 
-    def _json(self, value: Mapping[str, Any], thing: Any, kind: str) -> dict[str, Any]:
+    def _checked_json(self, value: Mapping[str, Any], thing: Any, kind: str) -> dict[str, Any]:
         if not _is_json(value):
-            raise self._refused(thing, kind, "with arguments that cannot be written as JSON", "use plain values")
+            raise self._plugin_refused(thing, kind, "with arguments that cannot be written as JSON", "use plain values")
         return dict(value)
 
     @staticmethod
-    def _refused(thing: Any, kind: str, what: str, fix: str) -> UserError:
+    def _plugin_refused(thing: Any, kind: str, what: str, fix: str) -> UserError:
         return mistake(
             f"{kind}: {getattr(thing, '__qualname__', thing)}",
             f"is {what}" if not what.startswith("uses") else what,
@@ -208,12 +219,6 @@ def _source_of(thing: Any) -> str:
                     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
         raise
-
-
-def _globals_of(thing: Any) -> dict[str, Any]:
-    if inspect.isfunction(thing):
-        return thing.__globals__
-    return vars(sys.modules[thing.__module__])
 
 
 def _is_json(value: Any) -> bool:

@@ -102,7 +102,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Iterable[Callback], *, own: Sequence[Callback] = (), rank: int = 0) -> None:
         everyone = list(callbacks)
-        self._own, self._rank = _named(own), rank
+        self._own, self._rank = _callbacks_by_name(own), rank
         self._methods = {
             moment: [
                 (one, getattr(one, moment))
@@ -123,9 +123,9 @@ class CallbackList:
                 method(training, *arguments)
             except Exception as error:
                 name = next((name for name, one in self._own.items() if one is callback), "")
-                if not name or _passes(error):
+                if not name or _passes_through(error):
                     raise
-                raise self._failed(name, moment, f"step {training.step:,}", error) from error
+                raise self._callback_failed(name, moment, f"step {training.step:,}", error) from error
 
     def call_after_failure(self, training: TrainingLoop, error: BaseException) -> list[str]:
         """`on_failure` of every callback; what goes wrong in one is told, and hides neither the error nor the rest."""
@@ -146,7 +146,7 @@ class CallbackList:
             try:
                 states[name] = json.loads(json.dumps(callback.state_dict(), allow_nan=False))
             except Exception as error:
-                raise self._failed(name, "state_dict", "a checkpoint", error) from error
+                raise self._callback_failed(name, "state_dict", "a checkpoint", error) from error
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -156,16 +156,16 @@ class CallbackList:
                 try:
                     callback.load_state_dict(states[name])
                 except Exception as error:
-                    raise self._failed(name, "load_state_dict", "a checkpoint", error) from error
+                    raise self._callback_failed(name, "load_state_dict", "a checkpoint", error) from error
 
-    def _failed(self, name: str, moment: str, when: str, error: Exception) -> SystemFailure:
+    def _callback_failed(self, name: str, moment: str, when: str, error: Exception) -> SystemFailure:
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         what = f"callback {name} failed in {moment}: {type(error).__name__}: {error}"
         return SystemFailure(Problem(where=f"rank {self._rank}, {when}", what=what[:500], fix=f"see {place}"))
 
 
-def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+def _callbacks_by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """By class name, the second of a class as "Name 2": what checkpoints and messages call them."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
@@ -177,6 +177,6 @@ def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return named
 
 
-def _passes(error: Exception) -> bool:
+def _passes_through(error: Exception) -> bool:
     """Whether an error is not the callback's own: our own, the end of the membership, or a lost peer."""
     return isinstance(error, PhalanxError | Interrupted) or failure_of(0, error, step=-1).is_consequence

@@ -36,7 +36,7 @@ class Checkpointing(Callback):
         self._leaves_at, self._run_id = control.leaves_at, training.folder.run_id
         self.saver = AsyncSaver(
             training.folder.checkpoints,
-            attempt=_attempt(training.engine.device),
+            attempt=_attempt_name(training.engine.device),
             rank=dist.get_rank(),
             world=dist.get_world_size(),
             keep=training.job.checkpoint.keep,
@@ -105,13 +105,17 @@ class Checkpointing(Callback):
             return
         skipped, began_s = keeper.skipped, time.perf_counter()
         keeper.put(
-            step, checkpoint_shards(training.engine), self._meta(), held=self.safe_step, rank_meta=self._rank_meta()
+            step,
+            checkpoint_shards(training.engine),
+            self._checkpoint_meta(),
+            held=self.safe_step,
+            rank_meta=self._rank_meta(),
         )
         self.copy_s = time.perf_counter() - began_s
         if keeper.skipped == skipped:
             self._copied_step = step
 
-    def _meta(self) -> dict[str, Any]:
+    def _checkpoint_meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside tensors, the same on every rank."""
         training = self._training
         tokens = training.batch_plan.tokens_before(training.step)
@@ -141,7 +145,7 @@ class Checkpointing(Callback):
             return
         training.pause()
         self.tell_saved()
-        meta, rank_meta = self._meta(), self._rank_meta()
+        meta, rank_meta = self._checkpoint_meta(), self._rank_meta()
         training.warn_of_buffers(training.engine.changed_unsaved(), UNSAVED_BUFFER)
         try:
             self.saver.save(step=step, shards=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
@@ -238,7 +242,7 @@ def _since_last_commit(folder: Run, went_s: float | None) -> float:
     return max(0.0, now_s - max(now_s if went_s is None else went_s, saved_s))
 
 
-def _attempt(device: torch.device) -> str:
+def _attempt_name(device: torch.device) -> str:
     """A name for this start of the job that all ranks share and no earlier start had."""
     number = torch.tensor([time.time_ns() // 1000], device=device)
     dist.broadcast(number, src=0)

@@ -64,7 +64,7 @@ class CollectiveTimeouts(Callback):
 
     def lengthen(self) -> None:
         """Ranks evaluate or save, each at its own pace: until the next step is done they may wait long."""
-        self._set(max(self._first_s, self._steady_s))
+        self._set_timeout(max(self._first_s, self._steady_s))
 
     def count_step(self, seconds: float) -> None:
         """A step took so long."""
@@ -74,9 +74,9 @@ class CollectiveTimeouts(Callback):
             self._slowest_s = max(self._slowest_s, seconds if self._steps > 1 else 0.0)
         if self._steps >= WARM_UP_STEPS:
             seen_s = bounded_timeout_s(self._slowest_s) if self._measured else 0.0
-            self._set(max(self._steady_s, seen_s))
+            self._set_timeout(max(self._steady_s, seen_s))
 
-    def _set(self, seconds: float) -> None:
+    def _set_timeout(self, seconds: float) -> None:
         if seconds != self.timeout_s:
             self.timeout_s = seconds
             self._apply(seconds)

@@ -97,19 +97,21 @@ class Engine:
             optim=optim,
             state_dtype=state_dtype,
             decays=matrices.__contains__,
-            tables=self._tables(),
+            tables=self._lookup_tables(),
             own=settings.optimizer,
             allow_code=settings.allow_code,
         )
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
-        self.outline: NetworkOutline | None = next((m.outline for m in self._models() if isinstance(m, OwnStage)), None)
+        self.outline: NetworkOutline | None = next(
+            (m.outline for m in self._stage_models() if isinstance(m, OwnStage)), None
+        )
         self.first_rank_buffers: set[str] = set()  # changed by forward; the first data rank's value counts for all
         self._buffers = None
         if self.outline is not None:
-            self._buffers = BufferExchange(self._models(), self.meshes.group("data"))
+            self._buffers = BufferExchange(self._stage_models(), self.meshes.group("data"))
         self.loss_scale = LossScale.of(settings.fixed_loss_scale) if settings.compute == "fp16" else None
-        self.experts = ExpertBalance(self._models(), self.meshes, device)
+        self.experts = ExpertBalance(self._stage_models(), self.meshes, device)
         v_shaped = is_v_shaped(settings.layout.schedule, settings.layout.virtual_pipeline)
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
@@ -120,11 +122,11 @@ class Engine:
             self._sharded = [compress_sharded(part.model, kind) for part in self.parts]
         self.listener = None
         if across is None:  # else the noise of a replica's gradient would be taken for that of all
-            self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, self._models())
+            self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, self._stage_models())
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device, compiled=settings.compile)
         if device.type == "cuda":
-            time_gathers(fsdp_groups(self._models()), self.clock)
+            time_gathers(fsdp_groups(self._stage_models()), self.clock)
         self.micro_batches = MicroBatches(
             self.parts,
             shape,
@@ -145,14 +147,14 @@ class Engine:
         self.wants_round: Callable[[], bool] = lambda: False  # whether this rank knows of replicas that come back
         self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
 
-    def _models(self) -> list[torch.nn.Module]:
+    def _stage_models(self) -> list[torch.nn.Module]:
         return [part.model for part in self.parts]
 
-    def _tables(self) -> frozenset[str]:
+    def _lookup_tables(self) -> frozenset[str]:
         """Weights of a user's own network whose rows are looked up or scored one by one."""
         return frozenset(
             PREFIX + name
-            for model in self._models()
+            for model in self._stage_models()
             if isinstance(model, OwnStage)
             for name in tables_of(model.network, self.shape.vocab)
         )
@@ -176,7 +178,7 @@ class Engine:
             self._take_own(self.outline.unsaved)
 
     def _clear_buffers(self) -> None:
-        for model in self._models():
+        for model in self._stage_models():
             for buffer in model.buffers():
                 buffer.zero_()
 
@@ -249,9 +251,9 @@ class Engine:
     ) -> StepResult:
         """Learn from this data rank's part of the global batch; `requests` is asked late, and heard by all ranks."""
         with self.clock.hearing():
-            return self._step(tokens_BS, targets_BS, lr=lr, requests=requests)
+            return self._run_step(tokens_BS, targets_BS, lr=lr, requests=requests)
 
-    def _step(
+    def _run_step(
         self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, lr: float, requests: Callable[[], Sequence[bool]]
     ) -> StepResult:
         sent = self.bytes_sent
@@ -263,10 +265,10 @@ class Engine:
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         micro = self.settings.layout.micro_batch
         self.experts.begin(targets_BS, micro=micro, ignored=IGNORED, scale=scale / batch_sequences)
-        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
+        tokens_BS, targets_BS = self._own_slices(tokens_BS), self._own_slices(targets_BS)
         loss_sum = self._forward_backward(tokens_BS, targets_BS, unit=scale / batch_tokens)
         with self.clock.phase("other"):
-            moved = self._moved(loss_sum)
+            moved = self._buffers_changed(loss_sum)
             grads = self._gradients()
             wishes = [*requests(), *([self.wants_round()] if self.across is not None else [])]
             said, lost = self._own_numbers(loss_sum, targets_BS, requests=wishes), []
@@ -281,7 +283,7 @@ class Engine:
             resting = [] if rested is None else [rested]
             norm_squared = squared_norm(self.shards, grads)
             heard = self._noise_numbers(targets_BS, grads, norm_squared)
-        numbers = self._agree(norm_squared, said, heard=[*lost, *resting, *moved, *heard])
+        numbers = self._sum_over_ranks(norm_squared, said, heard=[*lost, *resting, *moved, *heard])
         self.clock.settle()
         squared, loss, valid, *rest = self._read(numbers)
         wanted, more = rest[: len(StepRequest)], rest[len(StepRequest) :]
@@ -291,7 +293,7 @@ class Engine:
         if resting:
             has_changed, *more = more
         if has_changed or was_lost:
-            self._clear()
+            self._clear_gradients()
             self.clock.end()
             raise MemoryChanged if has_changed else ReplicaLost
         moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
@@ -301,8 +303,8 @@ class Engine:
         skipped = not finite or self.spikes.is_spike(norm)
         with self.clock.phase("optimizer"):
             if not skipped:
-                self._update(grads, factor * self._clip_factor(norm), lr)
-            self._clear()
+                self._update_weights(grads, factor * self._clip_factor(norm), lr)
+            self._clear_gradients()
             self.experts.finish(learn=not skipped)
             if any(moved_by_all):
                 self._exchange_buffers()
@@ -338,7 +340,7 @@ class Engine:
         self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, metrics: Sequence[TokenSum] = ()
     ) -> tuple[float, ...]:
         """Cross-entropy in nats, valid tokens, then each metric, summed over every data rank's sequences."""
-        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
+        tokens_BS, targets_BS = self._own_slices(tokens_BS), self._own_slices(targets_BS)
         for part in self.parts:
             part.model.eval()
         sums = self.micro_batches.forward_sums(tokens_BS, targets_BS, (summed_loss, *metrics))
@@ -347,9 +349,9 @@ class Engine:
         for part in self.parts:
             part.model.train()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        others = [one if self._scores else zero for one in sums[1:]]
+        others = [one if self._speaks_for_losses else zero for one in sums[1:]]
         said = self._own_numbers(sums[0], targets_BS, requests=NO_REQUESTS)
-        numbers = self._read(self._agree(zero, said, heard=others))
+        numbers = self._read(self._sum_over_ranks(zero, said, heard=others))
         return (*numbers[1:3], *numbers[3 + len(NO_REQUESTS) :])
 
     @property
@@ -363,7 +365,7 @@ class Engine:
         before = self.across.replica * self.dims.data if self.across is not None else 0
         return before + self.meshes.index("data")
 
-    def _mine(self, whole_BL: torch.Tensor) -> torch.Tensor:
+    def _own_slices(self, whole_BL: torch.Tensor) -> torch.Tensor:
         """This context rank's slices of the sequences."""
         whole_BL = whole_BL.to(self.device, non_blocking=True)
         if self.dims.context == 1:
@@ -385,7 +387,7 @@ class Engine:
         batch_sequences = count * micro * self.dims.data
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         self.experts.begin(targets_BS, micro=micro, ignored=IGNORED, scale=scale / batch_sequences)
-        tokens_BS, targets_BS = self._mine(tokens_BS), self._mine(targets_BS)
+        tokens_BS, targets_BS = self._own_slices(tokens_BS), self._own_slices(targets_BS)
         if self.listener is not None:
             self.listener.norms.on = False
         before, unit = self.unit, scale / (batch_sequences * self.settings.sequence)
@@ -399,11 +401,11 @@ class Engine:
         self.micro_batches.unit = before
         grads = self._gradients()
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
-        self._clear()
+        self._clear_gradients()
         zero = torch.zeros_like(loss_sum)
         return TrialPass(
-            loss_sum=loss_sum if self._scores else zero,
-            valid=(targets_BS != IGNORED).sum().double() if self._scores else zero,
+            loss_sum=loss_sum if self._speaks_for_losses else zero,
+            valid=(targets_BS != IGNORED).sum().double() if self._speaks_for_losses else zero,
             norms_P=torch.stack(norms) if norms else zero[None][:0],
             random=drawn_so_far(self.device),
         )
@@ -427,7 +429,7 @@ class Engine:
             self._tied.sum(self._trained, found)
         return found
 
-    def _moved(self, like: torch.Tensor) -> list[torch.Tensor]:
+    def _buffers_changed(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Whether forward changed buffers of a user's own network here; nothing for our own, which have none such."""
         if self._buffers is None:
             return []
@@ -459,11 +461,11 @@ class Engine:
             targets_BS,
             micro=self.settings.layout.micro_batch,
             ignored=IGNORED,
-            speaks=self._scores,
+            speaks=self._speaks_for_losses,
         )
 
     @property
-    def _scores(self) -> bool:
+    def _speaks_for_losses(self) -> bool:
         """Whether this rank speaks for the losses and tokens of its sequences."""
         return any(part.model.head is not None for part in self.parts) and self.meshes.index("tensor") == 0
 
@@ -471,12 +473,14 @@ class Engine:
         self, loss_sum: torch.Tensor, targets_BS: torch.Tensor, *, requests: Sequence[bool]
     ) -> torch.Tensor:
         """What this rank adds to the step's numbers: summed loss, valid tokens, and its requests."""
-        valid = (targets_BS != IGNORED).sum().double() if self._scores else torch.zeros_like(loss_sum)
-        loss = loss_sum if self._scores else torch.zeros_like(loss_sum)
+        valid = (targets_BS != IGNORED).sum().double() if self._speaks_for_losses else torch.zeros_like(loss_sum)
+        loss = loss_sum if self._speaks_for_losses else torch.zeros_like(loss_sum)
         flags = [torch.full_like(loss_sum, float(wish)) for wish in requests]
         return torch.stack([loss, valid, *flags])
 
-    def _agree(self, squared: torch.Tensor, said: torch.Tensor, *, heard: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    def _sum_over_ranks(
+        self, squared: torch.Tensor, said: torch.Tensor, *, heard: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """Sum the step's few numbers over all ranks, `heard` behind: the only collective that every rank joins."""
         behind = [torch.stack(list(heard))] if heard else []
         numbers = torch.cat([squared.to(self.device).view(1), said, *behind])
@@ -488,7 +492,7 @@ class Engine:
         return min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch.nn.utils.clip_grad_norm_
 
     @torch.no_grad()
-    def _update(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
+    def _update_weights(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
         scale_gradients(grads, factor)
         self.on_before_update(grads)
         self.masters.hand_over(self.shards, grads, self.device)
@@ -503,7 +507,7 @@ class Engine:
             return self.exchange.bytes_sent
         return sum(one.bytes_sent for one in self._sharded) if self._sharded else None
 
-    def _clear(self) -> None:
+    def _clear_gradients(self) -> None:
         for held, shard in zip(self._trained, self.shards, strict=True):
             held.tensor.grad = None
             shard.tensor.grad = None

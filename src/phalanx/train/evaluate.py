@@ -45,7 +45,7 @@ class HeldoutScorer:
 
     def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int) -> None:
         self._engine = engine
-        self._dataset = _open(folders, vocab=engine.shape.vocab) if sequences else None
+        self._dataset = _open_heldout(folders, vocab=engine.shape.vocab) if sequences else None
         if self._dataset is None:
             return
         length = engine.settings.sequence
@@ -57,7 +57,7 @@ class HeldoutScorer:
         chosen = np.linspace(0, there - 1, min(sequences, there)).astype(np.int64)
         unit = engine.dims.data * engine.settings.layout.micro_batch
         rows = torch.from_numpy(np.ascontiguousarray(self._dataset.samples(chosen, length)))
-        tokens, targets = _filled(rows[:, :-1], unit, 0), _filled(rows[:, 1:], unit, IGNORED)
+        tokens, targets = _filled_rows(rows[:, :-1], unit, 0), _filled_rows(rows[:, 1:], unit, IGNORED)
         place, ranks = engine.meshes.index("data"), engine.dims.data
         self._tokens, self._targets = tokens.chunk(ranks)[place], targets.chunk(ranks)[place]
 
@@ -78,12 +78,12 @@ class HeldoutScorer:
         )
 
 
-def _filled(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:
+def _filled_rows(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:
     """Rows of `value` behind, up to a multiple of `unit`."""
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % unit), value=value)
 
 
-def _open(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None:
+def _open_heldout(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None:
     try:
         return TokenDataset.open(list(folders), "heldout", vocab=vocab)
     except UserError:

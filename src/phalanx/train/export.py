@@ -57,7 +57,7 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Writ
     if plan.job.model.module:
         _save_own(found[0], plan.job.model, out, DTYPES[dtype])
     else:
-        state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
+        state = {name: _cast_floats(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
         save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
     _add_checksums(out)
@@ -95,7 +95,7 @@ def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dty
     state = {}
     for ours, tensor in read_state(checkpoint.path).items():
         name = ours.removeprefix(PREFIX)
-        state[name] = tensor if name in buffers else _cast(tensor, dtype)
+        state[name] = tensor if name in buffers else _cast_floats(tensor, dtype)
     save_named(state, out, tied=tied)
     reported = {
         "module": shape.module,
@@ -118,5 +118,5 @@ def _add_tokenizer(out: Path, dataset: TokenDataset) -> None:
     replace_text(out / "tokenizer_config.json", json.dumps(kind, indent=2) + "\n")
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_floats(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -42,11 +42,11 @@ class FlightRecord:
                 return
             self._is_begun = True
         # In a thread: torch asks the driver whether kernels have ended.
-        writing = threading.Thread(target=self._write, name="flight-record", daemon=True)
+        writing = threading.Thread(target=self._write_record, name="flight-record", daemon=True)
         writing.start()
         writing.join(PATIENCE_S)
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         with suppress(Exception):  # a rank that leaves is not to fail at telling why
             groups = group_table()
             recorded = recorded_entries()
@@ -134,10 +134,10 @@ def last_collective() -> str:
     except (ImportError, AttributeError):
         return ""
     entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))  # NCCL's and gloo's are recorded apart
-    return _named(entries[-1]) if entries else ""
+    return _entry_name(entries[-1]) if entries else ""
 
 
-def _named(entry: dict[str, Any]) -> str:
+def _entry_name(entry: dict[str, Any]) -> str:
     group, sizes = entry.get("process_group") or ["", ""], entry.get("input_sizes") or []
     number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
     return f"{entry.get('profiling_name', '?')} number {number} of group {group[-1] or group[0]}, sizes {sizes}"

@@ -42,7 +42,7 @@ from phalanx.hardware.local import allowed_ranks
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
-from phalanx.units import plural
+from phalanx.units import first_few, plural
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
@@ -66,10 +66,12 @@ def run_joined_rank(
     goes. `call` is the command line: ranks that were called otherwise than rank 0 are refused.
     """
     with collected_signals() as wishes:
-        store = _meet(place, environ)
-        _agree(store, place, call)
-        own = _introduce(store, place)
-        plan, run = _prepare_for_all(store, place, prepare) if place.rank == 0 else (None, _named(store, place.rank))
+        store = _meeting_store(place, environ)
+        _agree_on_call(store, place, call)
+        own = _introduce_host(store, place)
+        plan, run = (
+            _prepare_for_all(store, place, prepare) if place.rank == 0 else (None, _run_of_first(store, place.rank))
+        )
         try:
             own = _complete_host(store, place, own, run)
             outcome = tend_agents(
@@ -97,7 +99,7 @@ def _leave_reason(run: Run, rank: int, error: BaseException) -> None:
         run.set_status("failed", exit_code=3, message=f"rank 0: {redact(str(error), os.environ)}", step=-1)
 
 
-def _introduce(store: Store, place: RankPlace) -> HostSpec:
+def _introduce_host(store: Store, place: RankPlace) -> HostSpec:
     """This task as a host of the run, told to rank 0: the machine it is on, and its address there."""
     machine, address = platform.node() or "localhost", address_towards(place.address)
     last = place.world - 1
@@ -156,7 +158,7 @@ def _complete_host(store: Store, place: RankPlace, own: HostSpec, run: Run) -> H
     return replace(own, task=replace(own.task, shares_gpu=shares))
 
 
-def _meet(place: RankPlace, environ: Mapping[str, str]) -> Store:
+def _meeting_store(place: RankPlace, environ: Mapping[str, str]) -> Store:
     """The store where ranks find each other; rank 0 holds it, unless the launcher already does."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
@@ -210,7 +212,7 @@ def _loopback_socket(place: RankPlace) -> int | None:
         return bound.detach()
 
 
-def _agree(store: Store, place: RankPlace, call: Sequence[str]) -> None:
+def _agree_on_call(store: Store, place: RankPlace, call: Sequence[str]) -> None:
     """Every rank is there once, and all were started by the same command with the same number of ranks.
 
     Rank 0 waits for all answers before it makes anything: ranks that never come, or belong to another run, leave no
@@ -230,13 +232,13 @@ def _agree(store: Store, place: RankPlace, call: Sequence[str]) -> None:
         _hear_all(store, place)
         return
     first = json.loads(store.get("launch"))
-    problem = _disagreement(place, theirs=int(first["world"]), same_call=first["call"] == digest)
+    problem = _call_disagreement(place, theirs=int(first["world"]), same_call=first["call"] == digest)
     store.set(f"answer/{rank}", problem.render() if problem is not None else "")
     if problem is not None:
         raise UserError(problem)
 
 
-def _disagreement(place: RankPlace, *, theirs: int, same_call: bool) -> Problem | None:
+def _call_disagreement(place: RankPlace, *, theirs: int, same_call: bool) -> Problem | None:
     where = f"rank {place.rank}"
     if theirs != place.world:
         return Problem(
@@ -263,7 +265,7 @@ def _hear_all(store: Store, place: RankPlace) -> None:
             store.wait(names, timedelta(seconds=MEETING_S))
     except RuntimeError as error:  # torch's DistStoreError is one
         missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+        shown = first_few(missing, 8)
         raise SystemFailure(
             Problem(
                 where="rank 0",
@@ -298,17 +300,17 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> SystemFailure:
     )
 
 
-def _named(store: Store, rank: int) -> Run:
+def _run_of_first(store: Store, rank: int) -> Run:
     """The run that rank 0 made."""
     answer = store.get("run").decode("utf-8")
     if not answer:
         raise SystemFailure(
             Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message")
         )
-    return Run(path=_visible(Path(answer), rank))
+    return Run(path=_visible_folder(Path(answer), rank))
 
 
-def _visible(path: Path, rank: int) -> Path:
+def _visible_folder(path: Path, rank: int) -> Path:
     until = time.monotonic() + 30.0  # a network file system shows a new folder late
     while not (path / "plan.json").is_file():
         if time.monotonic() > until:

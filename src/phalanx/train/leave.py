@@ -2,7 +2,7 @@
 
 NCCL's kernels wait for a lost rank for ever, and the training waits for them: in a collective, in a synchronise, or in
 the launch of the next kernel. `ncclCommAbort` from another thread ends them (benchmarks/nccl_recovery.py). What they
-have computed by then is worth nothing: whoever comes out of a wait asks `Orders.check` before it keeps a number.
+have computed by then is worth nothing: whoever comes out of a wait asks `RankControl.check` before it keeps a number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CommunicatorAbort:
             # All at once: freeing the memory of one waits for every kernel of the device, also for those that hang in
             # another communicator (pytorch#119797).
             self._threads = [
-                threading.Thread(target=_abort, args=(backend,), name="nccl-abort", daemon=True)
+                threading.Thread(target=_abort_backend, args=(backend,), name="nccl-abort", daemon=True)
                 for backend in nccl_backends()
             ]
             for thread in self._threads:
@@ -65,7 +65,7 @@ def nccl_backends() -> list[Any]:
     return found
 
 
-def _abort(backend: Any) -> None:
+def _abort_backend(backend: Any) -> None:
     with suppress(Exception):  # one that was never connected, or an error of NCCL: the rank leaves either way
         backend.abort()
 

@@ -28,12 +28,12 @@ def listening_sockets() -> dict[str, int]:
     with suppress(OSError):  # where there is no /proc
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # the descriptor that lists them is gone by now
-                if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:") and _takes(int(name)):
+                if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:") and _is_listening(int(name)):
                     found[target] = int(name)
     return found
 
 
-def _takes(descriptor: int) -> bool:
+def _is_listening(descriptor: int) -> bool:
     with socket.socket(fileno=os.dup(descriptor)) as one:
         is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
         return is_tcp and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -115,13 +115,13 @@ class TrainingLoop:
     def run(self, first: int) -> str:
         """Take every step from `first` on; "done", or "stopped" or "reform" when all ranks were asked to leave."""
         try:
-            return self._run(first)
+            return self._run_steps(first)
         except BaseException as error:
             for text in self.callbacks.call_after_failure(self, error):
                 self.events.write("remark", step=self.step, text=text, is_warning=True)
             raise
 
-    def _run(self, first: int) -> str:
+    def _run_steps(self, first: int) -> str:
         total, leaving = self.batch_plan.steps, ""
         self.step = first
         self.events.write("run_start", step=first, steps=total, world=self.world_size, epoch=self.control.epoch)
@@ -132,25 +132,25 @@ class TrainingLoop:
             try:
                 report = self._take_step()
             except ReplicaLost:
-                self._regroup()
+                self._regroup_replicas()
                 continue
             except MemoryChanged:
                 raise self.comparison.memory_changed(self) from None
             self.step += 1
             self.callbacks.call("on_step_end", self, report)
-            leaving = self._leaving(report.result)
+            leaving = self._leaving_state(report.result)
             self.control.progress(self.step, Phase.TRAINING)
             if report.result.is_round_due and not leaving:
-                self._regroup()
+                self._regroup_replicas()
             elif leaving == "reform" and not self._are_replicas_here():
-                self._regroup()
+                self._regroup_replicas()
                 leaving = ""  # the wish stands, and is heard with the next step
         if leaving == "reform" and self.step < total:
             self.checkpoints.leave_membership()
             return leaving
-        return self._finish("stopped" if leaving and self.step < total else "done")
+        return self._finish_run("stopped" if leaving and self.step < total else "done")
 
-    def _regroup(self) -> None:
+    def _regroup_replicas(self) -> None:
         """A replica was lost, or is back: go on with those that are present, from what the furthest of them has."""
         assert self.control.rounds is not None
         self.pause()
@@ -187,7 +187,7 @@ class TrainingLoop:
         before_cpu_s = time.thread_time() - began_cpu_s
         with self.telemetry.observe(step) as samples:
             entered_s = time.perf_counter()
-            result = self.engine.step(tokens, targets, lr=self.lr, requests=self._requests)
+            result = self.engine.step(tokens, targets, lr=self.lr, requests=self._rank_requests)
             ended_s = time.perf_counter()
         self.control.check()
         self.checkpoints.confirm_copies(copied_step, result.requests)
@@ -205,24 +205,24 @@ class TrainingLoop:
             samples=samples,
         )
 
-    def _requests(self) -> tuple[bool, ...]:
+    def _rank_requests(self) -> tuple[bool, ...]:
         """What this rank asks of all ranks, by StepRequest; they hear of it with the step's numbers."""
         stop = self._stop_requested or self.control.stop()
         return stop, self.checkpoints.is_due(), self.control.reform(), self.checkpoints.is_copy_unsafe()
 
-    def _leaving(self, result: StepResult) -> str:
+    def _leaving_state(self, result: StepResult) -> str:
         if result.requests[StepRequest.STOP]:
             return "stopped"
         return "reform" if result.requests[StepRequest.REFORM] or self.step in self.control.leaves_at else ""
 
-    def _finish(self, state: str) -> str:
+    def _finish_run(self, state: str) -> str:
         self.batches.close()
         if state == "done":
             self.evaluation.evaluate(self)
         self.pause()
         self.checkpoints.save_last("stop" if state == "stopped" else "end")
         while not self._are_replicas_here():  # one was lost: perhaps the one that was saving, or before its last step
-            self._regroup()
+            self._regroup_replicas()
             self.checkpoints.save_last("stop" if state == "stopped" else "end")
         self.pause()
         dist.barrier()

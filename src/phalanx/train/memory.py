@@ -29,14 +29,14 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, os.getpid()
-        self._first_bytes = first_bytes(_status().get("RssAnon", 0))
+        self._first_bytes = first_bytes(_memory_status().get("RssAnon", 0))
         self._before_bytes = 0  # the peak before something was left out
 
     def peak_bytes(self) -> int:
         """The most so far; no less than what is held now."""
         if self._device.type == "cuda":
             return max(self._before_bytes, int(torch.cuda.max_memory_allocated(self._device)))
-        now = _status()
+        now = _memory_status()
         shared = now.get("RssFile", 0) + now.get("RssShmem", 0)
         most = max(now.get("VmHWM", 0) - shared, now.get("RssAnon", 0)) - self._first_bytes
         self._peaks[self._process] = max(0, most, self._peaks.get(self._process, 0))
@@ -53,7 +53,7 @@ class MemoryMeter:
                 torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def _status() -> dict[str, int]:
+def _memory_status() -> dict[str, int]:
     """The memory lines of /proc/self/status, in bytes; empty where there is none."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()

@@ -60,7 +60,7 @@ class MicroBatches:
             self._exchange.begin(count)
         with self._loss_context(), fastest_attention(self._device):
             if self._dims.pipeline > 1:
-                total = self._pipelined(tokens_BS, targets_BS, count)
+                total = self._run_pipeline(tokens_BS, targets_BS, count)
             else:
                 total = self._one_by_one(tokens_BS, targets_BS, count)
         if self._exchange is not None:
@@ -84,7 +84,7 @@ class MicroBatches:
             total += whole_value(loss.detach()).double()
         return total
 
-    def _pipelined(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int) -> torch.Tensor:
+    def _run_pipeline(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, count: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         schedule, stages = self.schedule(count)
         given = (tokens_BS,) if any(stage.is_first for stage in stages) else ()
@@ -107,13 +107,13 @@ class MicroBatches:
         totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
         with self._loss_context():
             for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
-                logits = self._through(x)
+                logits = self._run_stages(x)
                 if logits is not None:
                     for total, function in zip(totals, wanted, strict=True):
                         total += whole_value(function(logits, y)).double()
         return totals
 
-    def _through(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _run_stages(self, x: torch.Tensor) -> torch.Tensor | None:
         """A micro-batch through all stages; None where this rank does not hold the last."""
         if self._dims.pipeline == 1:
             out: torch.Tensor = self._parts[0].model(x)
@@ -124,7 +124,7 @@ class MicroBatches:
             stages=num_stages(self._settings),
             group=self._meshes.group("pipeline"),
             v_shaped=is_v_shaped(self._settings.layout.schedule, self._settings.layout.virtual_pipeline),
-            like=lambda stage: self._boundary(stage)[0],
+            like=lambda stage: self._stage_boundary(stage)[0],
         )
 
     def _loss_context(self) -> AbstractContextManager[None]:
@@ -142,7 +142,7 @@ class MicroBatches:
                 name=self._settings.layout.schedule,
                 micro_batches=count,
                 loss=lambda logits, targets: self.loss(logits, targets) * self.unit,
-                shapes=self._boundary,
+                shapes=self._stage_boundary,
                 device=self._device,
             )
             for stage in self._schedules[count][1]:
@@ -153,7 +153,7 @@ class MicroBatches:
         """Forget all schedules, with the receive buffers that they hold."""
         self._schedules.clear()
 
-    def _boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stage_boundary(self, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What goes into a stage and what comes out of it, per micro-batch, on this rank."""
         layout = self._settings.layout
         micro, length = layout.micro_batch, self._settings.sequence // self._dims.context

@@ -90,7 +90,9 @@ def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: 
                 allow_code=settings.allow_code,
                 whole=whole,
             )
-            _cast(model, settings.master_dtype if meshes.dims.zero else settings.compute_dtype)
+            dtype = settings.master_dtype if meshes.dims.zero else settings.compute_dtype
+            for param in model.parameters():  # no buffers: the router's balance bias is a float32 count of sorts
+                param.data = param.data.to(dtype)
             _widen_buffers(model, settings.compute_dtype)
             parallelize(model, meshes, settings, device)
         model.to_empty(device="cpu" if layout.offload == "parameters" else device)
@@ -119,12 +121,6 @@ def _layer_weights(shape: ModelShape) -> float:
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     width = shape.expert_ffn * (shape.experts_per_token + shape.shared_experts) if shape.is_moe else shape.ffn
     return attention + (3 if shape.gated else 2) * shape.hidden * width
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: the router's balance bias is a float32 count of sorts."""
-    for param in model.parameters():
-        param.data = param.data.to(dtype)
 
 
 def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -52,12 +52,12 @@ def own_loss(settings: Settings, vocab: int) -> Callable[[torch.Tensor, torch.Te
             fix="return a tensor without dimensions that was computed from the logits",
         )
     value = float(once.detach())
-    _expect(settings.loss, "a batch twice", float(twice.detach()), 2 * value)
-    _expect(settings.loss, "a batch with ignored targets (-100) beside it", float(padded.detach()), value)
+    _expect_close(settings.loss, "a batch twice", float(twice.detach()), 2 * value)
+    _expect_close(settings.loss, "a batch with ignored targets (-100) beside it", float(padded.detach()), value)
     return loss
 
 
-def _expect(name: str, what: str, found: float, expected: float) -> None:
+def _expect_close(name: str, what: str, found: float, expected: float) -> None:
     if not abs(found - expected) <= TOLERANCE * max(abs(expected), 1e-9):
         raise mistake(
             "plugins.loss",

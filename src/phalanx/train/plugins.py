@@ -108,7 +108,7 @@ def make_plugin(text: str, *, kind: str, allow_code: bool, known: Mapping[str, A
     """The object a reference stands for: a class or function is called, with those of `known` that it takes."""
     key = f"plugins.{kind}"
     reference = PluginReference.parse(text, key=key)
-    found: Any = _find(reference, text, kind=kind, allow_code=allow_code)
+    found: Any = _find_plugin(reference, text, kind=kind, allow_code=allow_code)
     if not callable(found) or (not inspect.isclass(found) and not inspect.isroutine(found)):
         return found
     arguments = dict(reference.arguments)
@@ -124,14 +124,14 @@ def make_plugin(text: str, *, kind: str, allow_code: bool, known: Mapping[str, A
             made.load_state_dict(state)
         return made
     except Exception as error:
-        raise _failed(key, text, "raised", error) from error
+        raise _plugin_failed(key, text, "raised", error) from error
 
 
 def load_function(text: str, *, kind: str, allow_code: bool) -> Callable[..., Any]:
     """The function a reference stands for; a class is made an object that is called."""
     key = f"plugins.{kind}"
     reference = PluginReference.parse(text, key=key)
-    found = _find(reference, text, kind=kind, allow_code=allow_code)
+    found = _find_plugin(reference, text, kind=kind, allow_code=allow_code)
     if inspect.isclass(found):
         found = make_plugin(text, kind=kind, allow_code=allow_code)
     elif reference.arguments:
@@ -143,7 +143,7 @@ def load_function(text: str, *, kind: str, allow_code: bool) -> Callable[..., An
 
 def load_class_or_function(text: str, *, kind: str, allow_code: bool) -> Callable[..., Any]:
     """What a reference names, not called."""
-    found = _find(PluginReference.parse(text, key=f"plugins.{kind}"), text, kind=kind, allow_code=allow_code)
+    found = _find_plugin(PluginReference.parse(text, key=f"plugins.{kind}"), text, kind=kind, allow_code=allow_code)
     if not callable(found):
         raise mistake(f"plugins.{kind}", f"{text!r} is a {type(found).__name__}, neither a class nor a function")
     return found  # type: ignore[no-any-return]
@@ -162,7 +162,7 @@ def refuse_plugins(plugins: PluginReferences, layout: Layout, *, loss_parallel: 
                 )
 
 
-def _find(reference: PluginReference, text: str, *, kind: str, allow_code: bool) -> Any:
+def _find_plugin(reference: PluginReference, text: str, *, kind: str, allow_code: bool) -> Any:
     key = f"plugins.{kind}"
     if not reference.place:
         return _entry_point(reference.name, kind=kind)
@@ -173,7 +173,7 @@ def _find(reference: PluginReference, text: str, *, kind: str, allow_code: bool)
     except UserError:
         raise
     except Exception as error:
-        raise _failed(key, text, "cannot be imported", error) from error
+        raise _plugin_failed(key, text, "cannot be imported", error) from error
     found: Any = module
     for part in reference.name.split("."):
         if not hasattr(found, part):
@@ -229,7 +229,9 @@ def install_source(job: Job, *, allow_code: bool) -> None:
         _TextLoader(text).exec_module(module)
     except Exception as error:
         del sys.modules[SOURCE_MODULE]
-        raise _failed("plugins.source", "the code from the notebook or script", "cannot be run", error) from error
+        raise _plugin_failed(
+            "plugins.source", "the code from the notebook or script", "cannot be run", error
+        ) from error
 
 
 class _TextLoader(importlib.abc.InspectLoader):
@@ -267,7 +269,7 @@ def _entry_point(name: str, *, kind: str) -> Any:
     return point.load()
 
 
-def _failed(key: str, text: str, what: str, error: Exception) -> UserError:
+def _plugin_failed(key: str, text: str, what: str, error: Exception) -> UserError:
     """The user's own mistake, with the last line of the user's own code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return mistake(

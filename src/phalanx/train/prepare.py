@@ -36,7 +36,7 @@ from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.plugins import absolute_references, code_refused, needs_consent
-from phalanx.units import plural
+from phalanx.units import first_few, plural
 
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
 FREE = (
@@ -60,7 +60,7 @@ def need_torch() -> None:
 
 def load_job(path: str, *, overrides: Sequence[str], cluster: str | None, steps: int) -> ResolvedJob:
     """The job with the overrides, on `cluster`; `steps` > 0 trains so many steps instead of data.tokens."""
-    wanted = [*overrides, *_cluster_override(cluster, sharing=_sharing(path, overrides) if cluster else 1)]
+    wanted = [*overrides, *_cluster_override(cluster, sharing=_ranks_per_gpu(path, overrides) if cluster else 1)]
     resolved = load(path, overrides=wanted)
     if steps <= 0:
         return resolved
@@ -80,7 +80,7 @@ def _cluster_override(cluster: str | None, *, sharing: int) -> list[str]:
     ]
 
 
-def _sharing(path: str, overrides: Sequence[str]) -> int:
+def _ranks_per_gpu(path: str, overrides: Sequence[str]) -> int:
     """Ranks per GPU that a job allows; 1 for a job that cannot be read, whose mistakes are told later."""
     try:
         return load(path, overrides=overrides).job.train.ranks_per_gpu
@@ -125,10 +125,10 @@ def plan_for_run(resolved: ResolvedJob) -> Plan:
 
 def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
     """The job with the files it names as absolute paths."""
-    return dataclasses.replace(resolved, job=_absolute(resolved.job, resolved.path.parent))
+    return dataclasses.replace(resolved, job=_absolute_paths(resolved.job, resolved.path.parent))
 
 
-def _absolute(job: Job, base: Path) -> Job:
+def _absolute_paths(job: Job, base: Path) -> Job:
     """The job with cluster file and own code as absolute paths; `base` is the folder of the job file."""
     file, module = job.cluster.file, absolute_code(job.model.module, base)
     weights = str((base / job.train.weights).resolve()) if job.train.weights else ""
@@ -234,10 +234,10 @@ def check_code(job: Job, *, allowed: bool) -> None:
     """A job that brings its own code needs a word of the person who runs it."""
     keys = needs_consent(job)
     if keys and not allowed:
-        raise UserError([problem for key in keys for problem in code_refused(key, _value(job, key)).problems])
+        raise UserError([problem for key in keys for problem in code_refused(key, _value_text(job, key)).problems])
 
 
-def _value(job: Job, key: str) -> str:
+def _value_text(job: Job, key: str) -> str:
     section, _, name = key.partition(".")
     value = getattr(getattr(job, section), name)
     return value if isinstance(value, str) else ", ".join(value)
@@ -261,11 +261,11 @@ def read_plan(path: str, resolved: ResolvedJob | None) -> Plan:
     if resolved is not None and changed:
         raise mistake(
             path,
-            f"is the plan of another job: {_few(changed)} differ from {resolved.path}",
+            f"is the plan of another job: {first_few(changed, 4)} differ from {resolved.path}",
             fix=f"write it again: phalanx plan {resolved.path} --out {path}",
         )
     base = resolved.path.parent if resolved is not None else Path(path).parent
-    return dataclasses.replace(plan, job=_absolute(plan.job, base))
+    return dataclasses.replace(plan, job=_absolute_paths(plan.job, base))
 
 
 def job_in(plan: Plan, path: Path) -> ResolvedJob:
@@ -378,7 +378,7 @@ def resumed_plan(
         _refuse_finished(run, old)
         return old, ()
     resolved = load_job(str(run.job_toml), overrides=overrides, cluster=cluster, steps=steps)
-    warnings = _allowed(run, old.job, resolved.job)
+    warnings = _changes_refused(run, old.job, resolved.job)
     plan = plan_for_run(resolved)
     _refuse_finished(run, plan)
     return plan, warnings
@@ -397,7 +397,7 @@ def _refuse_finished(run: Run, plan: Plan) -> None:
         )
 
 
-def _allowed(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
+def _changes_refused(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
     changed = changed_keys(old, new)
     bends = [key for key in changed if key.startswith(BENDS_THE_CURVE) and key not in FIXED_OPTIM]
     refused = [key for key in changed if not key.startswith(FREE) and key not in bends]
@@ -438,7 +438,3 @@ def flat_settings(job: Job) -> dict[str, Any]:
         else:
             result[section] = value
     return result
-
-
-def _few(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

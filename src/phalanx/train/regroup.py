@@ -57,10 +57,10 @@ class ReplicaRounds:
         began_s = time.monotonic()
         while True:
             reached = self._enter_next(engine, step)
-            newest, is_lost = self._vote(engine, is_lost=reached is None)
+            newest, is_lost = self._vote_on_round(engine, is_lost=reached is None)
             while newest > self._number:  # others of this replica have heard more than we
                 reached = self._enter_next(engine, step)
-                newest, is_lost = self._vote(engine, is_lost=reached is None)
+                newest, is_lost = self._vote_on_round(engine, is_lost=reached is None)
             if reached is not None and not is_lost:
                 self._is_dirty = False
                 self._tell(
@@ -82,12 +82,12 @@ class ReplicaRounds:
             present = [int(replica) for replica in message["present"]]
             if self.across.replica in present:
                 self._number = int(message["round"])
-                return self._meet(engine, step, message, present)
+                return self._meet_replicas(engine, step, message, present)
             if self._number >= 0:
                 raise Interrupted
             # Not yet one of them: others were lost while we were built.
 
-    def _vote(self, engine: Engine, *, is_lost: bool) -> tuple[int, bool]:
+    def _vote_on_round(self, engine: Engine, *, is_lost: bool) -> tuple[int, bool]:
         """In step with the others of this replica: the newest round that one is in, and whether all are connected.
 
         Whoever is in the newest already says the same again until the others are there.
@@ -100,7 +100,7 @@ class ReplicaRounds:
             if newest == oldest or self._number < newest:
                 return newest, lost
 
-    def _meet(self, engine: Engine, step: int, message: Message, present: list[int]) -> int | None:
+    def _meet_replicas(self, engine: Engine, step: int, message: Message, present: list[int]) -> int | None:
         host, port = message["store"]
         try:
             place = TCPStore(

@@ -68,14 +68,14 @@ def api_routes(store: RunStore, hub: NewsHub, *, complain: Callable[[str], None]
     context = ApiContext(store=store, complain=complain)
     tell = partial(_json_route, context)
     return [
-        tell("/api/runs", _runs),
+        tell("/api/runs", _runs_answer),
         tell("/api/compare", _compare_answer),
         tell(base, _run_only_view(run_views.run_view)),
         tell(f"{base}/curves", _curves_answer),
         tell(f"{base}/marks", _run_only_view(run_views.marks_view)),
         tell(f"{base}/mesh", _mesh_answer),
-        tell(f"{base}/ranks/{{rank}}", _rank),
-        tell(f"{base}/step", _step),
+        tell(f"{base}/ranks/{{rank}}", _rank_answer),
+        tell(f"{base}/step", _step_answer),
         tell(f"{base}/ledger", _run_only_view(run_views.ledger_view)),
         tell(f"{base}/plan", _run_only_view(detail_views.plan_view)),
         tell(f"{base}/findings", _run_only_view(check_views.findings_view)),
@@ -99,7 +99,7 @@ def _run_only_view(view: View) -> View:
     return ask
 
 
-def _runs(store: RunStore, request: Request) -> Any:
+def _runs_answer(store: RunStore, request: Request) -> Any:
     QueryParameters(request.query_params)
     return run_views.runs_view(store)
 
@@ -129,7 +129,7 @@ def _mesh_answer(store: RunStore, request: Request) -> Any:
     )
 
 
-def _rank(store: RunStore, request: Request) -> Any:
+def _rank_answer(store: RunStore, request: Request) -> Any:
     QueryParameters(request.query_params)
     rank = QueryParameters({"rank": request.path_params["rank"]}, "rank").whole("rank", None)
     if rank is None:
@@ -137,7 +137,7 @@ def _rank(store: RunStore, request: Request) -> Any:
     return detail_views.rank_view(store, request.path_params["name"], rank)
 
 
-def _step(store: RunStore, request: Request) -> Any:
+def _step_answer(store: RunStore, request: Request) -> Any:
     query = QueryParameters(request.query_params, "step", "rank")
     name, rank = request.path_params["name"], query.whole("rank", 0) or 0
     return detail_views.step_view(store, name, rank=rank, step=query.whole("step", None))

@@ -41,7 +41,7 @@ class AccessPolicy:
 
 def create_app(store: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
     """Everything behind the guard."""
-    files = _files()
+    files = _static_files()
 
     async def page(request: Request) -> Response:
         name = request.path_params.get("path", "index.html")
@@ -53,7 +53,7 @@ def create_app(store: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: C
     return RequestGuard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
 
 
-def _files() -> dict[str, Path]:
+def _static_files() -> dict[str, Path]:
     """The page's files by their names. What is not in this table is not served, whatever a path looks like."""
     if not STATIC.is_dir():
         return {}

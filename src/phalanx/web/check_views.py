@@ -12,7 +12,7 @@ from phalanx.rules.formats.text import report_dict
 from phalanx.rules.live import Verdicts
 from phalanx.rules.rule import GROUPS, Limit
 from phalanx.web.answer import AnswerParts, Json
-from phalanx.web.detail_views import remarks
+from phalanx.web.detail_views import run_remarks
 from phalanx.web.run_store import NotYetError, RunStore, run_stamp, state_of
 
 PATIENCE_S = 5.0
@@ -20,7 +20,7 @@ MOST_FINDINGS = 500
 OTHER = "waivers and the specification itself"
 
 
-def verdicts(store: RunStore, run: Run, *, wait_s: float) -> Verdicts:
+def read_verdicts(store: RunStore, run: Run, *, wait_s: float) -> Verdicts:
     """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
     turns, over = store.checks.turns(run), not state_of(run)[1]
     asked = (run_stamp(run), turns.number)
@@ -28,10 +28,10 @@ def verdicts(store: RunStore, run: Run, *, wait_s: float) -> Verdicts:
     return found
 
 
-def soon(store: RunStore, run: Run) -> Verdicts | None:
+def verdicts_if_known(store: RunStore, run: Run) -> Verdicts | None:
     """`verdicts`, or None while they are worked out."""
     try:
-        return verdicts(store, run, wait_s=PATIENCE_S)
+        return read_verdicts(store, run, wait_s=PATIENCE_S)
     except NotYetError:
         return None
 
@@ -39,12 +39,12 @@ def soon(store: RunStore, run: Run) -> Verdicts | None:
 def findings_view(store: RunStore, name: str) -> Json:
     """Every verdict, by group; beside them the plan's warnings and who was shut out."""
     parts, run = AnswerParts(), store.run(name)
-    found = parts.read("check", lambda: soon(store, run))
+    found = parts.read("check", lambda: verdicts_if_known(store, run))
     report = report_dict(found.report) if found is not None else {}
     listed = report.pop("findings", [])
-    said = remarks(store, name, parts)
+    said = run_remarks(store, name, parts)
     return {
-        **_stand(found, parts),
+        **_check_standing(found, parts),
         "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
         "groups": _finding_groups(listed, run.path),
         "remarks": said,
@@ -55,12 +55,17 @@ def findings_view(store: RunStore, name: str) -> Json:
 def counts_view(store: RunStore, name: str) -> Json:
     """The counts alone, for the head of every page of a run."""
     parts, run = AnswerParts(), store.run(name)
-    found = parts.read("check", lambda: soon(store, run))
+    found = parts.read("check", lambda: verdicts_if_known(store, run))
     report = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
-    return {**_stand(found, parts), "counts": report["counts"], "errors": report["errors"], "damage": parts.damage}
+    return {
+        **_check_standing(found, parts),
+        "counts": report["counts"],
+        "errors": report["errors"],
+        "damage": parts.damage,
+    }
 
 
-def _stand(found: Verdicts | None, parts: AnswerParts) -> Json:
+def _check_standing(found: Verdicts | None, parts: AnswerParts) -> Json:
     """Whether there is an answer; `settled` is false while a better one is worked out."""
     broken = any(one["where"] == "check" for one in parts.damage)
     return {

@@ -10,8 +10,9 @@ from typing import Any
 from phalanx.io.values import at, integer, number, printable, text
 from phalanx.plan.layout import Layout
 from phalanx.record.account.memberships import plan_at_step
-from phalanx.record.account.stragglers import AXES, places, stragglers
-from phalanx.record.account.timeline import Span, measured, predicted
+from phalanx.record.account.rank_places import AXES, rank_places
+from phalanx.record.account.stragglers import find_stragglers
+from phalanx.record.account.timeline import Span, measured_spans, predicted_spans
 from phalanx.record.events import Event
 from phalanx.units import format_seconds
 from phalanx.web.answer import AnswerParts, Json
@@ -32,9 +33,9 @@ def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: i
     with store.history(name) as history:
         missing = series not in history.names()
         drawn = None if missing else history.mesh(series, columns=columns, first=first, last=last)
-        where = places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
+        where = rank_places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
         ranks = history.ranks
-        slow = parts.read("stragglers", lambda: stragglers(history), [])
+        slow = parts.read("stragglers", lambda: find_stragglers(history), [])
         parts.note(parts.read("events", history.damage, ()))
     ranks = ranks if drawn is None else drawn.ranks
     return {
@@ -62,12 +63,12 @@ def rank_view(store: RunStore, name: str, number_: int) -> Json:
         if number_ not in history.ranks and number_ >= world:
             raise NoRankError(f"there is no rank {number_}: this run has {world}")
         events = {kind: parts.read(kind, partial(history.latest, kind, number_)) or {} for kind in _LATEST}
-        where = places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
+        where = rank_places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
     return {
         "rank": number_,
         "place": where.place(number_),
         "host": where.host(number_),
-        "peers": parts.read("peers", lambda: peers(number_, where.layout, world), {}),
+        "peers": parts.read("peers", lambda: rank_peers(number_, where.layout, world), {}),
         "latency": _latency_rows(events["peers"]),
         "latest": _event_numbers(events["step"]),
         "monitor": _event_numbers(events["monitor"]),
@@ -78,10 +79,10 @@ def rank_view(store: RunStore, name: str, number_: int) -> Json:
 _LATEST = ("step", "monitor", "peers")
 
 
-def peers(rank: int, layout: Mapping[str, Any], world: int) -> dict[str, list[int]]:
+def rank_peers(rank: int, layout: Mapping[str, Any], world: int) -> dict[str, list[int]]:
     """Ranks that differ from this one on a single axis, by axis; axes of one are left out.
 
-    >>> peers(5, {"tensor": 2, "data": 4}, 8)
+    >>> rank_peers(5, {"tensor": 2, "data": 4}, 8)
     {'tensor': [4, 5], 'data': [1, 3, 5, 7]}
     """
     found, stride = {}, 1
@@ -134,15 +135,14 @@ def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Jso
     plan = parts.read("plan.json", run.plan, {})
     with store.history(name) as history:
         taken = parts.read("timelines", lambda: history.steps_with("timeline", rank), ())
-        event = (
-            parts.read("timeline", lambda: history.at_step("timeline", _nearest_step(taken, step), rank))
-            if taken
-            else None
-        )
+        event = None
+        if taken:
+            nearest = taken[-1] if step is None else min(taken, key=lambda one: abs(one - step))
+            event = parts.read("timeline", lambda: history.at_step("timeline", nearest, rank))
         parts.note(parts.read("events", history.damage, ()))
         if event is not None:  # the step may have been done in another layout than the newest
             plan = parts.read("plan.json", lambda: plan_at_step(run, history, integer(event, "step")), plan)
-    guess = parts.read("prediction", lambda: predicted(plan, rank), []) if plan else []
+    guess = parts.read("prediction", lambda: predicted_spans(plan, rank), []) if plan else []
     return {
         "available": taken,
         "rank": rank,
@@ -154,12 +154,8 @@ def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Jso
     }
 
 
-def _nearest_step(steps: Sequence[int], asked: int | None) -> int:
-    return steps[-1] if asked is None else min(steps, key=lambda one: abs(one - asked))
-
-
 def _measured_step(parts: AnswerParts, event: Event) -> Json:
-    spans = parts.read("timeline", lambda: measured(event), [])
+    spans = parts.read("timeline", lambda: measured_spans(event), [])
     return {"seconds": number(event, "seconds"), "spans": _span_rows(spans), "dropped": integer(event, "dropped") or 0}
 
 
@@ -193,7 +189,7 @@ def plan_view(store: RunStore, name: str) -> Json:
     found = parts.read("plan.json", run.plan, {})
     lists = {key: found.get(key) if isinstance(found.get(key), list) else [] for key in LISTED}
     return {
-        "layout_name": text(launch_of(run), "layout") or short(found.get("layout")),
+        "layout_name": text(launch_of(run), "layout") or short_layout(found.get("layout")),
         "model": text(at(found, "job", "model"), "name"),
         "cluster": {key: at(found, "cluster").get(key) for key in ("name", "source", "domains", "domain_devices")},
         **{key: found.get(key) for key in PASSED},
@@ -213,10 +209,10 @@ def _search_lines(search: Mapping[str, Any]) -> list[str]:
 
 
 def _named_value(one: Any) -> Any:
-    return {**one, "name": short(one.get("layout"))} if isinstance(one, dict) else one
+    return {**one, "name": short_layout(one.get("layout"))} if isinstance(one, dict) else one
 
 
-def short(layout: Any) -> str:
+def short_layout(layout: Any) -> str:
     """A layout in a few letters; empty when it is none."""
     try:
         return Layout(**layout).short
@@ -224,7 +220,7 @@ def short(layout: Any) -> str:
         return ""
 
 
-def remarks(store: RunStore, name: str, parts: AnswerParts) -> list[Json]:
+def run_remarks(store: RunStore, name: str, parts: AnswerParts) -> list[Json]:
     """The warnings of a run's plan, and the places that were shut out while it went on."""
     run = store.run(name)
     warnings = parts.read("plan.json", run.plan, {}).get("warnings")

@@ -92,12 +92,12 @@ class RequestGuard:
         if scope["type"] != "http":
             return None  # we speak no WebSocket
         headers = dict(reversed(scope["headers"]))
-        refusal = self._refusal(scope, headers) or self._locked(scope, headers)
+        refusal = self._refusal_of(scope, headers) or self._lock_refusal(scope, headers)
         if refusal is not None:
-            return await _send_refusal(scope, sealed(send), refusal)
-        return await self._app(scope, receive, sealed(send))
+            return await _send_refusal(scope, seal_answer(send), refusal)
+        return await self._app(scope, receive, seal_answer(send))
 
-    def _refusal(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> Refusal | None:
+    def _refusal_of(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> Refusal | None:
         if scope["method"] not in METHODS:
             return Refusal(
                 status=405, text="the dashboard only reads: GET and HEAD", headers=((b"allow", b"GET, HEAD"),)
@@ -121,7 +121,7 @@ class RequestGuard:
             return False
         return name in self._hosts or (self._literals and _is_literal(name))
 
-    def _locked(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> Refusal | None:
+    def _lock_refusal(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> Refusal | None:
         if self._key is None:
             return None
         pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -129,7 +129,7 @@ class RequestGuard:
         if shown and self._key.is_token(shown[0].encode()):
             # Out of the address bar at once: addresses end up in histories and screenshots.
             rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-            where = (_here(scope.get("raw_path") or b"/") + (f"?{rest}" if rest else "")).encode("ascii")
+            where = (_local_path(scope.get("raw_path") or b"/") + (f"?{rest}" if rest else "")).encode("ascii")
             cookie = (b"set-cookie", self._key.cookie())
             if headers.get(b"sec-fetch-site") == b"cross-site":
                 # A link in a chat: browsers keep a strict cookie from a redirect that another site began.
@@ -141,7 +141,7 @@ class RequestGuard:
         return Refusal(status=401, text=text, headers=((b"www-authenticate", b"Bearer"),))
 
 
-def sealed(send: Send) -> Send:
+def seal_answer(send: Send) -> Send:
     """`send`, with our headers on every answer."""
 
     async def with_headers(message: Message) -> None:
@@ -152,10 +152,10 @@ def sealed(send: Send) -> Send:
     return with_headers
 
 
-def _here(raw: bytes) -> str:
+def _local_path(raw: bytes) -> str:
     r"""A path on this server, whatever a request calls its path: browsers read //x, /\x and a tab in between as a host.
 
-    >>> _here(rb"/\evil.example/a"), _here(b"/a%20b")
+    >>> _local_path(rb"/\evil.example/a"), _local_path(b"/a%20b")
     ('/evil.example/a', '/a%20b')
     """
     return "/" + quote_from_bytes(raw.lstrip(bytes(range(33)) + b"/\\"), safe=PATH_CHARACTERS)

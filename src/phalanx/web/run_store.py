@@ -15,11 +15,12 @@ from typing import Any
 from phalanx.errors import UserError, mistake
 from phalanx.io.values import text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory, list_runs, run_in
 from phalanx.record.host_file import stat_events
-from phalanx.record.run import Run, is_run_over, open_run
+from phalanx.record.run import Run, open_run
+from phalanx.record.run_lock import is_run_over
 from phalanx.rules.live import LiveCheck, Verdicts
 
 MOST_ANSWERS = 512
@@ -70,7 +71,7 @@ class AnswerMemo:
             while True:
                 answer = self._answers.get(key)
                 if self._is_due(answer, mark, now=now) and key not in self._busy and not self._closed:
-                    self._order(key, _Order(mark=mark, work=work))
+                    self._place_order(key, _Order(mark=mark, work=work))
                 if answer is not None and (answer.mark == mark or not now):
                     break
                 left_s = until_s - self._clock()
@@ -94,16 +95,16 @@ class AnswerMemo:
             return answer is None
         return now or self._clock() - answer.at_s >= max(LEAST_REST_S, REST * answer.took_s)
 
-    def _order(self, key: Hashable, order: _Order) -> None:
+    def _place_order(self, key: Hashable, order: _Order) -> None:
         # What was asked for last is looked at by somebody now; a long list of runs may wait.
         self._orders[key] = order
         self._orders.move_to_end(key)
         if self._workers < MOST_WORKERS:
             self._workers += 1
             # A daemon: Ctrl-C does not wait for an answer nobody is going to read.
-            threading.Thread(target=self._work, daemon=True, name="phalanx-memo").start()
+            threading.Thread(target=self._work_off, daemon=True, name="phalanx-memo").start()
 
-    def _work(self) -> None:
+    def _work_off(self) -> None:
         while True:
             with self._changed:
                 if not self._orders:
@@ -111,7 +112,7 @@ class AnswerMemo:
                     return
                 key, order = self._orders.popitem()
                 self._busy.add(key)
-            answer = self._make(order)
+            answer = self._make_answer(order)
             with self._changed:
                 self._answers[key] = answer
                 self._busy.discard(key)
@@ -119,7 +120,7 @@ class AnswerMemo:
                     self._answers.popitem(last=False)
                 self._changed.notify_all()
 
-    def _make(self, order: _Order) -> _Answer:
+    def _make_answer(self, order: _Order) -> _Answer:
         value, error = None, None
         began_s = self._clock()
         try:
@@ -227,11 +228,11 @@ class RunStore:
     def history(self, name: str) -> Iterator[RunHistory]:
         """The history of a run, read up to now; nobody else uses it meanwhile."""
         run = self.run(name)
-        opened = self._place(run)
+        opened = self._shelf_place(run)
         with opened.lock:
-            yield self._read(run, opened)
+            yield self._read_history(run, opened)
 
-    def _read(self, run: Run, opened: _Opened) -> RunHistory:
+    def _read_history(self, run: Run, opened: _Opened) -> RunHistory:
         now = run_stamp(run)  # before reading: whoever keeps an answer under this mark has at least what it stands for
         if opened.history is None:  # takes a second for a large run, in which only those who want it wait
             opened.history = RunHistory.open(run)
@@ -242,7 +243,7 @@ class RunStore:
         opened.mark, opened.read_s = now, self._clock()
         return opened.history
 
-    def _place(self, run: Run) -> _Opened:
+    def _shelf_place(self, run: Run) -> _Opened:
         """The run's place on the shelf; those that nobody looked at for longest make room."""
         folder_id = os.stat(run.path).st_ino
         with self._lock:
@@ -313,7 +314,9 @@ class RunAccount:
 def run_account(store: RunStore, run: Run, *, wait_s: float) -> RunAccount:
     """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
     over = not state_of(run)[1]
-    found: RunAccount = store.memo.get(("story", run.name), run_stamp(run), lambda: _tell(run), wait_s=wait_s, now=over)
+    found: RunAccount = store.memo.get(
+        ("story", run.name), run_stamp(run), lambda: _account_of(run), wait_s=wait_s, now=over
+    )
     return found
 
 
@@ -325,9 +328,9 @@ def account_soon(store: RunStore, run: Run, *, wait_s: float) -> RunAccount | No
         return None
 
 
-def _tell(run: Run) -> RunAccount:
+def _account_of(run: Run) -> RunAccount:
     # A history of its own: a walk over 100,000 steps takes seconds, in which the page must be able to draw.
     history = RunHistory.open(run)
     walked = walk_ledger(run, history)
-    summary = summarize(run, history, walked)
+    summary = summarize_run(run, history, walked)
     return RunAccount(summary=summary, effective=from_trail(walked.trail, EFFECTIVE_POINTS))

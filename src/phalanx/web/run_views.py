@@ -17,8 +17,11 @@ from phalanx.record.account.summary import summarize_briefly
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
-from phalanx.record.run import Run, last_written, read_json
-from phalanx.units import format_bytes, format_seconds, plural
+from phalanx.record.report.live import checkpoint_cost
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
+from phalanx.record.run_lock import last_written
+from phalanx.units import plural
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.run_store import NotYetError, RunAccount, RunStore, account_soon, run_account, run_stamp, state_of
 
@@ -47,7 +50,7 @@ def total_steps(plan: Json, history: RunHistory) -> int:
     return integer(start, "steps") or integer(at(plan, "duration"), "steps") or 0
 
 
-def progress(run: Run, plan: Json, history: RunHistory) -> Json:
+def run_progress(run: Run, plan: Json, history: RunHistory) -> Json:
     """Where a run stands after its newest step."""
     state, live = state_of(run)
     last, steps = history.last_step, total_steps(plan, history)
@@ -116,7 +119,9 @@ def _within_time(run: Run, work: Callable[[Run, float], Json], until_s: float) -
 
 def _run_now(store: RunStore, run: Run, wait_s: float) -> Json:
     over = not state_of(run)[1]
-    found: Json = store.memo.get(("row", run.name), run_stamp(run), lambda: _stand(store, run), wait_s=wait_s, now=over)
+    found: Json = store.memo.get(
+        ("row", run.name), run_stamp(run), lambda: _run_standing(store, run), wait_s=wait_s, now=over
+    )
     return found
 
 
@@ -128,12 +133,12 @@ def _run_spent(store: RunStore, run: Run, wait_s: float) -> Json:
     return spent if state_of(run)[1] else spent | means
 
 
-def _stand(store: RunStore, run: Run) -> Json:
+def _run_standing(store: RunStore, run: Run) -> Json:
     """What the run is, and where it stands."""
     parts, going = AnswerParts(), state_of(run)[1]
     plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)
     with store.history(run.name) as history:
-        now = parts.read("steps", lambda: progress(run, plan, history), {})
+        now = parts.read("steps", lambda: run_progress(run, plan, history), {})
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
         parts.read("events", history.look, None)
         parts.note(parts.read("events", history.damage, ()))
@@ -171,7 +176,7 @@ def run_view(store: RunStore, name: str) -> Json:
     parts.read("status.json", partial(read_json, found.path / "status.json"))
     account = parts.read("summary", partial(account_soon, store, found, wait_s=PATIENCE_S))
     with store.history(name) as history:
-        now = parts.read("steps", lambda: progress(found, plan, history), {})
+        now = parts.read("steps", lambda: run_progress(found, plan, history), {})
         names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
         summary = account.summary if account else parts.read("summary", lambda: summarize_briefly(found, history))
         parts.note(parts.read("events", history.damage, ()))
@@ -278,11 +283,9 @@ def _checkpoint_marks(events: Sequence[Event]) -> list[Json]:
 
 def _checkpoint_mark(event: Event) -> Json:
     seconds, size = number(event, "seconds"), number(event, "bytes")
-    error = text(event, "error")
-    cost = [format_bytes(size)] if size else []
-    cost += [format_seconds(seconds)] if seconds else []
+    error, cost = text(event, "error"), checkpoint_cost(event)
     what = f"checkpoint NOT saved: {error}" if error else "checkpoint saved" if cost else "checkpoint taken"
-    words = what + (f" ({', '.join(cost)})" if cost and not error else "")
+    words = what + (f" ({cost})" if cost and not error else "")
     return {**_event_place(event), "text": words, "seconds": seconds, "bytes": size, "error": error or None}
 
 

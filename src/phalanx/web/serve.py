@@ -26,7 +26,9 @@ MOST_CONNECTIONS = 512
 SHUTDOWN_S = 1  # for answers that are on their way
 
 
-def serve(listener: socket.socket, store: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]) -> None:
+def serve_dashboard(
+    listener: socket.socket, store: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]
+) -> None:
     """Answer until SIGINT or SIGTERM, which takes its usual course afterwards."""
     # A walk over a long run holds the interpreter; a request that reads ten files waits for a turn ten times. Turns of
     # 1 ms instead of 5 keep those waits short.

@@ -11,7 +11,7 @@ from anyio import to_thread
 
 from phalanx.web.answer import AnswerParts, Json, encode_answer
 from phalanx.web.run_store import GOING, Mark, RunStore, run_stamp, state_of
-from phalanx.web.run_views import mark_count, plan_of, progress
+from phalanx.web.run_views import mark_count, plan_of, run_progress
 
 POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
@@ -37,7 +37,7 @@ def read_news(store: RunStore, name: str) -> News:
     parts, run = AnswerParts(), store.run(name)
     state, live = state_of(run)
     with store.history(name) as history:
-        now = parts.read("steps", lambda: progress(run, plan_of(run), history), {"state": state, "live": live})
+        now = parts.read("steps", lambda: run_progress(run, plan_of(run), history), {"state": state, "live": live})
         marks = parts.read("marks", lambda: mark_count(history), 0)
     # Silence alone ends nothing: a step may take minutes. `live` says what is thought of it.
     return News(progress=now, marks=marks, is_over=state not in GOING)
@@ -75,33 +75,33 @@ class NewsHub:
     async def stream(self, name: str, last_id: str = "") -> AsyncIterator[bytes]:
         """Server-sent events of a run until it is over; `last_id` is the last one that the client had before."""
         self._streams += 1
-        watch = self._join(name)
+        watch = self._join_watch(name)
         try:
-            async for chunk in self._tell(watch, last_id):
+            async for chunk in self._tell_news(watch, last_id):
                 yield chunk
         finally:
             self._streams -= 1
-            self._leave(name, watch)
+            self._leave_watch(name, watch)
 
-    async def _tell(self, watch: _Watch, last_id: str) -> AsyncIterator[bytes]:
+    async def _tell_news(self, watch: _Watch, last_id: str) -> AsyncIterator[bytes]:
         yield b"retry: 2000\n\n"
         sent: News | None = None
         while not self._closing.is_set():
-            news = await self._next(watch, sent)
+            news = await self._next_news(watch, sent)
             if news is None:
                 yield b": still here\n\n"
                 continue
             marks_before = sent.marks if sent else _marks_of(last_id)
             if sent is None or news.progress != sent.progress:
-                yield self._message("progress", news.progress, news)
+                yield self._stream_message("progress", news.progress, news)
             if news.marks != marks_before:
-                yield self._message("marks", {"count": news.marks}, news)
+                yield self._stream_message("marks", {"count": news.marks}, news)
             sent = news
             if news.is_over:
-                yield self._message("end", {"state": news.progress.get("state")}, news)
+                yield self._stream_message("end", {"state": news.progress.get("state")}, news)
                 return
 
-    def _message(self, event: str, data: Json, news: News) -> bytes:
+    def _stream_message(self, event: str, data: Json, news: News) -> bytes:
         """One server-sent event; JSON has no raw line breaks, so the data is always one line."""
         return b"event: %s\nid: %s\ndata: %s\n\n" % (
             event.encode(),
@@ -109,7 +109,7 @@ class NewsHub:
             encode_answer(data, root=self._store.root),
         )
 
-    async def _next(self, watch: _Watch, sent: News | None) -> News | None:
+    async def _next_news(self, watch: _Watch, sent: News | None) -> News | None:
         """News other than those told, or None when it is time for a sign of life or to go."""
         async with watch.changed:
             try:
@@ -121,22 +121,22 @@ class NewsHub:
                 return None
             return None if self._closing.is_set() else watch.news
 
-    def _join(self, name: str) -> _Watch:
+    def _join_watch(self, name: str) -> _Watch:
         watch = self._watches.setdefault(name, _Watch())
         watch.listeners += 1
         if watch.task is None:
-            watch.task = asyncio.create_task(self._poll(name, watch))
+            watch.task = asyncio.create_task(self._poll_run(name, watch))
         return watch
 
-    def _leave(self, name: str, watch: _Watch) -> None:
+    def _leave_watch(self, name: str, watch: _Watch) -> None:
         watch.listeners -= 1
         if not watch.listeners and watch.task is not None:
             watch.task.cancel()
             self._watches.pop(name, None)
 
-    async def _poll(self, name: str, watch: _Watch) -> None:
+    async def _poll_run(self, name: str, watch: _Watch) -> None:
         while not self._closing.is_set():
-            await self._look(name, watch)
+            await self._look_once(name, watch)
             try:
                 async with asyncio.timeout(POLL_S):
                     await self._closing.wait()
@@ -145,7 +145,7 @@ class NewsHub:
         async with watch.changed:
             watch.changed.notify_all()
 
-    async def _look(self, name: str, watch: _Watch) -> None:
+    async def _look_once(self, name: str, watch: _Watch) -> None:
         try:
             seen = await to_thread.run_sync(_run_stamp, self._store, name)
             if seen == watch.seen and watch.news is not None:

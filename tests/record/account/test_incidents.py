@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_run
 
-from phalanx.record.account.incidents import incident_text, incidents, supervisor_events
+from phalanx.record.account.incidents import incident_text, read_incidents, supervisor_events
 from phalanx.record.run import Run
 
 
@@ -37,7 +37,7 @@ def run_with(tmp_path: Path, cause: object) -> Run:
 )
 def test_the_cause(tmp_path: Path, cause: object, told: str) -> None:
     run = run_with(tmp_path, cause)
-    (one,) = incidents(run)
+    (one,) = read_incidents(run)
     assert one.what == told
     (line,) = (incident_text(event) for event in supervisor_events(run) if event["event"] == "incident")
     assert line.endswith(f": {told or 'no cause on record'}")

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 from tiny_dataset import write_dataset
 
 from phalanx.record.account.ledger import read_ledger
-from phalanx.record.account.stragglers import scores
-from phalanx.record.account.summary import summarize
+from phalanx.record.account.stragglers import straggler_scores
+from phalanx.record.account.summary import summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run, open_run
 
@@ -54,7 +54,7 @@ def test_the_ledger_closes(run: Run) -> None:
 
 def test_the_slow_rank_is_named_within_a_hundred_steps(run: Run) -> None:
     history = RunHistory.open(run)
-    found, before = scores(history), scores(history, last=SLOW_FROM - 1)
+    found, before = straggler_scores(history), straggler_scores(history, last=SLOW_FROM - 1)
     # On a busy machine others are held up too, by less, and nobody may stand out of the noise.
     assert [one.rank for one in found.named[:1]] in ([1], [])
     assert found.score[1] == max(found.score.values())
@@ -62,7 +62,7 @@ def test_the_slow_rank_is_named_within_a_hundred_steps(run: Run) -> None:
 
 
 def test_the_summary_tells_of_both(run: Run) -> None:
-    found = summarize(run)
+    found = summarize_run(run)
     (incident,) = found.incidents
     assert (incident.rank, incident.what, incident.source) == (2, "killed by signal 9", "memory")
     assert incident.recovery_s is not None

@@ -13,9 +13,9 @@ from phalanx.io.values import at
 from phalanx.metrics.readings import Readings
 from phalanx.plan.layout import Layout
 from phalanx.record.account.cost import run_cost
-from phalanx.record.account.memberships import launches, layout_name, layout_spans, plan_at_step
-from phalanx.record.account.stragglers import scores
-from phalanx.record.account.summary import summarize
+from phalanx.record.account.memberships import layout_name, layout_spans, plan_at_step, read_launches
+from phalanx.record.account.stragglers import straggler_scores
+from phalanx.record.account.summary import summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
 from phalanx.record.report import html, render
@@ -123,7 +123,7 @@ def resumed(tmp_path: Path, *, numbered: bool, name: str = "x") -> Run:
 @pytest.mark.parametrize("numbered", [True, False])
 def test_each_layout_beside_its_own_prediction(tmp_path: Path, numbered: bool) -> None:
     """Records of before `epoch` named its plan are told by their layouts."""
-    found = summarize(resumed(tmp_path, numbered=numbered))
+    found = summarize_run(resumed(tmp_path, numbered=numbered))
     old, new = found.layouts
     assert [(one.world, one.first_step, one.last_step) for one in (old, new)] == [(4, 0, 39), (2, 40, 99)]
     assert (old.step_s.predicted, old.step_s.measured) == (0.2, pytest.approx(0.4))
@@ -168,7 +168,7 @@ def test_a_difference_is_between_the_newest_layouts(tmp_path: Path) -> None:
 def test_each_launch_is_paid_for_its_own_devices(tmp_path: Path) -> None:
     run = resumed(tmp_path, numbered=True)
     history = RunHistory.open(run)
-    assert [(round(one.seconds), one.world) for one in launches(run, history)] == [(16, 4), (60, 2)]
+    assert [(round(one.seconds), one.world) for one in read_launches(run, history)] == [(16, 4), (60, 2)]
     paid = run_cost(run, history)
     assert paid.device_hours == pytest.approx((4 * 16 + 2 * 60) / 3600, rel=0.02)
     assert paid.usd == pytest.approx(2.0 * paid.device_hours, rel=1e-6)
@@ -178,10 +178,10 @@ def test_each_launch_is_paid_for_its_own_devices(tmp_path: Path) -> None:
 def test_ranks_of_another_layout_are_nobodys_peers(tmp_path: Path) -> None:
     """Two ranks that are gone did other work: neither scores nor lost time may come of comparing with them."""
     run = resumed(tmp_path, numbered=True)
-    found = scores(RunHistory.open(run))
+    found = straggler_scores(RunHistory.open(run))
     assert sorted(found.score) == [0, 1]
     assert found.named == ()
-    summary = summarize(run)
+    summary = summarize_run(run)
     assert summary.ledger is not None
     assert summary.ledger.accounts.stragglers == pytest.approx(0.0, abs=1e-6)
 
@@ -196,13 +196,13 @@ def test_a_layout_that_nobody_planned_has_no_prediction(tmp_path: Path) -> None:
     script.steps(4, range(30), step_s=0.3, memory=1e9)
     script.launch(3, three, first=28, plan_number=1, reason="rank 3 fell")
     script.steps(3, range(28, 60), step_s=0.4, memory=1e9)
-    found = summarize(run)
+    found = summarize_run(run)
     old, new = found.layouts
     assert (old.last_step, new.first_step, new.planned) == (27, 28, False)
     assert (new.step_s.predicted, new.step_s.measured) == (None, pytest.approx(0.4))
     assert new.mfu.measured == pytest.approx(0.4 * (0.3 / 0.4) * 4 / 3)  # against the peak of three devices
     assert "not planned" in render_text(found)
-    assert [one.world for one in launches(run, RunHistory.open(run))] == [4], "what was lost is rented on"
+    assert [one.world for one in read_launches(run, RunHistory.open(run))] == [4], "what was lost is rented on"
 
 
 def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
     script.steps(4, range(8, 20), step_s=0.3, memory=1e9)
     [found] = layout_spans(run, RunHistory.open(run))
     assert (found.first, found.last, found.epochs) == (0, 19, (1, 2))
-    assert "LAYOUTS" not in render_text(summarize(run))
+    assert "LAYOUTS" not in render_text(summarize_run(run))
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from synthetic import write_run
 
-from phalanx.record.account.stragglers import Places, Scores, Work, judge, median_of_others, places, scores, stragglers
+from phalanx.record.account.rank_places import RankPlaces, rank_places
+from phalanx.record.account.rank_work import RankWork, median_of_others
+from phalanx.record.account.stragglers import Scores, find_stragglers, score_ranks, straggler_scores
 from phalanx.record.archive import history as history_of
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 
-FLAT = Places(layout={"data": 10**6}, hosts={})
+FLAT = RankPlaces(layout={"data": 10**6}, hosts={})
 
 
-def work(own: np.ndarray, held: np.ndarray | None = None) -> Work:
+def work(own: np.ndarray, held: np.ndarray | None = None) -> RankWork:
     ranks, steps = tuple(range(len(own))), tuple(range(own.shape[1]))
-    return Work(ranks=ranks, step=steps, own_s=own, wait_s=own * np.nan, held_s=own * 0.0 if held is None else held)
+    return RankWork(ranks=ranks, step=steps, own_s=own, wait_s=own * np.nan, held_s=own * 0.0 if held is None else held)
 
 
 def drawn(ranks: int, steps: int, *, noise: float, seed: int) -> np.ndarray:
@@ -28,7 +30,7 @@ def drawn(ranks: int, steps: int, *, noise: float, seed: int) -> np.ndarray:
 
 def test_the_slow_rank_of_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=60, straggler=2, hosts=2)
-    (found,) = stragglers(RunHistory.open(run))
+    (found,) = find_stragglers(RunHistory.open(run))
     assert (found.rank, found.place, found.host) == (2, "data 1, tensor 0", "host-1")
     assert found.score == pytest.approx(1.5, abs=0.02)
     more = f"{found.score - 1:.0%}"
@@ -70,7 +72,7 @@ def test_the_reason(tmp_path: Path, times: dict[str, float], reason: str) -> Non
             "data_s": 0,
         }
         rewrite(run, rank, **(times if rank == 2 else alike))
-    (found,) = stragglers(RunHistory.open(run))
+    (found,) = find_stragglers(RunHistory.open(run))
     assert (found.rank, found.reason) == (2, reason)
     assert found.text.endswith(f" longer than its peers: {reason}")
     assert found.text in " ".join(str(run).split())  # lines are folded
@@ -80,54 +82,54 @@ def test_ranks_that_share_cores_unevenly_are_not_stragglers_yet() -> None:
     """A third longer for want of a core is what a scheduler does to one of three ranks; twice as long is not."""
     own, held = np.full((3, 50), 1.0), np.full((3, 50), 0.1)
     own[1], held[1] = 1.35, 0.45
-    assert judge(work(own, held), FLAT).named == ()
+    assert score_ranks(work(own, held), FLAT).named == ()
     own[1], held[1] = 2.1, 1.2
-    assert [one.rank for one in judge(work(own, held), FLAT).named] == [1]
+    assert [one.rank for one in score_ranks(work(own, held), FLAT).named] == [1]
     own[1], held[1] = 1.35, 0.1  # with a core of its own it is worth naming
-    assert [one.rank for one in judge(work(own, held), FLAT).named] == [1]
+    assert [one.rank for one in score_ranks(work(own, held), FLAT).named] == [1]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 32, 500])
 @pytest.mark.parametrize("steps", [5, 20, 100])
 def test_noise_alone_names_nobody(ranks: int, steps: int) -> None:
     for seed in range(10):
-        assert judge(work(drawn(ranks, steps, noise=0.2, seed=seed)), FLAT).named == ()
+        assert score_ranks(work(drawn(ranks, steps, noise=0.2, seed=seed)), FLAT).named == ()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 32, 500])
 def test_a_slow_rank_is_named_through_noise(ranks: int) -> None:
     own = drawn(ranks, 100, noise=0.1, seed=1)
     own[1] *= 1.3
-    assert [one.rank for one in judge(work(own), FLAT).named] == [1]
+    assert [one.rank for one in score_ranks(work(own), FLAT).named] == [1]
 
 
 def test_named_within_a_hundred_steps_of_the_beginning() -> None:
     """In the middle of a long run: once 51 of the last 100 steps were slow."""
     own = drawn(4, 300, noise=0.02, seed=2)
     own[3, 150:] *= 1.5
-    first = next(end for end in range(150, 300) if judge(work(own[:, end - 99 : end + 1]), FLAT).named)
+    first = next(end for end in range(150, 300) if score_ranks(work(own[:, end - 99 : end + 1]), FLAT).named)
     assert first - 150 <= 60
 
 
 def test_a_pause_is_no_straggling() -> None:
     own = drawn(4, 100, noise=0.02, seed=3)
     own[2, 40:60] *= 50.0
-    assert judge(work(own), FLAT).named == ()
+    assert score_ranks(work(own), FLAT).named == ()
 
 
 def test_stages_are_not_compared() -> None:
     own = drawn(8, 50, noise=0.02, seed=4)
     own[4:] *= 2.0  # the last stage holds the head
-    where = Places(layout={"data": 4, "pipeline": 2}, hosts={})
-    assert judge(work(own), where).named == ()
+    where = RankPlaces(layout={"data": 4, "pipeline": 2}, hosts={})
+    assert score_ranks(work(own), where).named == ()
     own[5] *= 1.4
-    assert [one.rank for one in judge(work(own), where).named] == [5]
+    assert [one.rank for one in score_ranks(work(own), where).named] == [5]
 
 
 def test_a_rank_that_says_nothing_has_no_score() -> None:
     own = drawn(3, 20, noise=0.02, seed=5)
     own[1] = np.nan
-    found = judge(work(own), FLAT)
+    found = score_ranks(work(own), FLAT)
     assert set(found.score) == {0, 2}
     assert found.named == ()
 
@@ -135,7 +137,7 @@ def test_a_rank_that_says_nothing_has_no_score() -> None:
 def test_too_few_steps_name_nobody() -> None:
     own = np.ones((3, 4))
     own[0] = 9.0
-    assert judge(work(own), FLAT).named == ()
+    assert score_ranks(work(own), FLAT).named == ()
 
 
 def test_many_ranks_are_looked_at_more_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +149,16 @@ def test_many_ranks_are_looked_at_more_closely(tmp_path: Path, monkeypatch: pyte
     paused = next(event for event in events if event["event"] == "step" and event["step"] == 30)
     paused["duration_s"] += 500.0
     run.events(1).write_text("\n".join(map(json.dumps, events)) + "\n")
-    found = scores(RunHistory.open(run))
+    found = straggler_scores(RunHistory.open(run))
     assert found.steps == 40
     assert [one.rank for one in found.named] == [4]
     assert len(found.score) == 6
 
 
 def test_runs_without_steps_or_ranks(tmp_path: Path) -> None:
-    assert scores(RunHistory.open(Run(path=tmp_path))) == Scores(score={}, named=(), steps=0)
+    assert straggler_scores(RunHistory.open(Run(path=tmp_path))) == Scores(score={}, named=(), steps=0)
     run = write_run(tmp_path, ranks=1, steps=20, incidents=0, hosts=1)
-    assert scores(RunHistory.open(run)).named == ()
+    assert straggler_scores(RunHistory.open(run)).named == ()
 
 
 def test_places_come_from_the_newest_formation() -> None:
@@ -164,9 +166,9 @@ def test_places_come_from_the_newest_formation() -> None:
         {"event": "epoch", "layout": {"data": 4}, "members": [{"rank": 0, "host": "a"}]},
         {"event": "epoch", "layout": {"data": 2, "tensor": 2}, "members": [{"rank": 0, "host": "b\x1b"}, "x", {}]},
     ]
-    found = places({"layout": {"data": 4}}, told)
+    found = rank_places({"layout": {"data": 4}}, told)
     assert (found.place(3), found.host(0), found.host(9)) == ("data 1, tensor 1", "b ", "")
-    assert places({"layout": {"data": 3}}, []).place(2) == "data 2"
+    assert rank_places({"layout": {"data": 3}}, []).place(2) == "data 2"
 
 
 def test_the_median_of_the_others() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.record.account import summary
-from phalanx.record.account.summary import place, summarize, summarize_briefly
+from phalanx.record.account.rank_places import rank_place
+from phalanx.record.account.summary import summarize_briefly, summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import EventWriter
 from phalanx.record.report.render import render_text
@@ -48,7 +49,7 @@ def steps(run: Run, rank: int, numbers: range, *, start_s: float, compute_s: flo
 def test_prediction_beside_measurement(run: Run) -> None:
     steps(run, 0, range(10), start_s=1000.0)
     steps(run, 1, range(10), start_s=1000.0, compute_s=0.1)
-    found = summarize(run)
+    found = summarize_run(run)
     assert (found.steps, found.planned_steps, found.tokens) == (10, 10, 10_000)
     assert (found.step_s.measured, found.step_s.error) == (pytest.approx(0.2), pytest.approx(1.0))
     assert found.tokens_per_s.measured == pytest.approx(5000)
@@ -70,7 +71,7 @@ def test_prediction_beside_measurement(run: Run) -> None:
 def test_a_step_done_again_after_a_restart_counts_once(run: Run) -> None:
     steps(run, 0, range(6), start_s=1000.0)
     steps(run, 0, range(4, 10), start_s=2000.0, duration_s=0.4, loss=1.0)
-    found = summarize(run)
+    found = summarize_run(run)
     assert (found.steps, found.starts, found.last_loss, found.first_loss) == (10, 2, 1.0, 5.0)
     assert found.training_s.measured == pytest.approx(4 * 0.2 + 6 * 0.4)
     assert ", 2 starts" in render_text(found)
@@ -88,14 +89,14 @@ def test_evaluation_samples_and_checkpoints(run: Run) -> None:
     (run.checkpoints / "step-00000010").mkdir()
     (run.checkpoints / "step-00000010" / "manifest.json").touch()
     run.set_status("stopped")
-    text = render_text(summarize(run))
+    text = render_text(summarize_run(run))
     assert "held-out text 2.5000 nats per token, 1.900 bits per byte at step 10" in text
     assert "baselines unigram 5.000, bigram 3.000 bits per byte on the same text" in text
     assert "│ one [2J  two" in text
     assert "earlier" not in text
     assert "\x1b" not in text
     assert "skipped 10 steps whose gradient was not finite" in text
-    assert "on disk: step 10, 3.00 MB of rank 0, 500 ms each" in text
+    assert "on disk: step 10; each 3.00 MB of rank 0, written in 500 ms" in text
     assert f"resume with: phalanx train --resume {run.path}" in text
 
 
@@ -104,7 +105,7 @@ def test_stages_and_experts(tmp_path: Path) -> None:
     run = create_run(tmp_path, "x", job_toml="", job={}, plan_json=json.dumps(plan))
     for rank in range(4):
         steps(run, rank, range(10), start_s=1000.0, compute_s=0.1 if rank < 2 else 0.3, expert_imbalance=1.5)
-    found = summarize(run)
+    found = summarize_run(run)
     assert (found.stage_compute_s, found.expert_imbalance) == ((pytest.approx(0.1), pytest.approx(0.3)), 1.5)
     text = render_text(found)
     assert "stages: the slowest, 1, computes 50% longer than the mean of all" in text
@@ -113,7 +114,7 @@ def test_stages_and_experts(tmp_path: Path) -> None:
 
 def test_a_brief_summary_reads_no_record_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(run, 0, range(10), start_s=1000.0)
-    whole = summarize(run)
+    whole = summarize_run(run)
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("read whole")
@@ -128,7 +129,7 @@ def test_a_brief_summary_reads_no_record_whole(run: Run, monkeypatch: pytest.Mon
 
 
 def test_a_run_that_never_took_a_step(run: Run) -> None:
-    text = render_text(summarize(run))
+    text = render_text(summarize_run(run))
     assert "created, 0 of 10 steps" in text
     assert "No step was finished." in text
 
@@ -137,14 +138,14 @@ def test_hostile_values_are_ignored(run: Run) -> None:
     lines = ['{"event":"step","step":0,"duration_s":"x","loss":null,"tokens":true}', '{"event":"step","step":"1"}', "{"]
     run.events(0).write_text("\n".join(lines))
     (run.path / "launch.json").write_text("[]")
-    found = summarize(run)
+    found = summarize_run(run)
     assert (found.steps, found.step_s.measured, found.unreadable_lines) == (1, None, 1)
     assert "1 line of events could not be read" in render_text(found)
 
 
 def test_places() -> None:
     layout = {"pipeline": 2, "data": 3, "context": 1, "tensor": 2}
-    assert [place(rank, layout) for rank in (0, 3, 11)] == [
+    assert [rank_place(rank, layout) for rank in (0, 3, 11)] == [
         "pipeline 0, data 0, tensor 0",
         "pipeline 0, data 1, tensor 1",
         "pipeline 1, data 2, tensor 1",

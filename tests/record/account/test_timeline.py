@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.record.account.timeline import KINDS, MOST_SPANS, Span, _order, measured, predicted
+from phalanx.record.account.timeline import KINDS, MOST_SPANS, Span, _stage_order, measured_spans, predicted_spans
 
 PARTS = {
     "matmul_s": 0.3, "attention_s": 0.15, "elementwise_s": 0.1, "head_s": 0.05, "recompute_s": 0.06, "launch_s": 0.0,
@@ -30,7 +30,7 @@ def plan(*, pipeline: int = 2, accumulation: int = 4, parts: object = None, step
 
 def test_the_spans_follow_each_other_and_end_with_the_step():
     for rank in (0, 4, 7):
-        spans = predicted(plan(), rank)
+        spans = predicted_spans(plan(), rank)
         now_s = 0.0
         for span in spans:
             assert span.start_s == pytest.approx(now_s)
@@ -40,7 +40,7 @@ def test_the_spans_follow_each_other_and_end_with_the_step():
 
 
 def test_every_micro_batch_is_there_and_the_parts_add_up():
-    spans = predicted(plan(), 0)
+    spans = predicted_spans(plan(), 0)
     names = [span.name for span in spans if span.kind in ("forward", "backward")]
     assert sorted(names) == [f"{kind} {n}" for kind in ("backward", "forward") for n in range(1, 5)]
     assert sum(s.duration_s for s in spans if s.name == "pipeline bubble") == pytest.approx(0.2)
@@ -50,7 +50,7 @@ def test_every_micro_batch_is_there_and_the_parts_add_up():
 
 
 def test_the_first_stage_begins_at_once_and_the_last_waits_for_it():
-    first, last = predicted(plan(pipeline=4), 0), predicted(plan(pipeline=4), 12)
+    first, last = predicted_spans(plan(pipeline=4), 0), predicted_spans(plan(pipeline=4), 12)
     assert (first[0].kind, last[0].name) == ("forward", "pipeline bubble")
     kinds = [span.kind for span in last if span.kind in ("forward", "backward")]
     assert kinds == ["forward", "backward"] * 4  # 1F1B on the last stage
@@ -60,7 +60,7 @@ def test_the_first_stage_begins_at_once_and_the_last_waits_for_it():
 @pytest.mark.parametrize(("count", "stages"), [(1, 1), (1, 4), (8, 4), (4, 8), (2, 2)])
 def test_every_stage_does_each_micro_batch_once_in_order_and_idles_alike(count, stages):
     for stage in range(stages):
-        order = _order(count, stages, stage)
+        order = _stage_order(count, stages, stage)
         for kind in ("forward", "backward"):
             assert [number for what, number in order if what == kind] == list(range(count))
         done: set[float] = set()
@@ -73,17 +73,17 @@ def test_every_stage_does_each_micro_batch_once_in_order_and_idles_alike(count, 
 
 
 def test_thousands_of_micro_batches_share_spans():
-    spans = predicted(plan(accumulation=4096), 0)
+    spans = predicted_spans(plan(accumulation=4096), 0)
     assert len(spans) <= MOST_SPANS
     assert spans[0].name == "forward 1-32"
     assert spans[-1].start_s + spans[-1].duration_s == pytest.approx(sum(PARTS.values()))
 
 
 def test_what_the_plan_does_not_break_down_is_said():
-    spans = predicted(plan(step_s=2.0), 0)
+    spans = predicted_spans(plan(step_s=2.0), 0)
     assert spans[-1].name == "not broken down"
     assert spans[-1].duration_s == pytest.approx(2.0 - sum(PARTS.values()))
-    less = predicted(plan(step_s=0.5), 0)  # parts that claim more than the whole are drawn smaller
+    less = predicted_spans(plan(step_s=0.5), 0)  # parts that claim more than the whole are drawn smaller
     assert less[-1].start_s + less[-1].duration_s == pytest.approx(0.5)
 
 
@@ -99,14 +99,14 @@ def test_what_the_plan_does_not_break_down_is_said():
     ],
 )
 def test_without_a_step_time_there_is_nothing_to_draw(broken):
-    assert predicted(broken, 0) == []
+    assert predicted_spans(broken, 0) == []
 
 
 def test_a_damaged_plan_is_drawn_as_far_as_it_goes():
     for layout in (None, {"pipeline": "x", "accumulation": -3, "data": True}, {"pipeline": 10**12}):
         damaged = plan(parts={"matmul_s": 1.0, "bubble_s": math.inf, "head_s": None, 7: 2.0}, step_s=1.0)
         damaged["layout"], damaged["mapping"] = layout, [None, {"axis": 3}, {"axis": "data", "bytes_per_step": "x"}]
-        spans = predicted(damaged, -5)
+        spans = predicted_spans(damaged, -5)
         assert spans[-1].start_s + spans[-1].duration_s == pytest.approx(1.0)
 
 
@@ -116,12 +116,12 @@ def test_a_measured_step_reads_back():
         ["collective", "all-gather", 0.1, 0.05, 1024, "data"],
         ["nonsense", "x" * 500, 0.9, 0.05],
     ]
-    assert measured({"spans": rows}) == [
+    assert measured_spans({"spans": rows}) == [
         Span(kind="collective", name="all-gather", start_s=0.1, duration_s=0.05, bytes=1024, group="data"),
         Span(kind="backward", name="backward 1", start_s=0.5, duration_s=0.25),
         Span(kind="other", name="x" * 80, start_s=0.9, duration_s=0.05),
     ]
-    assert measured({"spans": rows})[0].to_json()["bytes"] == 1024
+    assert measured_spans({"spans": rows})[0].to_json()["bytes"] == 1024
 
 
 JSON = st.recursive(
@@ -134,6 +134,6 @@ JSON = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(JSON)
 def test_nothing_a_stranger_writes_breaks_it(value):
-    for span in measured({"spans": value}) + measured({"spans": [value]}):
+    for span in measured_spans({"spans": value}) + measured_spans({"spans": [value]}):
         json.dumps(span.to_json(), allow_nan=False)
-    predicted({"prediction": {"step_s": 1.0, "breakdown_s": value}, "layout": value, "mapping": value}, 3)
+    predicted_spans({"prediction": {"step_s": 1.0, "breakdown_s": value}, "layout": value, "mapping": value}, 3)

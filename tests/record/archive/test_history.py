@@ -287,7 +287,7 @@ def test_a_part_closed_since_the_last_refresh_is_still_read(tmp_path: Path) -> N
             writer.write("evaluate", step=step, loss=1.0)
             seen, unseen = RunHistory.open(run), RunHistory.open(run)
             assert len(losses(seen)) == 301
-            seen._cache = seen._rank(0)._cache = rankfile.RowCache()
+            seen._cache = seen._rank_file(0)._cache = rankfile.RowCache()
             size = run.events(0).stat().st_size
     writer.close()
     assert (run.event_parts()[0], run.events(0).stat().st_size > size) == ([1], True)
@@ -361,7 +361,7 @@ def test_refresh_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Monk
     with run.events(0).open("a") as file:
         file.write('{"v":1,"event":"step","t":9999,"rank":0,"step":2000,"loss":1}\n{"v":1,"event":"st')
     history.refresh()
-    read.append(history._rank(0).unread)
+    read.append(history._rank_file(0).unread)
     assert (history.last_step, read[0] < 200, real) == (2_000, True, module.RankFile)
     with run.events(0).open("a") as file:
         file.write('ep","t":9999,"rank":0,"step":2001,"loss":1}\n')

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.record import events as events_module
-from phalanx.record.archive import index
-from phalanx.record.archive.index import BLOCK, HEAD_BYTES, SIZE, STEPS, read_index
+from phalanx.record.archive import blocks
+from phalanx.record.archive.blocks import BLOCK, STEPS
+from phalanx.record.archive.index import HEAD_BYTES, SIZE, read_index
 from phalanx.record.archive.rank_file import RankFile, RowCache
 from phalanx.record.archive.series import COLUMN, LATER
 from phalanx.record.events import EventWriter, event_files_of, read_events
@@ -206,7 +207,7 @@ def test_columns_of_another_version_find_their_places(tmp_path: Path) -> None:
 
 def test_kinds_that_an_older_writer_did_not_know_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events-00000.jsonl"
-    monkeypatch.setattr(index, "_BITS", {kind: bit for kind, bit in index._BITS.items() if kind not in LATER})
+    monkeypatch.setattr(blocks, "_BITS", {kind: bit for kind, bit in blocks._BITS.items() if kind not in LATER})
     writer = EventWriter(path, rank=0)
     for step in range(600):
         writer.write("step", step=step)

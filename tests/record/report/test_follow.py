@@ -29,7 +29,7 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
         "ranks ready after 2.00 s, continuing at step 7",
         "step 30: held-out loss 4.0000, 2.125 bits per byte",
         "step 30: checkpoint taken, training waited 2.00 ms",
-        "step 30: checkpoint saved (2.00 MB, 250 ms)",
+        "step 30: checkpoint saved (2.00 MB of rank 0, 250 ms)",
     ]
     assert follower.progress is not None
     assert follower.progress.line() == "step 30/50  loss 4.2500  2.00k tokens/s  10.0 s left  lr 1.00e-03"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.record.drill import NAME, drill_subject, key_path, sign, store_path
+from phalanx.record.drill import NAME, drill_subject, key_path, sign_record, store_path
 from phalanx.record.run import Run
 from phalanx.rules.facts import drill_facts as drills
 from phalanx.rules.facts.drill_facts import (
@@ -91,7 +91,7 @@ def test_a_record_that_names_no_code_is_of_other_code(tmp_path: Path, environ: d
     path = write(tmp_path / "runs" / "a", environ)
     body = json.loads(path.read_text())
     del body["code"], body["signature"]
-    path.write_text(json.dumps(body | {"signature": sign(body, drill_key(key_path(environ)))}))
+    path.write_text(json.dumps(body | {"signature": sign_record(body, drill_key(key_path(environ)))}))
     [found] = find_drills([tmp_path / "runs"], environ=environ, subject=SUBJECT)
     assert (found.signed, found.current) == (True, False)
 

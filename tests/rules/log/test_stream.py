@@ -15,7 +15,7 @@ from synthetic import TOKENS, write_run
 
 from phalanx.record.archive import history as history_module
 from phalanx.record.events import EventWriter
-from phalanx.record.provenance import job_digest, provenance
+from phalanx.record.provenance import job_digest, job_provenance
 from phalanx.record.run import Run
 from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.log import agreement as agree
@@ -598,7 +598,7 @@ def test_what_ran_is_known_by_commit_or_by_the_digest_of_its_files(tmp_path, sai
 
 def test_a_configuration_that_was_changed_after_the_launch(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
-    run.set_launch(**run.launch() | {"provenance": provenance(run.plan()["job"])})
+    run.set_launch(**run.launch() | {"provenance": job_provenance(run.plan()["job"])})
     found = read_log(run).grammar
     assert (found.has_provenance, found.job_changed) == (True, False)
     job = json.loads((run.path / "job.json").read_text())

@@ -192,10 +192,10 @@ def unfinished(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     from phalanx.train.data import build as module
 
-    original = module._Work._save
+    original = module._Work._save_state
     with monkeypatch.context() as patch:
         patch.setattr(module, "BATCH_BYTES", 2000)
-        patch.setattr(module._Work, "_save", save)
+        patch.setattr(module._Work, "_save_state", save)
         with pytest.raises(Stop):
             build_dataset(
                 Recipe(origins=(TextOrigin(path=source),), vocab=300, heldout=0.0, shard_tokens=2000),

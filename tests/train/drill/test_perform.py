@@ -30,10 +30,10 @@ def plan(*, memory_every: int) -> Any:
 
 def test_what_the_plan_says_at_the_drills_rate_of_failures() -> None:
     # Each failure costs 1 s + 2 s + half of what is redone: a step with copies in memory, an interval without.
-    assert perform._planned(plan(memory_every=1), mtbf_s=32.0) == pytest.approx((1 - 3.2 / 32) / 1.01)
-    assert perform._planned(plan(memory_every=0), mtbf_s=280.0) == pytest.approx((1 - 28 / 280) / 1.01)
-    assert perform._planned(plan(memory_every=1), mtbf_s=inf) == pytest.approx(1 / 1.01)
-    assert perform._planned(plan(memory_every=1), mtbf_s=2.0) == 0.0
+    assert perform._planned_effective(plan(memory_every=1), mtbf_s=32.0) == pytest.approx((1 - 3.2 / 32) / 1.01)
+    assert perform._planned_effective(plan(memory_every=0), mtbf_s=280.0) == pytest.approx((1 - 28 / 280) / 1.01)
+    assert perform._planned_effective(plan(memory_every=1), mtbf_s=inf) == pytest.approx(1 / 1.01)
+    assert perform._planned_effective(plan(memory_every=1), mtbf_s=2.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_how_a_run_should_end(story: Story, texts: list[str], minutes: float, st
     story.epoch(2, step=0, source="start")
     story.end(state)
     history = build_history(story.supervisor, story.ranks)
-    assert perform._ending(state, history, parse_faults(texts), minutes=minutes).ok is ok
+    assert perform._ending_verdict(state, history, parse_faults(texts), minutes=minutes).ok is ok
 
 
 def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> None:
@@ -82,15 +82,15 @@ def test_a_signal_ends_the_drill_as_itself(tmp_path: Path, monkeypatch: pytest.M
     before = signal.signal(number, lambda got, frame: heard.append(got))
     ended = Outcome(state="stopped", exit_code=130, message="", signals=(number,))
     monkeypatch.setattr(perform, "launch", lambda run, **rest: ended)
-    monkeypatch.setattr(perform, "_hosts", lambda scene, net: ())
+    monkeypatch.setattr(perform, "_drill_hosts", lambda scene, net: ())
     job = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0), fault=SimpleNamespace(dead_after_s=1.0))
     scene = SimpleNamespace(
         plan=SimpleNamespace(job=job), hosts=1, minutes=0.0, tell=print, environ={}, allow_code=False
     )
     try:
         with pytest.raises(KeyboardInterrupt):
-            perform._run(scene, Run(path=tmp_path), ())
+            perform._run_drill(scene, Run(path=tmp_path), ())
         assert heard == [number]
-        assert perform._run(scene, Run(path=tmp_path), parse_faults(["sigterm:step=1"])) == ("stopped", "")
+        assert perform._run_drill(scene, Run(path=tmp_path), parse_faults(["sigterm:step=1"])) == ("stopped", "")
     finally:
         signal.signal(number, before)

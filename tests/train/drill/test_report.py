@@ -83,7 +83,7 @@ verdicts
   ok      steps in order            2 generations
   FAILED  every sample in one step  step 3: 1 sample twice
 recovery: 710 ms; the plan assumed 1.00 s
-effective training time: 80.0%; the plan predicts 75.0% at this failure rate"""
+productive time without start-up and shutdown: 80.0%; the plan predicts 75.0% at this failure rate"""
     )
     assert not RESULT.ok
 

@@ -149,9 +149,9 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
 
 def test_nobody_else_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a", steps=60, incidents=0, straggler=2)
-    first = schedule.scores(schedule.RunHistory.open(run))
+    first = schedule.straggler_scores(schedule.RunHistory.open(run))
     both = replace(first, named=(*first.named, replace(first.named[0], rank=3)))
-    monkeypatch.setattr(schedule, "scores", lambda history: both)
+    monkeypatch.setattr(schedule, "straggler_scores", lambda history: both)
     assert not judge_slow_rank(run, slow_rank=2, world=4).ok
 
 

@@ -91,11 +91,11 @@ def test_how_much_is_folded_at_a_time_does_not_count(count: int, monkeypatch: py
 def test_the_formula() -> None:
     """Σ w·x modulo 2^64 with signed x, so that any device, or another program, can say the same."""
     tensor = torch.tensor([1, -2, 2**31 - 1], dtype=torch.int32)
-    weights = divergence._weights(torch.device("cpu"))[:3].tolist()
+    weights = divergence._digest_weights(torch.device("cpu"))[:3].tolist()
     wanted = sum(w * x for w, x in zip(weights, tensor.tolist(), strict=True)) % 2**64
     assert int(fold_tensor(tensor)) % 2**64 == wanted
     assert all(w % 2 for w in weights)
-    assert len(np.unique(divergence._weights(torch.device("cpu")).numpy())) == 4096
+    assert len(np.unique(divergence._digest_weights(torch.device("cpu")).numpy())) == 4096
 
 
 @pytest.mark.gpu

@@ -193,7 +193,7 @@ def test_the_fallback_equals_the_kernel() -> None:
     for causal in (False, True):
         out, lse = attend_block(q, k, v, causal=causal)
         expected = attend_backward(grad, q, k, v, out, lse, causal=causal)
-        scores = context._scores(q, k, causal=causal)
+        scores = context._attention_scores(q, k, causal=causal)
         assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-12)
         got = context._math_backward(grad, q, k, v, out, lse, causal=causal)
         assert max((a - b).abs().max().item() for a, b in zip(expected, got, strict=True)) < 1e-12

@@ -189,7 +189,7 @@ def test_an_answer_says_how_long_it_was_held(monkeypatch: pytest.MonkeyPatch) ->
         lay_ns = time.time_ns()
         now_ns = lay_ns + 10**12
         monkeypatch.setattr(peers, "time", SimpleNamespace(time_ns=lambda: now_ns))
-        one._take()
+        one._take_packets()
         taken_ns = (
             time.time_ns()
         )  # the kernel begins to stamp in the background: until then the stamp is of the reading

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.record.account.timeline import measured
+from phalanx.record.account.timeline import measured_spans
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
 from phalanx.train.telemetry.clock import Phase
@@ -46,7 +46,7 @@ def test_a_real_step_moves_what_a_trace_says(name, trial):
     assert {(one["op"], one["group"]): one["count"] for one in found["collectives"]} == calls
     assert found["nbytes"] == sum(wanted.values())
     assert found["told"] == []
-    spans = measured({"spans": json.loads(json.dumps(found["spans"]))})
+    spans = measured_spans({"spans": json.loads(json.dumps(found["spans"]))})
     kinds = Counter(span.kind for span in spans)
     micro = made.settings.layout.accumulation
     assert (kinds["forward"], kinds["backward"], kinds["optimizer"], kinds["data"]) == (micro, micro, 1, 1)
@@ -94,7 +94,7 @@ def test_a_failure_inside_is_told_once_and_the_step_goes_on(meshes, monkeypatch)
     def broken(*_: object) -> str:
         raise RuntimeError("no such method\nsecond line")
 
-    monkeypatch.setattr("phalanx.train.telemetry.collective_tap._word", broken)
+    monkeypatch.setattr("phalanx.train.telemetry.collective_tap._operation_name", broken)
     told: list[str] = []
     sampler, done = _sampler(meshes, told, every=1), []
     for step in range(1, 4):

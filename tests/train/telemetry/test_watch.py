@@ -13,11 +13,11 @@ import torch.distributed as dist
 from phalanx.job.schema import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import Event, EventWriter, read_events
+from phalanx.train.join_group import count_slot_sharers
 from phalanx.train.telemetry import monitor
 from phalanx.train.telemetry.monitor import Monitor, PeerRendezvous, monitored_rank
 from phalanx.train.telemetry.sharing import DeviceCard, Sharers, card_of, count_sharers
 from phalanx.train.verify.ranks import run_ranks
-from phalanx.train.worker import _sharers
 
 sys.path.append(str(Path(__file__).parent))  # the ranks import their task by name
 tasks = importlib.import_module("watch_tasks")
@@ -130,8 +130,8 @@ def test_sharers_are_counted_by_host_and_by_device() -> None:
 def test_an_agents_ranks_take_the_gpus_of_their_host_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     slots = (0, 1, 2)  # slot 3 has fallen
-    assert [_sharers(torch.device("cuda"), slot, slots).device for slot in slots] == [2, 1, 2]
-    assert _sharers(torch.device("cpu"), 0, slots) == Sharers(host=3, device=3)
+    assert [count_slot_sharers(torch.device("cuda"), slot, slots).device for slot in slots] == [2, 1, 2]
+    assert count_slot_sharers(torch.device("cpu"), 0, slots) == Sharers(host=3, device=3)
 
 
 @pytest.mark.parametrize("address", ["", "10.1.2.3", "127.0.1.1", "fd00::7"])

@@ -76,10 +76,10 @@ def test_a_rank_whose_server_is_gone_does_not_begin():
         "from multiprocessing import Pipe\n"
         "from phalanx.train.verify import ranks, server\n"
         "server.SERVER_PID = int(sys.argv[1])\n"
-        "ranks._answer = lambda order: None\n"
+        "ranks._rank_answer = lambda order: None\n"
         "order = ranks.RankTask(task=divmod, arguments=(), store='', rank=0, world=1, place=ranks.CORES, limit_s=1.0,"
         " debug=True)\n"
-        "ranks._serve(Pipe()[1], order)\n"
+        "ranks._serve_rank(Pipe()[1], order)\n"
     )
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

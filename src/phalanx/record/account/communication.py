@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.io.values import integer, number, printable, text
 from phalanx.record.events import Event
-from phalanx.units import format_seconds
+from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -65,7 +65,7 @@ class Communication:
     checks: tuple[CompileCheck, ...] = ()
 
 
-def communication(history: RunHistory) -> Communication | None:
+def read_communication(history: RunHistory) -> Communication | None:
     """What rank 0 wrote; None for a run of before."""
     made = [event for event in history.events("communicators") if isinstance(event.get("groups"), list)]
     checks = tuple(_compile_check(event) for event in history.events("compile_check"))
@@ -75,7 +75,7 @@ def communication(history: RunHistory) -> Communication | None:
     return Communication(
         backend=text(made[-1], "backend") if made else "",
         mode=text(made[-1], "mode") if made else "",
-        formations=tuple(_membership(event) for event in made),
+        formations=tuple(_membership_groups(event) for event in made),
         version=text(reported, "version"),
         built_version=text(reported, "built_version"),
         libraries=_text_tuple(reported.get("libraries")),
@@ -100,7 +100,11 @@ def communication_lines(found: Communication) -> list[str]:
     lines += [f"preloaded  {one}" for one in found.preloaded[:MOST_SHOWN]]
     for one in found.formations[-3:]:
         lines.append(f"generation {one.epoch}: process groups made in {format_seconds(one.seconds)}")
-        lines += [f"  {_group_line(group)}" for group in one.groups[:MOST_SHOWN]]
+        lines += [
+            f"  {group.group}: {plural(group.count, 'group')} of {plural(group.ranks, 'rank')}, "
+            f"{format_seconds(group.seconds)}"
+            for group in one.groups[:MOST_SHOWN]
+        ]
     if len(found.formations) > 3:
         lines.append(f"the last 3 of {len(found.formations):,} memberships")
     lines += [f"{name} = {value}" for name, value in list(found.variables.items())[:MOST_SHOWN]]
@@ -124,14 +128,7 @@ def check_lines(found: Communication) -> list[str]:
     return lines
 
 
-def _group_line(group: GroupMade) -> str:
-    groups = (
-        f"{group.count} group{'s' if group.count != 1 else ''} of {group.ranks} rank{'s' if group.ranks != 1 else ''}"
-    )
-    return f"{group.group}: {groups}, {format_seconds(group.seconds)}"
-
-
-def _membership(event: Event) -> MembershipGroups:
+def _membership_groups(event: Event) -> MembershipGroups:
     groups = [one for one in event["groups"] if isinstance(one, dict)]
     return MembershipGroups(
         epoch=integer(event, "epoch") or 0,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, text
 from phalanx.record.account.ledger import Ledger, read_ledger
-from phalanx.record.account.memberships import MarkReader, files_of, launches, layout_spans
-from phalanx.record.run import Run, is_run_over
+from phalanx.record.account.memberships import MarkReader, files_of, layout_spans, read_launches
+from phalanx.record.run import Run
+from phalanx.record.run_lock import is_run_over
 from phalanx.units import HOUR_S, plural
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = 
         plan = run.plan()
     except PhalanxError:
         plan = {}
-    rates = _Rates(plan, world=_world(run))
+    world = run.world()
+    rates = _Rates(plan, world=1 if world is None else world)
     measured = used_energy(history)
     wall_s = projected_wall_s(run, plan, history, book)
     early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
@@ -133,16 +135,11 @@ Spent = tuple[_Rates, float]  # what devices cost, and for how many seconds they
 
 def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
     """The run's seconds by launch: each had its own number of devices, and perhaps another price."""
-    known = launches(run, history)
+    known = read_launches(run, history)
     total_s = sum(one.seconds for one in known)
     if len(known) < 2 or total_s <= 0:
         return [(rates, wall_s)]
     return [(_Rates(one.plan, world=one.world), wall_s * one.seconds / total_s) for one in known]
-
-
-def _world(run: Run) -> int:
-    world = run.world()
-    return 1 if world is None else world
 
 
 def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
@@ -260,15 +257,15 @@ def _is_sane(energy: float | None) -> bool:
     return energy is not None and 0.0 <= energy <= MOST_J
 
 
-def counted(readings: Iterable[tuple[int | None, float | None]]) -> float:
+def counted_energy(readings: Iterable[tuple[int | None, float | None]]) -> float:
     """The sum over epochs of a counter that begins anew in each: the last value of every one.
 
     Its first value in an epoch holds what was used while nobody looked, and need not be lower than the last one before.
     Without epochs only a lower one tells.
 
-    >>> counted([(None, 1.0), (None, 5.0), (None, None), (None, 2.0), (None, 3.0)])
+    >>> counted_energy([(None, 1.0), (None, 5.0), (None, None), (None, 2.0), (None, 3.0)])
     8.0
-    >>> counted([(1, 90.0), (1, 100.0), (2, 150.0), (2, 209.0)])
+    >>> counted_energy([(1, 90.0), (1, 100.0), (2, 150.0), (2, 209.0)])
     309.0
     """
     total = last = 0.0
@@ -284,7 +281,7 @@ def counted(readings: Iterable[tuple[int | None, float | None]]) -> float:
 def _exact_energy(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
     for rank in known:
         monitors = MarkReader(kinds=frozenset((b"monitor",))).read(files_of(history.run, rank))
-        yield counted((integer(event, "epoch"), number(event, "energy_j")) for _, event in monitors)
+        yield counted_energy((integer(event, "epoch"), number(event, "energy_j")) for _, event in monitors)
 
 
 def _coarse_energy(history: RunHistory) -> Iterable[float]:
@@ -295,4 +292,4 @@ def _coarse_energy(history: RunHistory) -> Iterable[float]:
     """
     for values in history.mesh("energy_j", columns=COLUMNS).values:
         if any(_is_sane(value) for value in values):
-            yield counted((None, value) for value in values)
+            yield counted_energy((None, value) for value in values)

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.io.files import open_regular
 from phalanx.io.values import integer, printable, text
 from phalanx.record.run import Run
+from phalanx.units import first_few
 
 MOST_BYTES = 2**20  # of one rank's file; ours have some kB
 MOST_FILES = 20_000
@@ -206,7 +207,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     """
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}–{ranks[-1]}"
-    few = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+    few = first_few(ranks, 8)
     return f"rank{'s' if len(ranks) != 1 else ''} {few}"
 
 

@@ -35,7 +35,7 @@ def supervisor_events(run: Run) -> list[Event]:
     return read_events(run.supervisor)[0]
 
 
-def incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
+def read_incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
     """Every incident of a run, in order; `walked` and `events` spare reading them again."""
     reported = supervisor_events(run) if events is None else events
     noticed = [event for event in reported if event["event"] == "incident" and number(event, "t") is not None]

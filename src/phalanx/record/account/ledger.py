@@ -27,14 +27,13 @@ from phalanx.record.account.memberships import (
     read_memberships,
 )
 from phalanx.record.account.time_accounts import Accounts, Floats, LedgerBuilder, Point, Recovery, StepStretch
-from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, uncollected
+from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, gc_paused
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event, event_files_of
 from phalanx.record.run import Run
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.record.account.stragglers import Waited
     from phalanx.record.archive.history import RunHistory
 
 
@@ -108,7 +107,8 @@ class Ledger:
         parts = [f"{name.replace('_', ' ')} {format_seconds(took_s)}" for name, took_s in spent if took_s >= 0.0005]
         closes = f"; does not close, {self.gap}" if self.gap else ""
         jumped = f"; {self.jumped}" if self.jumped else ""
-        return f"{format_seconds(self.wall_s)} ({self.effective:.1%} effective): {', '.join(parts)}{closes}{jumped}"
+        whole = f"{format_seconds(self.wall_s)} (effective training time {self.effective:.1%})"
+        return f"{whole}: {', '.join(parts)}{closes}{jumped}"
 
 
 def read_ledger(run: Run, history: RunHistory | None = None) -> Ledger:
@@ -137,30 +137,32 @@ def walk_ledger(
     known = read_memberships(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
     if passed is not None and supervised and passed.fits(known):
         return passed.close()
-    if supervised and _suits(run, known):
+    if supervised and _has_one_witness(run, known):
         feed = EventFeed(run.events(known[0].witness), "")
         if feed.left_bytes >= least_bytes:
             going, parser = _Going(run, history, known), EventParser()
             for piece in feed.pieces():
-                with uncollected():
+                with gc_paused():
                     going.take(parser.batch(piece))
             return going.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)
     for time_s, generation, event in merged_marks(run, known, lines):
         book.take(time_s, generation, event)
-    return closed(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
+    return closed_ledger(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
 def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
+    from phalanx.record.account.straggler_cost import straggler_time  # reads the other ranks
+
     supervised = run.supervisor.is_file()
     return LedgerBuilder(
-        launches=run.launches(), memberships=known, supervised=supervised, waited=_waited(run, history)
+        launches=run.launches(), memberships=known, supervised=supervised, waited=straggler_time(run, history)
     )
 
 
-def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
+def closed_ledger(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
     """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
@@ -177,13 +179,7 @@ def closed(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int,
     return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 
 
-def _waited(run: Run, history: RunHistory | None) -> Waited:
-    from phalanx.record.account.stragglers import waited  # reads the other ranks
-
-    return waited(run, history)
-
-
-def _suits(run: Run, known: Sequence[Membership]) -> bool:
+def _has_one_witness(run: Run, known: Sequence[Membership]) -> bool:
     """One witness of all memberships, and not much told by the supervisor."""
     return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
 
@@ -206,7 +202,7 @@ class LedgerStream:
             if not run.supervisor.is_file() or EventFeed(run.events(witness), "").left_bytes < least_bytes:
                 return None
             known = read_memberships(run, starts=lambda rank: ())
-            if not _suits(run, known) or known[0].witness != witness:
+            if not _has_one_witness(run, known) or known[0].witness != witness:
                 return None
             history.refresh()
             return cls(known, _Going(run, history, known))
@@ -254,9 +250,9 @@ class _Going:
 
     def close(self, known: Sequence[Membership]) -> LedgerWalk:
         """All that was told, and the rest of the supervisor's."""
-        self._supervisor(np.inf)
+        self._take_supervisor(np.inf)
         unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
-        return closed(self.book, known, unreadable=unreadable, jumps=jumps)
+        return closed_ledger(self.book, known, unreadable=unreadable, jumps=jumps)
 
     def take(self, batch: EventBatch) -> None:
         """Marks, steps that follow each other together; telemetry says nothing about accounts."""
@@ -266,48 +262,48 @@ class _Going:
         done = 0
         for count, (place, kind) in enumerate(batch.others):
             if kind in _TOLD:
-                self._row(steps, done, place - count)
-                self._one(batch.events[place])
+                self._take_rows(steps, done, place - count)
+                self._take_event(batch.events[place])
                 done = place - count
-        self._row(steps, done, len(batch.events) - len(batch.others))
+        self._take_rows(steps, done, len(batch.events) - len(batch.others))
 
-    def _row(self, steps: EventColumns | None, begin: int, end: int) -> None:
+    def _take_rows(self, steps: EventColumns | None, begin: int, end: int) -> None:
         """Steps in a row. The first goes alone: what came before it is its own."""
         if steps is None or begin == end:
             return
         if end - begin >= LEAST:
-            self._one(steps.event(begin))
+            self._take_event(steps.event(begin))
             begin += 1
-            rest = self._stretch(steps, slice(begin, end))
-            if rest is not None and self.book.take_steps(self._count(), rest):
+            rest = self._step_stretch(steps, slice(begin, end))
+            if rest is not None and self.book.take_steps(self._membership_number(), rest):
                 self._clock.follow(float(rest.time_s[-1]))
                 return
         for place in range(begin, end):
-            self._one(steps.event(place))
+            self._take_event(steps.event(place))
 
-    def _one(self, event: Event) -> None:
+    def _take_event(self, event: Event) -> None:
         if not is_timed(event):
             self._unreadable += 1
             return
         time_s = self._clock.time(event)
         self._epoch = integer(event, "epoch") if "epoch" in event else self._epoch
-        self._supervisor(time_s)
-        if (count := self._count()) >= 0:
+        self._take_supervisor(time_s)
+        if (count := self._membership_number()) >= 0:
             self.book.take(time_s, count, event)
 
-    def _count(self) -> int:
+    def _membership_number(self) -> int:
         return self._numbers.get(self._epoch, -1) if self._epoch is not None else -1
 
-    def _supervisor(self, until_s: float) -> None:
+    def _take_supervisor(self, until_s: float) -> None:
         while self._next < len(self._reported) and self._reported[self._next][0] < until_s:
             time_s, event = self._reported[self._next]
             self.book.take(time_s, -1, event)
             self._next += 1
 
-    def _stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
+    def _step_stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
         """As columns; None where a time, a step, a membership or a duration is not as it should be."""
         epochs, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
-        if self._count() < 0 or epochs.count(self._epoch) < len(epochs) or not self._clock.is_even:
+        if self._membership_number() < 0 or epochs.count(self._epoch) < len(epochs) or not self._clock.is_even:
             return None
         if not {*map(type, times), *map(type, taken)} <= _NUMBERS or {*map(type, steps)} != {int}:
             return None
@@ -324,14 +320,14 @@ class _Going:
             time_s=time_s,
             step=np.array(steps, dtype=np.int64),
             taken_s=taken_s,
-            copied_s=_seconds(columns, few, "hold_s"),
-            compared_s=_seconds(columns, few, "guard_s"),
-            compile_s=_seconds(columns, few, "compile_s"),
-            data_s=_seconds(columns, few, "data_s"),
+            copied_s=_column_seconds(columns, few, "hold_s"),
+            compared_s=_column_seconds(columns, few, "guard_s"),
+            compile_s=_column_seconds(columns, few, "compile_s"),
+            data_s=_column_seconds(columns, few, "data_s"),
         )
 
 
-def _seconds(columns: EventColumns, few: slice, name: str) -> Floats:
+def _column_seconds(columns: EventColumns, few: slice, name: str) -> Floats:
     """What can be a duration; 0 for the rest."""
     values = columns.floats(name)[few]
     found: Floats = np.where((values >= 0.0) & (values <= MOST_S), values, 0.0)

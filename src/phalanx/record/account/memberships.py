@@ -21,7 +21,8 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, seconds
 from phalanx.record.events import MOST_LINE_BYTES, Event, event_files_of, parse_event
 from phalanx.record.host_file import open_events
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
@@ -166,12 +167,12 @@ class MarkReader:
         clock = Clock()
         for path in paths:
             for line in raw_lines(path):
-                event = self._event(line) if only in line else None
+                event = self._parse_mark(line) if only in line else None
                 if event is not None:
                     yield clock.time(event), event
         self.jumps = max(self.jumps, clock.jumps)  # files of one machine tell of the same jump
 
-    def _event(self, line: bytes) -> Event | None:
+    def _parse_mark(self, line: bytes) -> Event | None:
         kind = _KIND.search(line[:200])
         if kind is not None and kind.group(1) not in self._kinds:
             return None
@@ -388,7 +389,7 @@ class Launch:
     plan: Table
 
 
-def launches(run: Run, history: RunHistory) -> list[Launch]:
+def read_launches(run: Run, history: RunHistory) -> list[Launch]:
     """The launches of a run that its supervisor told of, oldest first; their seconds say how the time is shared."""
     plans, found = _Plans(run), []
     began: list[tuple[float, Table, int]] = []  # when, under which plan, with how many ranks
@@ -420,8 +421,8 @@ class _Plans:
     """The plans that a run had, oldest first: plan-1.json and so on, then plan.json."""
 
     def __init__(self, run: Run) -> None:
-        numbers = sorted(int(match.group(1)) for match in map(PLAN.fullmatch, _names(run)) if match)[:MOST_PLANS]
-        self._plans = [_read(run, f"plan-{number}.json") for number in numbers] + [_read(run, "plan.json")]
+        numbers = sorted(int(match.group(1)) for match in map(PLAN.fullmatch, _folder_names(run)) if match)[:MOST_PLANS]
+        self._plans = [_read_table(run, f"plan-{number}.json") for number in numbers] + [_read_table(run, "plan.json")]
         self._at = 0  # plans are used in the order in which they were made
 
     @property
@@ -450,14 +451,14 @@ def _is_of(plan: Table, layout: Table) -> bool:
     return bool(planned) and all(planned.get(key) == value for key, value in layout.items() if key in planned)
 
 
-def _names(run: Run) -> list[str]:
+def _folder_names(run: Run) -> list[str]:
     try:
         return os.listdir(run.path)
     except OSError:
         return []
 
 
-def _read(run: Run, name: str) -> Table:
+def _read_table(run: Run, name: str) -> Table:
     try:
         return read_json(run.path / name)
     except PhalanxError:

@@ -10,19 +10,20 @@ from typing import Any, ClassVar
 
 from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, text
-from phalanx.record.account.communication import Communication, communication
+from phalanx.record.account.communication import Communication, read_communication
 from phalanx.record.account.cost import Cost, run_cost
-from phalanx.record.account.incidents import Incident, incidents
+from phalanx.record.account.incidents import Incident, read_incidents
 from phalanx.record.account.ledger import Ledger, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import LayoutSpan, files_of, layout_spans, raw_lines
-from phalanx.record.account.stragglers import Straggler, place, stragglers
+from phalanx.record.account.rank_places import rank_place
+from phalanx.record.account.stragglers import Straggler, find_stragglers
 from phalanx.record.account.time_accounts import Accounts
 from phalanx.record.archive.history import Curve, Damage, RunHistory
 from phalanx.record.archive.series import FREQUENT, KINDS
 from phalanx.record.events import Event
 from phalanx.record.run import Run
 
-__all__ = ["Evaluation", "LayoutResult", "Pair", "RankTime", "Summary", "place", "summarize", "summarize_briefly"]
+__all__ = ["Evaluation", "LayoutResult", "Pair", "RankTime", "Summary", "summarize_briefly", "summarize_run"]
 
 WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
 MOST_RANKS = 4096  # ranks in the table
@@ -153,7 +154,7 @@ class Summary:
     zero_gradient_steps: int | None = None  # None: not counted
 
 
-def summarize(run: Run, history: RunHistory | None = None, walked: LedgerWalk | None = None) -> Summary:
+def summarize_run(run: Run, history: RunHistory | None = None, walked: LedgerWalk | None = None) -> Summary:
     """Read the folder; a run that is still going, or that never took a step, has a summary too.
 
     `history` and `walked` spare reading again what the caller has read.
@@ -182,7 +183,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
     walked = walked if walked is not None else _empty_walk()
     plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
     reported, events = history.supervisor(), history.events(*RARE)
-    found = incidents(run, walked, reported)
+    found = read_incidents(run, walked, reported)
     steps = _Steps(history)
     pieces = layout_spans(run, history)
     layouts = tuple(_layout_result(history, piece) for piece in pieces)
@@ -191,7 +192,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
     saved = [event for event in events if event["event"] == "checkpoint"]
     prediction, duration = at(plan, "prediction"), at(plan, "duration")
     complete = bool(steps.count) and steps.count == integer(duration, "steps")
-    slow = tuple(stragglers(history))
+    slow = tuple(find_stragglers(history))
     damage = tuple(history.damage())
     return Summary(
         run=str(run.path),
@@ -246,7 +247,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         stragglers=slow,
         damage=damage,
         layouts=layouts,
-        communication=communication(history),
+        communication=read_communication(history),
     )
 
 
@@ -420,7 +421,7 @@ def _rank_times(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
     for rank in there[:MOST_RANKS]:
         yield RankTime(
             rank=rank,
-            place=place(rank, piece.layout) if len(there) > 1 else "",
+            place=rank_place(rank, piece.layout) if len(there) > 1 else "",
             compute_s=means["compute_s"].get(rank),
             wait_s=means["wait_s"].get(rank),
             memory_bytes=memory.get(rank),

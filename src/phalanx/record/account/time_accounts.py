@@ -18,7 +18,7 @@ from phalanx.record.events import Event
 from phalanx.units import HOUR_S, format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.record.account.stragglers import Waited
+    from phalanx.record.account.straggler_cost import StragglerTime
 
 
 Floats = NDArray[np.float64]
@@ -115,7 +115,7 @@ class LedgerBuilder:
         launches: Sequence[float],
         memberships: Sequence[Membership],
         supervised: bool,
-        waited: Waited,
+        waited: StragglerTime,
     ) -> None:
         self._launches, self._memberships, self._supervised = sorted(launches), memberships, supervised
         self._waited = waited  # seconds of a step that slow ranks cost
@@ -135,23 +135,23 @@ class LedgerBuilder:
     def take(self, time_s: float, generation: int, event: Event) -> None:
         """The next mark."""
         if self._phase != "off" and self._is_new_launch(time_s, event):
-            self._end(self._last_s)  # nobody was left to say that the launch before had ended
-        if self._phase == "off" and not self._begins(time_s, generation, event):
+            self._end_launch(self._last_s)  # nobody was left to say that the launch before had ended
+        if self._phase == "off" and not self._begins_launch(time_s, generation, event):
             return
         self._last_s = max(self._last_s, time_s)
         if generation < 0:
             self._supervisor_says(time_s, event)
         elif generation >= self._newest:  # else somebody speaks from the past
-            self._rank_says(time_s, self._membership(generation), event)
+            self._rank_says(time_s, self._membership_at(generation), event)
 
     def take_steps(self, generation: int, steps: StepStretch) -> bool:
         """Steps that follow each other with no mark between; False where they must be taken one by one.
 
-        The same arithmetic as `_step`, for all at once. It asks that the mark before was a step too: then nothing of a
-        copy, and nothing loose, lies before the first.
+        The same arithmetic as `_take_step`, for all at once. It asks that the mark before was a step too: then nothing
+        of a copy, and nothing loose, lies before the first.
         """
         at_s, end_s = self._at_s, float(steps.time_s[-1])
-        made = self._membership(generation)
+        made = self._membership_at(generation)
         plain = self._phase == "training" and generation >= self._newest and at_s == self._stepped_s
         launched = bisect_right(self._launches, end_s) != bisect_right(self._launches, self._last_s)
         pending = bool(self._recovering) and self._recovering[0].epoch < made.epoch
@@ -176,7 +176,7 @@ class LedgerBuilder:
         at_s, moved_s = moved_s, np.minimum(moved_s + steps.copied_s, time_s)
         spent["checkpoint"] += float((moved_s - at_s).sum())
         at_s, until_s, grown_s = moved_s, np.maximum(moved_s, time_s - steps.compared_s), np.zeros(len(time_s))
-        waited_s = self._waited.of_all(steps.step)
+        waited_s = self._waited.of_steps(steps.step)
         for account, claimed_s in (("compile", steps.compile_s), ("data", steps.data_s), ("stragglers", waited_s)):
             moved_s = np.minimum(at_s + claimed_s, until_s)
             spent[account] += float((moved_s - at_s).sum())
@@ -190,25 +190,25 @@ class LedgerBuilder:
     def close(self) -> Accounts:
         """The end of the record."""
         if self._phase != "off":
-            self._end(self._last_s)
+            self._end_launch(self._last_s)
         return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
 
-    def _membership(self, count: int) -> Membership:
+    def _membership_at(self, count: int) -> Membership:
         """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
         return self._memberships[count] if count < len(self._memberships) else Membership(epoch=count, world=1)
 
     # ---- launches
 
     def _is_new_launch(self, time_s: float, event: Event) -> bool:
-        known = self._launched(time_s)
+        known = self._newest_launch(time_s)
         return known is not None or (not self._supervised and event["event"] == "ready" and self._phase == "training")
 
-    def _launched(self, time_s: float) -> float | None:
+    def _newest_launch(self, time_s: float) -> float | None:
         """The last launch since the last mark: of those before it nobody lived to say a word."""
         count = bisect_right(self._launches, time_s)
         return self._launches[count - 1] if count and self._launches[count - 1] > self._last_s else None
 
-    def _begins(self, time_s: float, generation: int, event: Event) -> bool:
+    def _begins_launch(self, time_s: float, generation: int, event: Event) -> bool:
         """A launch begins with what an agent or a rank first says; a rank that ends late begins none."""
         if event["event"] == "step" and (generation == self._newest or not self._supervised):
             # The supervisor's clock and this one disagree about the end, or the start was not recorded.
@@ -217,14 +217,14 @@ class LedgerBuilder:
             return True
         if generation >= 0 and event["event"] not in ("ready", "run_start"):
             return False
-        launched, ready_s = self._launched(time_s), seconds(event, "seconds") or 0.0
+        launched, ready_s = self._newest_launch(time_s), seconds(event, "seconds") or 0.0
         known = launched is not None and time_s <= launched + JUMP_S
         self._began_s = launched if known and launched is not None else max(self._last_s, time_s - ready_s)
         self._at_s, self._phase = self._began_s, "init"
         return True
 
-    def _end(self, time_s: float) -> None:
-        self._until(time_s, self._idle)
+    def _end_launch(self, time_s: float) -> None:
+        self._spend_until(time_s, self._idle_account)
         self.wall_s += self._at_s - self._began_s
         self._phase = "off"
         self._note_point(self._at_s, self.wall_s)
@@ -234,7 +234,7 @@ class LedgerBuilder:
     def _supervisor_says(self, time_s: float, event: Event) -> None:
         if event["event"] == "epoch":
             if self._phase == "training":
-                self._until(time_s, "restore")
+                self._spend_until(time_s, "restore")
                 self._phase = "down"
             self._newest = self._numbers.get(integer(event, "epoch") or 0, self._newest)
         elif event["event"] == "incident":
@@ -243,33 +243,33 @@ class LedgerBuilder:
             self.recoveries.append(Recovery(epoch=integer(event, "epoch") or 0, before_s=before_s))
             self._recovering.append(self.recoveries[-1])
             if self._phase == "training":
-                self._until(max(self._at_s, time_s - (seconds(event, "waited_s") or 0.0)), "detect")
-                self._until(time_s, "restore")
+                self._spend_until(max(self._at_s, time_s - (seconds(event, "waited_s") or 0.0)), "detect")
+                self._spend_until(time_s, "restore")
                 self._phase = "down"
         elif event["event"] == "end":
-            self._until(time_s, "stopping" if self._phase == "training" else self._idle)
-            self._end(time_s)
+            self._spend_until(time_s, "stopping" if self._phase == "training" else self._idle_account)
+            self._end_launch(time_s)
 
     def _rank_says(self, time_s: float, membership: Membership, event: Event) -> None:
         kind = event["event"]
         if kind == "step":
-            self._step(time_s, membership, event)
+            self._take_step(time_s, membership, event)
         elif kind == "evaluate":
-            self._spend(time_s, "evaluate", seconds(event, "seconds"))
+            self._spend_claimed(time_s, "evaluate", seconds(event, "seconds"))
         elif kind == "checkpoint":
-            self._until(time_s, "checkpoint")
+            self._spend_until(time_s, "checkpoint")
         elif kind == "compile_check":
-            self._until(max(self._at_s, time_s - (seconds(event, "seconds") or 0.0)), self._idle)
-            self._until(min(self._at_s + (seconds(event, "compile_s") or 0.0), time_s), "compile")
-            self._until(time_s, "guard")
+            self._spend_until(max(self._at_s, time_s - (seconds(event, "seconds") or 0.0)), self._idle_account)
+            self._spend_until(min(self._at_s + (seconds(event, "compile_s") or 0.0), time_s), "compile")
+            self._spend_until(time_s, "guard")
         elif kind in ("stop", "sample", "run_end"):
-            self._until(time_s, "stopping")
+            self._spend_until(time_s, "stopping")
             if kind == "run_end" and not self._supervised:
-                self._end(time_s)
+                self._end_launch(time_s)
         elif kind in ("ready", "run_start"):
-            self._until(time_s, self._idle)
+            self._spend_until(time_s, self._idle_account)
 
-    def _step(self, time_s: float, membership: Membership, event: Event) -> None:
+    def _take_step(self, time_s: float, membership: Membership, event: Event) -> None:
         """A step tells how long it took; what came before it in the same gap was waiting for it."""
         stays = (integer(event, "step") or 0) < membership.floor
         self.steps, self.lost = self.steps + stays, self.lost + (not stays)
@@ -280,12 +280,12 @@ class LedgerBuilder:
         before_s = 0.0 if taken_s is None else gap_s - copied_s - taken_s - compared_s
         if self._phase == "training":
             self.overlap_s += max(-before_s, 0.0)
-        self._until(self._at_s + max(before_s, 0.0), self._idle)
+        self._spend_until(self._at_s + max(before_s, 0.0), self._idle_account)
         if copied_s:
-            self._until(min(self._at_s + copied_s, time_s), "checkpoint")
+            self._spend_until(min(self._at_s + copied_s, time_s), "checkpoint")
         self._spend_step(max(self._at_s, time_s - compared_s), event, stays=stays)
         if compared_s or time_s > self._at_s:
-            self._until(time_s, "guard")
+            self._spend_until(time_s, "guard")
         self._phase, self._stepped_s, self._loose_s = "training", time_s, 0.0
         while self._recovering and self._recovering[0].epoch < membership.epoch:
             self._recovering.popleft().after_s = time_s
@@ -308,17 +308,17 @@ class LedgerBuilder:
     def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
         """The step itself: an undone one is lost whole; of one that stayed, what it says it was held up by."""
         if not stays:
-            self._until(until_s, "lost_work")
+            self._spend_until(until_s, "lost_work")
             return
         held_up = (
             ("compile", seconds(event, "compile_s")),
             ("data", seconds(event, "data_s")),
-            ("stragglers", self._waited.of(integer(event, "step") or 0)),
+            ("stragglers", self._waited.of_step(integer(event, "step") or 0)),
         )
         for account, claimed_s in held_up:
             if claimed_s:
-                self._until(min(self._at_s + claimed_s, until_s), account)
-        self._until(until_s, "productive")
+                self._spend_until(min(self._at_s + claimed_s, until_s), account)
+        self._spend_until(until_s, "productive")
 
     def _note_point(self, time_s: float, wall_s: float) -> None:
         spent = self._spent_s
@@ -327,19 +327,19 @@ class LedgerBuilder:
     # ---- accounts
 
     @property
-    def _idle(self) -> str:
+    def _idle_account(self) -> str:
         """What time is that no step, and nothing else, claims."""
         return {"init": "init", "down": "restore"}.get(self._phase, "other")
 
-    def _spend(self, time_s: float, account: str, claimed_s: float | None) -> None:
+    def _spend_claimed(self, time_s: float, account: str, claimed_s: float | None) -> None:
         """Time up to a mark that says how much of it was its own."""
         gap_s = time_s - self._at_s
         if claimed_s is not None and claimed_s < gap_s:
-            self._until(time_s - claimed_s, self._idle)
-        self._until(time_s, account)
+            self._spend_until(time_s - claimed_s, self._idle_account)
+        self._spend_until(time_s, account)
         self.overlap_s += max((claimed_s or 0.0) - gap_s, 0.0)
 
-    def _until(self, time_s: float, account: str) -> None:
+    def _spend_until(self, time_s: float, account: str) -> None:
         """Put the time up to a mark into an account; a mark from before the last one claims what is claimed."""
         gap_s = time_s - self._at_s
         if abs(gap_s) > JUMP_S:  # a clock, not a month of waiting: nobody's time

@@ -59,7 +59,7 @@ class Span:
         }
 
 
-def measured(event: Mapping[str, Any]) -> list[Span]:
+def measured_spans(event: Mapping[str, Any]) -> list[Span]:
     """The spans of a `timeline` event, by their start; whatever is none is left out."""
     rows = event.get("spans")
     found = [_read_span(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
@@ -84,7 +84,7 @@ def _read_span(row: object) -> Span | None:
     )
 
 
-def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
+def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
     """The step of a rank as plan.json sees it; the spans follow each other and end at `prediction.step_s`.
 
     The plan knows the busiest stage and adds up over the step: micro-batches are drawn as equals, and what of a message
@@ -97,7 +97,13 @@ def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
         return []
     parts = {str(name): finite(value) or 0.0 for name, value in at(prediction, "breakdown_s").items()}
     parts = {name: value for name, value in parts.items() if value > 0}
-    made = [*_micro_batch_spans(plan, parts, rank), *_closing_spans(parts)]
+    made = [
+        *_micro_batch_spans(plan, parts, rank),
+        *(
+            Span(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
+            for part, kind, name, group in CLOSING
+        ),
+    ]
     known_s = sum(span.duration_s for span in made)
     if known_s < step_s * (1 - 1e-9):
         made.append(Span(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
@@ -108,10 +114,10 @@ def predicted(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
 def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[Span]:
     """Forwards and backwards in the order of 1F1B, with the bubble in between."""
     layout = at(plan, "layout")
-    stages = _count(layout, "pipeline")
-    count = _count(layout, "accumulation")
+    stages = _axis_size(layout, "pipeline")
+    count = _axis_size(layout, "accumulation")
     drawn = min(count, MOST_MICRO_BATCHES)
-    order = _order(drawn, stages, _rank_stage(layout, stages, rank))
+    order = _stage_order(drawn, stages, _rank_stage(layout, stages, rank))
     work_s = sum(parts.get(name, 0.0) for name in WORK)
     forward_s = work_s * FORWARD_SHARE / drawn
     backward_s = (work_s * (1 - FORWARD_SHARE) + parts.get(AGAIN, 0.0)) / drawn
@@ -129,12 +135,12 @@ def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank
             )
 
 
-def _order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
+def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
     """(forward or backward, number of the micro-batch) and (idle, its length in forwards) of 1F1B on a stage.
 
-    >>> _order(2, 2, 0)
+    >>> _stage_order(2, 2, 0)
     [('forward', 0), ('forward', 1), ('idle', 2.0), ('backward', 0), ('idle', 1.0), ('backward', 1)]
-    >>> _order(2, 1, 0)
+    >>> _stage_order(2, 1, 0)
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
     """
     behind = stages - 1 - stage
@@ -150,11 +156,6 @@ def _order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
         elif behind and place < count - 1:
             order.append(("idle", behind / max(1, ahead - 1)))
     return [*order, ("idle", 2.0 * stage)] if stage else order
-
-
-def _closing_spans(parts: Mapping[str, float]) -> Iterator[Span]:
-    for part, kind, name, group in CLOSING:
-        yield Span(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
 
 
 def _in_a_row(spans: Sequence[Span], scale: float, nbytes: Mapping[str, float]) -> list[Span]:
@@ -189,7 +190,7 @@ def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
 
 def _rank_stage(layout: Mapping[str, Any], stages: int, rank: int) -> int:
     """Ranks of a stage are neighbours, the first stage first."""
-    each = _count(layout, "data") * _count(layout, "context") * _count(layout, "tensor")
+    each = _axis_size(layout, "data") * _axis_size(layout, "context") * _axis_size(layout, "tensor")
     return min(max(rank, 0) // each, stages - 1)
 
 
@@ -203,6 +204,6 @@ def _micro_batch_numbers(place: int, drawn: int, count: int) -> str:
     return f"{first + 1}" if first >= last else f"{first + 1}-{last + 1}"
 
 
-def _count(layout: Mapping[str, Any], axis: str) -> int:
+def _axis_size(layout: Mapping[str, Any], axis: str) -> int:
     value = integer(layout, axis)
     return value if value is not None and 1 <= value <= 2**30 else 1

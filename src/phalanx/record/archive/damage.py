@@ -9,7 +9,8 @@ from functools import partial
 
 from phalanx.errors import UserError
 from phalanx.io.values import integer
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 from phalanx.units import plural
 
 MOST_NAMED = 8  # ranks named one by one

@@ -51,11 +51,11 @@ class Digest:
 
     def steps_in(self, span: tuple[int, int]) -> int:
         """Steps of the blocks that reach into a range."""
-        return int(self.steps[self._inside(span)].sum())
+        return int(self.steps[self._inside_span(span)].sum())
 
     def spans(self, column: int, span: tuple[int, int]) -> Spans:
         """One series in a range, a block at a time; least and largest are not kept."""
-        taken = self._inside(span) & (self.count[:, column] > 0)
+        taken = self._inside_span(span) & (self.count[:, column] > 0)
         mean, count = self.mean[taken, column].astype(np.float64), self.count[taken, column].astype(np.int64)
         order = np.argsort(self.first[taken], kind="stable")
         return Spans(
@@ -68,7 +68,7 @@ class Digest:
             count=count[order],
         )
 
-    def _inside(self, span: tuple[int, int]) -> NDArray[np.bool_]:
+    def _inside_span(self, span: tuple[int, int]) -> NDArray[np.bool_]:
         return np.asarray((self.last >= span[0]) & (self.first <= span[1]))
 
 

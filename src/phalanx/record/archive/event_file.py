@@ -10,22 +10,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.record.archive.index import (
+from phalanx.record.archive.blocks import (
     BLOCK,
     BLOCK_TYPE,
-    EMPTY,
     LISTED,
     PLACES,
-    SUFFIX,
     BlockMaker,
-    Index,
     Rows,
-    bits_of,
-    code_of,
     is_crowded,
-    read_index,
-    take,
+    kind_bits,
+    kind_code,
+    take_blocks,
 )
+from phalanx.record.archive.index import EMPTY, SUFFIX, Index, read_index
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
 from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
 from phalanx.record.host_file import open_events, opened_size, stat_events
@@ -70,7 +67,7 @@ class EventFile:
         """Look what is new; whether there was anything."""
         size = _file_size(self.path)
         self.is_odd = not size and self.path.exists() and not self.path.is_file()
-        stamp = _stamp(self.path.with_suffix(SUFFIX))
+        stamp = _file_stamp(self.path.with_suffix(SUFFIX))
         if (size, stamp) == (self.size, self._stamp):
             return False
         if size < self.size:
@@ -119,18 +116,19 @@ class EventFile:
         """All blocks, in the order of the file."""
         if self._blocks is None:
             for gap in self._gaps:
-                self._read(gap)
-            made = _joined_records([gap.maker for gap in self._gaps])
-            self._blocks, self._places = self._known(), self._index.places
+                self._read_gap(gap)
+            records = (data for gap in self._gaps for data in (*gap.maker.done, gap.maker.snapshot()))
+            made = np.frombuffer(b"".join(records), BLOCK)
+            self._blocks, self._places = self._indexed_blocks(), self._index.places
             if len(made):
-                blocks = np.concatenate([self._blocks, take(made, made["type"] == BLOCK_TYPE)])
-                self._blocks = take(blocks, np.argsort(blocks["start"], kind="stable"))
-                lists = take(made, made["type"] != BLOCK_TYPE).view(PLACES)
+                blocks = np.concatenate([self._blocks, take_blocks(made, made["type"] == BLOCK_TYPE)])
+                self._blocks = take_blocks(blocks, np.argsort(blocks["start"], kind="stable"))
+                lists = take_blocks(made, made["type"] != BLOCK_TYPE).view(PLACES)
                 places = np.concatenate([self._places, lists["places"][np.arange(LISTED) < lists["listed"][:, None]]])
                 self._places = places[np.argsort(places["offset"], kind="stable")]
         return self._blocks
 
-    def _known(self) -> NDArray[np.void]:
+    def _indexed_blocks(self) -> NDArray[np.void]:
         """The blocks of the index, with the columns of this version."""
         blocks, columns = self._index.blocks, self._index.columns
         if not len(blocks) or list(columns) == _NAMES:
@@ -142,14 +140,14 @@ class EventFile:
                 moved["series"][:, number] = blocks["series"][:, columns[name]]
         return moved
 
-    def _read(self, gap: _Gap) -> None:
+    def _read_gap(self, gap: _Gap) -> None:
         stop = self.size if gap.stop is None else gap.stop
         if gap.read_to >= stop:
             return
-        for data in self._chunks(gap.read_to, stop):
+        for data in self._read_chunks(gap.read_to, stop):
             begins, ends = gap.read_to - gap.lines.held, gap.read_to + data.find(b"\n") + 1
             gap.read_to += len(data)
-            _take(gap.maker, gap.lines.feed(data), begins, ends)
+            _take_lines(gap.maker, gap.lines.feed(data), begins, ends)
         if gap.stop is not None and gap.lines.held:  # blocks begin at a line: what is left is torn
             gap.lines.finish()
             gap.maker.skip(stop)
@@ -159,7 +157,7 @@ class EventFile:
     def lines(self, block: np.void) -> Iterator[bytes]:
         """The lines of a block."""
         splitter = LineSplitter()
-        for data in self._chunks(int(block["start"]), int(block["end"])):
+        for data in self._read_chunks(int(block["start"]), int(block["end"])):
             yield from splitter.feed(data)
 
     def rows(self, block: np.void) -> Rows:
@@ -177,13 +175,13 @@ class EventFile:
     def search(self, block: np.void, kinds: tuple[str, ...]) -> list[Event]:
         """The events of some kinds in a block; without kinds, all but the frequent ones."""
         wanted = kinds or None
-        if int(block["kinds"]) & (bits_of(kinds) if wanted else ~bits_of(FREQUENT)) == 0:
+        if int(block["kinds"]) & (kind_bits(kinds) if wanted else ~kind_bits(FREQUENT)) == 0:
             return []
         if is_crowded(block) or any(kind in FREQUENT for kind in kinds):
             return [event for line in self.lines(block) if (event := _wanted_event(line, kinds)) is not None]
         places = self._places_in(block)
         if wanted:
-            places = places[np.isin(places["kind"], [code_of(kind) for kind in kinds])]
+            places = places[np.isin(places["kind"], [kind_code(kind) for kind in kinds])]
         return [event for place in places if (event := self.at(place)) is not None and _is_wanted(event, kinds)]
 
     def last(self, block: np.void, kind: str) -> Event | None:
@@ -195,7 +193,7 @@ class EventFile:
 
     def at(self, place: np.void) -> Event | None:
         """The event at a place."""
-        data = b"".join(self._chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))
+        data = b"".join(self._read_chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))
         return parse_event(data)
 
     def steps_with(self, block: np.void, kind: str) -> list[int]:
@@ -204,7 +202,7 @@ class EventFile:
             reported = [event.get("step") for event in self.search(block, (kind,))]
             return [step for step in reported if type(step) is int]
         places = self._places_in(block)
-        return [int(step) for step in places["step"][places["kind"] == code_of(kind)]]
+        return [int(step) for step in places["step"][places["kind"] == kind_code(kind)]]
 
     def at_step(self, block: np.void, kind: str, step: int) -> Event | None:
         """The last rare event of a kind for a step in a block."""
@@ -212,7 +210,7 @@ class EventFile:
             found = [event for event in self.search(block, (kind,)) if event.get("step") == step]
             return found[-1] if found else None
         places = self._places_in(block)
-        places = places[(places["kind"] == code_of(kind)) & (places["step"] == step)]
+        places = places[(places["kind"] == kind_code(kind)) & (places["step"] == step)]
         return self.at(places[-1]) if len(places) else None
 
     def _places_in(self, block: np.void) -> NDArray[np.void]:
@@ -221,7 +219,7 @@ class EventFile:
         offsets = self._places["offset"]
         return np.asarray(self._places[(offsets >= block["start"]) & (offsets < block["end"])])
 
-    def _chunks(self, start: int, stop: int) -> Iterator[bytes]:
+    def _read_chunks(self, start: int, stop: int) -> Iterator[bytes]:
         """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
         try:
             with open_events(self.path) as file:
@@ -241,12 +239,12 @@ def _file_size(path: Path) -> int:
     return found.size if found is not None and found.is_file else 0
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _file_stamp(path: Path) -> tuple[int, int] | None:
     found = stat_events(path)
     return (found.size, found.mtime_ns) if found is not None else None
 
 
-def _take(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> None:
+def _take_lines(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> None:
     """Hand whole lines to the maker; the first begins `at`. One that was too long to be kept comes empty."""
     for number, line in enumerate(lines):
         end = at + len(line) + 1 if number else first_end
@@ -264,10 +262,6 @@ def _take(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> Non
         elif line.strip() or end - at > len(line) + 1:
             maker.skip(end)
         at = end
-
-
-def _joined_records(makers: list[BlockMaker]) -> NDArray[np.void]:
-    return np.frombuffer(b"".join(data for maker in makers for data in (*maker.done, maker.snapshot())), BLOCK)
 
 
 def _wanted_event(line: bytes, kinds: tuple[str, ...]) -> Event | None:

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from phalanx.errors import mistake, nearest
 from phalanx.io.values import integer
+from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
-from phalanx.record.archive.index import MOST_BYTES, newest_blocks
+from phalanx.record.archive.index import newest_blocks
 from phalanx.record.archive.rank_file import RankFile, RowCache, Start
-from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucketed, columns_of, join, unit_of
+from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucket_spans, columns_of, join_spans, unit_of
 from phalanx.record.events import Event, EventReader
-from phalanx.record.run import ENDED, Run, list_runs, run_in
+from phalanx.record.run import Run, list_runs, run_in
+from phalanx.record.run_lock import ENDED
 from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
@@ -103,7 +105,7 @@ class RunHistory:
         """Look for what is new; whether there was anything. Ranks beside the first are read when they are asked for."""
         self._parts = self.run.event_parts()
         new, self.ranks = tuple(self._parts) != self.ranks, tuple(self._parts)
-        self.sample = spread(self.ranks, SAMPLE_RANKS) if len(self.ranks) > MANY_RANKS else self.ranks
+        self.sample = spread_ranks(self.ranks, SAMPLE_RANKS) if len(self.ranks) > MANY_RANKS else self.ranks
         self.witness = next(self.run.recorded(), self.ranks[0] if self.ranks else 0)
         self._fresh.clear()
         self._checked.clear()
@@ -111,9 +113,9 @@ class RunHistory:
         reported = self._supervisor.read()[-MOST_SUPERVISOR:]
         self._reported = (self._reported + reported)[-MOST_SUPERVISOR:]
         self._starts_known = False
-        return (bool(self.ranks) and self._rank(self._of(None)).changed) or new or bool(reported)
+        return (bool(self.ranks) and self._rank_file(self._rank_or_witness(None)).changed) or new or bool(reported)
 
-    def _began(self) -> tuple[Start, ...]:
+    def _membership_starts(self) -> tuple[Start, ...]:
         """Where the memberships began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.
 
         (By the witness, where rank 0 has no record.) It is not read for this where no index covers it: then it is as
@@ -127,23 +129,23 @@ class RunHistory:
             self._starts_known = True
         return self._starts
 
-    def _rank(self, rank: int) -> RankFile:
+    def _rank_file(self, rank: int) -> RankFile:
         """A rank's events, looked at once between two refreshes."""
         file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
         self._files[rank] = file
         if rank != self.witness:  # that one does those steps again itself
-            file.know_starts(self._began())
+            file.know_starts(self._membership_starts())
         if rank not in self._fresh:
             file.refresh()
             self._fresh.add(rank)
             self._held[rank] = file.held_bytes
-            self._forget()
+            self._forget_oldest()
         return file
 
-    def _of(self, rank: int | None) -> int:
+    def _rank_or_witness(self, rank: int | None) -> int:
         return self.witness if rank is None else rank
 
-    def _forget(self) -> None:
+    def _forget_oldest(self) -> None:
         """Drop the ranks that nobody has asked for the longest; what was wrong with them is remembered."""
         held = sum(self._held.values())
         while held > MOST_HELD_BYTES and len(self._files) > 1:
@@ -155,17 +157,17 @@ class RunHistory:
     @property
     def first_step(self) -> int | None:
         """The first step on record."""
-        return self._edge("first")
+        return self._edge_step("first")
 
     @property
     def last_step(self) -> int | None:
         """The last step on record."""
-        return self._edge("last")
+        return self._edge_step("last")
 
-    def _edge(self, which: str) -> int | None:
+    def _edge_step(self, which: str) -> int | None:
         if not self.ranks:
             return None
-        kept = self._rank(self._of(None)).kept()
+        kept = self._rank_file(self._rank_or_witness(None)).kept()
         stay = kept.blocks["steps"] > 0
         if not stay.any():
             return None
@@ -179,7 +181,7 @@ class RunHistory:
         """The series that this run has."""
         if not self.ranks:
             return ()
-        counts = self._rank(self._of(None)).kept().blocks["series"]["count"].sum(axis=0)
+        counts = self._rank_file(self._rank_or_witness(None)).kept().blocks["series"]["count"].sum(axis=0)
         found = [series.name for number, series in enumerate(SERIES) if counts[number]]
         return (*found, MFU) if "tokens_per_s" in found and self._mfu_scales() else tuple(found)
 
@@ -193,20 +195,20 @@ class RunHistory:
         points: int = 800,
     ) -> Curve:
         """A series of a rank (the witness's, unless told) from step `first` to `last`, in at most `points` buckets."""
-        column = self._column(name)
+        column = self._series_column(name)
         spans = Spans.none()
-        if (rank := self._of(rank)) in self._parts:
-            spans = self._spans(self._rank(rank), column, _span(first, last), raw_steps=RAW_STEPS)
-        found = bucketed(spans, max(1, min(points, MOST_POINTS)))
-        scale = self._scale(name, found.first)
+        if (rank := self._rank_or_witness(rank)) in self._parts:
+            spans = self._column_spans(self._rank_file(rank), column, _step_span(first, last), raw_steps=RAW_STEPS)
+        found = bucket_spans(spans, max(1, min(points, MOST_POINTS)))
+        scale = self._series_scale(name, found.first)
         return Curve(
             name=name,
             unit=unit_of(name),
             step=tuple(found.first.tolist()),
             t=tuple(found.t.tolist()),
-            low=_values(found.low * scale),
-            high=_values(found.high * scale),
-            mean=_values(found.mean * scale),
+            low=_values_or_none(found.low * scale),
+            high=_values_or_none(found.high * scale),
+            mean=_values_or_none(found.mean * scale),
         )
 
     def by_step(
@@ -242,12 +244,12 @@ class RunHistory:
         self, names: Sequence[str], *, columns: int = 120, first: int | None = None, last: int | None = None
     ) -> tuple[Mesh, ...]:
         """Several series, rank by rank: the events of a rank are read once for all of them."""
-        asked = [self._column(name) for name in names]
+        asked = [self._series_column(name) for name in names]
         self._budget = MOST_SCAN_BYTES
-        span = _span(first, last)
-        rows = [[self._row(rank, column, span) for column in asked] for rank in self.sample]
+        span = _step_span(first, last)
+        rows = [[self._mesh_row(rank, column, span) for column in asked] for rank in self.sample]
         return tuple(
-            self._mesh(name, [row[number] for row in rows], columns=columns) for number, name in enumerate(names)
+            self._make_mesh(name, [row[number] for row in rows], columns=columns) for number, name in enumerate(names)
         )
 
     @property
@@ -262,7 +264,7 @@ class RunHistory:
         """
         if names in self._newest:
             return self._newest[names]
-        columns = [self._column(name) for name in names]
+        columns = [self._series_column(name) for name in names]
         parts = []
         for begin in range(0, len(self.ranks), GLANCE_RANKS):
             some = self.ranks[begin : begin + GLANCE_RANKS]
@@ -273,64 +275,64 @@ class RunHistory:
         self._newest[names] = {name: found[:, number] for number, name in enumerate(names)}
         return self._newest[names]
 
-    def _mesh(self, name: str, rows: Sequence[Spans], *, columns: int) -> Mesh:
+    def _make_mesh(self, name: str, rows: Sequence[Spans], *, columns: int) -> Mesh:
         found = columns_of(rows, max(1, min(columns, MOST_POINTS)))
-        scale = self._scale(name, found.first)
-        values = tuple(_values(row * scale) for row in found.values)
+        scale = self._series_scale(name, found.first)
+        values = tuple(_values_or_none(row * scale) for row in found.values)
         step, t = tuple(found.first.tolist()), tuple(found.t.tolist())
         return Mesh(name=name, unit=unit_of(name), ranks=self.sample, step=step, t=t, values=values)
 
-    def _row(self, rank: int, column: int, span: tuple[int, int]) -> Spans:
+    def _mesh_row(self, rank: int, column: int, span: tuple[int, int]) -> Spans:
         """One rank's row of a mesh."""
         raw_steps = RAW_MESH_STEPS // len(self.sample)
         digest = self._digests.get(rank)
         if digest is None or not self._is_current(rank, digest):
-            file = self._rank(rank)
+            file = self._rank_file(rank)
             unread = file.unread
             if unread > self._budget:
                 self._troubles.setdefault(rank, Counter())[TOO_LONG] = 1
                 return Spans.none()
             self._budget -= unread
-            digest = self._digested(rank, file)
+            digest = self._make_digest(rank, file)
         if digest.steps_in(span) > raw_steps:
             return digest.spans(column, span)
-        return self._spans(self._rank(rank), column, span, raw_steps=raw_steps)
+        return self._column_spans(self._rank_file(rank), column, span, raw_steps=raw_steps)
 
     def _is_current(self, rank: int, digest: Digest) -> bool:
         """Whether a digest is of the files as they were at the last refresh, or are now."""
-        if rank not in self._checked and digest.stamp == self._stamp(rank):
+        if rank not in self._checked and digest.stamp == self._rank_stamp(rank):
             self._checked.add(rank)
         return rank in self._checked
 
-    def _stamp(self, rank: int) -> Stamp:
+    def _rank_stamp(self, rank: int) -> Stamp:
         return *stamp_of(self.run.events(rank), len(self._parts[rank])), len(
-            self._began()
+            self._membership_starts()
         ) if rank != self.witness else 0
 
-    def _digested(self, rank: int, file: RankFile) -> Digest:
+    def _make_digest(self, rank: int, file: RankFile) -> Digest:
         before = self._digests.pop(rank, None)
         self._digested_bytes -= before.nbytes if before is not None else 0
-        digest = Digest.of(file.kept(), self._stamp(rank))
+        digest = Digest.of(file.kept(), self._rank_stamp(rank))
         if self._digested_bytes + digest.nbytes <= MOST_DIGEST_BYTES:
             self._digests[rank] = digest
             self._digested_bytes += digest.nbytes
             self._checked.add(rank)
         return digest
 
-    def _spans(self, file: RankFile, column: int, span: tuple[int, int], *, raw_steps: int) -> Spans:
+    def _column_spans(self, file: RankFile, column: int, span: tuple[int, int], *, raw_steps: int) -> Spans:
         """A series as spans of steps: of one event each where they are few, of one block each where they are many."""
         kept = file.kept()
         blocks = kept.blocks
         inside = (blocks["last"] >= span[0]) & (blocks["first"] <= span[1])
         numbers = np.flatnonzero(inside)
         if int(blocks["steps"][numbers].sum()) <= raw_steps:
-            return join([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
+            return join_spans([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
         cut = numbers[kept.is_cut[numbers]][: RAW_STEPS // 256]
         parts = [Spans.of_rows(file.rows(int(number)), column, span).merged() for number in cut]
         inside[cut] = False
-        return join([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
+        return join_spans([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
 
-    def _column(self, name: str) -> int:
+    def _series_column(self, name: str) -> int:
         """Where a series stands."""
         if name == MFU:
             return COLUMN["tokens_per_s"]
@@ -340,7 +342,7 @@ class RunHistory:
             raise mistake(self.run.name, f"has no series {name[:60]!r}", fix=fix)
         return COLUMN[name]
 
-    def _scale(self, name: str, first: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _series_scale(self, name: str, first: NDArray[np.int64]) -> NDArray[np.float64]:
         """What to multiply each bucket of a series with, by its first step."""
         if name != MFU:
             return np.ones(len(first))
@@ -370,7 +372,7 @@ class RunHistory:
 
     def events(self, *kinds: str, rank: int | None = None) -> list[Event]:
         """The rare events of a rank, oldest first: of these kinds, or all but step, monitor and peers."""
-        return self._rank(rank).events(kinds) if (rank := self._of(rank)) in self._parts else []
+        return self._rank_file(rank).events(kinds) if (rank := self._rank_or_witness(rank)) in self._parts else []
 
     def supervisor(self) -> list[Event]:
         """What the supervisor wrote."""
@@ -378,20 +380,22 @@ class RunHistory:
 
     def latest(self, kind: str, rank: int | None = None) -> Event | None:
         """The last event of a kind."""
-        return self._rank(rank).latest(kind) if (rank := self._of(rank)) in self._parts else None
+        return self._rank_file(rank).latest(kind) if (rank := self._rank_or_witness(rank)) in self._parts else None
 
     def steps(self, rank: int, first: int, last: int) -> Iterator[Event]:
         """The step events of a short range, those that stayed."""
-        return self._rank(rank).steps(first, last) if rank in self._parts else iter(())
+        return self._rank_file(rank).steps(first, last) if rank in self._parts else iter(())
 
     def steps_with(self, kind: str, rank: int | None = None) -> tuple[int, ...]:
         """The steps for which a rank has an event of a rare kind, without reading them."""
-        found = self._rank(rank).steps_with(kind) if (rank := self._of(rank)) in self._parts else ()
+        found = self._rank_file(rank).steps_with(kind) if (rank := self._rank_or_witness(rank)) in self._parts else ()
         return tuple(sorted(step for step in found if step >= 0))
 
     def at_step(self, kind: str, step: int, rank: int | None = None) -> Event | None:
         """The newest event of a rare kind for a step."""
-        return self._rank(rank).at_step(kind, step) if (rank := self._of(rank)) in self._parts else None
+        return (
+            self._rank_file(rank).at_step(kind, step) if (rank := self._rank_or_witness(rank)) in self._parts else None
+        )
 
     def damage(self) -> list[Damage]:
         """What cannot be read, as far as the run was looked at; nothing is left out silently."""
@@ -404,7 +408,7 @@ class RunHistory:
         skipped = self._supervisor.skipped
         if self.run.status().get("state") in ENDED:  # nobody is going to write more
             torn = {rank: Counter({TORN: file.torn}) for rank, file in self._files.items() if file.torn}
-            found += [*of_ranks(torn), *of_ranks(self._short())]
+            found += [*of_ranks(torn), *of_ranks(self._short_records())]
             skipped += self._supervisor.is_torn
         if skipped:
             what = "lines that are no events"
@@ -415,12 +419,12 @@ class RunHistory:
         """Read ranks so that `damage` tells of them: few of them, and as much as takes a tenth of a second."""
         left = LOOK_BYTES
         for rank in self.ranks[:LOOK_RANKS]:
-            file = self._rank(rank)
+            file = self._rank_file(rank)
             if (unread := file.unread) <= left:
                 left -= unread
                 file.kept()
 
-    def _short(self) -> dict[int, Counter[str]]:
+    def _short_records(self) -> dict[int, Counter[str]]:
         """Ranks of the last membership whose record ends long before the others', of those that were looked at."""
         reported = next((one for one in reversed(self._reported) if one["event"] == "epoch"), {})
         world = integer(reported, "world") or self.run.world() or 0
@@ -433,10 +437,10 @@ class RunHistory:
         }
 
 
-def spread(ranks: Sequence[int], count: int) -> tuple[int, ...]:
+def spread_ranks(ranks: Sequence[int], count: int) -> tuple[int, ...]:
     """At most `count` of the ranks, evenly spread, the first among them.
 
-    >>> spread(range(10), 4)
+    >>> spread_ranks(range(10), 4)
     (0, 2, 5, 7)
     """
     if len(ranks) <= count:
@@ -444,10 +448,10 @@ def spread(ranks: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(ranks[number * len(ranks) // count] for number in range(count))
 
 
-def _span(first: int | None, last: int | None) -> tuple[int, int]:
+def _step_span(first: int | None, last: int | None) -> tuple[int, int]:
     most = 2**62
     return max(-most, -most if first is None else first), min(most, most if last is None else last)
 
 
-def _values(numbers: NDArray[np.float64]) -> tuple[float | None, ...]:
+def _values_or_none(numbers: NDArray[np.float64]) -> tuple[float | None, ...]:
     return tuple(value if value == value else None for value in numbers.tolist())

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.values import integer
+from phalanx.record.archive.blocks import Rows, kind_bits, take_blocks
 from phalanx.record.archive.event_file import EventFile
-from phalanx.record.archive.index import Rows, bits_of, take
 from phalanx.record.events import Event, part_path
 from phalanx.record.host_file import has_events
 
@@ -136,7 +136,7 @@ class RankFile:
             below = np.minimum(below, self._undone_from())
             stay = blocks["first"] < below
             if not stay.all():
-                blocks, number, below = take(blocks, stay), number[stay], below[stay]
+                blocks, number, below = take_blocks(blocks, stay), number[stay], below[stay]
             self._kept = KeptBlocks(blocks=blocks, segment=number, below=below)
         return self._kept
 
@@ -193,7 +193,7 @@ class RankFile:
 
     def _newest_first(self, kinds: tuple[str, ...]) -> Iterator[tuple[EventFile, np.void]]:
         self._follow_rotation()
-        mask = bits_of(kinds) if kinds else 0xFFFFFFFF
+        mask = kind_bits(kinds) if kinds else 0xFFFFFFFF
         for segment in reversed(self.segments):
             blocks = segment.blocks()
             for number in np.flatnonzero(blocks["kinds"] & mask)[::-1]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from phalanx.record.archive.index import Rows
+    from phalanx.record.archive.blocks import Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,53 +23,53 @@ class Series:
     unit: str
 
 
-def _step(field: str, unit: str = "") -> Series:
+def _step_series(field: str, unit: str = "") -> Series:
     return Series(name=field, event="step", field=field, unit=unit)
 
 
-def _monitor(field: str, unit: str = "", *, name: str = "") -> Series:
+def _monitor_series(field: str, unit: str = "", *, name: str = "") -> Series:
     return Series(name=name or field, event="monitor", field=field, unit=unit)
 
 
 # The order is that of the columns of index files, which name them: add at the end.
 SERIES = (
-    _step("loss", "nats/token"),
-    _step("tokens", "tokens"),
-    _step("duration_s", "s"),
-    _step("grad_norm"),
-    _step("lr"),
-    _step("tokens_per_s", "tokens/s"),
-    _step("memory_bytes", "bytes"),
-    _step("compute_s", "s"),
-    _step("wait_s", "s"),
-    _step("bytes_sent", "bytes"),
-    _step("expert_imbalance"),
-    _step("data_s", "s"),
-    _step("compile_s", "s"),
-    _step("hold_s", "s"),
-    _step("guard_s", "s"),
-    _step("noise_scale", "samples"),
-    _step("noise_trace"),
-    _step("grad_squared"),
-    _step("collective_s", "s"),
-    _step("collective_bytes", "bytes"),
-    _monitor("utilization"),
+    _step_series("loss", "nats/token"),
+    _step_series("tokens", "tokens"),
+    _step_series("duration_s", "s"),
+    _step_series("grad_norm"),
+    _step_series("lr"),
+    _step_series("tokens_per_s", "tokens/s"),
+    _step_series("memory_bytes", "bytes"),
+    _step_series("compute_s", "s"),
+    _step_series("wait_s", "s"),
+    _step_series("bytes_sent", "bytes"),
+    _step_series("expert_imbalance"),
+    _step_series("data_s", "s"),
+    _step_series("compile_s", "s"),
+    _step_series("hold_s", "s"),
+    _step_series("guard_s", "s"),
+    _step_series("noise_scale", "samples"),
+    _step_series("noise_trace"),
+    _step_series("grad_squared"),
+    _step_series("collective_s", "s"),
+    _step_series("collective_bytes", "bytes"),
+    _monitor_series("utilization"),
     # `memory_bytes` of a step is the most so far, this is what is used at the moment.
-    _monitor("memory_bytes", "bytes", name="memory_used_bytes"),
-    _monitor("memory_limit_bytes", "bytes"),
-    _monitor("memory_pressure"),
-    _monitor("allocation_retries"),
-    _monitor("power_w", "W"),
-    _monitor("energy_j", "J"),
-    _monitor("temperature_c", "°C"),
-    _step("cpu_s", "s"),
-    _step("core_wait_s", "s"),
+    _monitor_series("memory_bytes", "bytes", name="memory_used_bytes"),
+    _monitor_series("memory_limit_bytes", "bytes"),
+    _monitor_series("memory_pressure"),
+    _monitor_series("allocation_retries"),
+    _monitor_series("power_w", "W"),
+    _monitor_series("energy_j", "J"),
+    _monitor_series("temperature_c", "°C"),
+    _step_series("cpu_s", "s"),
+    _step_series("core_wait_s", "s"),
 )
 COLUMN = {series.name: number for number, series in enumerate(SERIES)}
 MFU = "mfu"  # not recorded: derived from tokens/s and the plan
 FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not kept one by one
 # Kinds that came after the first indexes were written: add at the end. An older index has their events among those of
-# unknown kinds, where they are looked for too (`blocks.bits_of`).
+# unknown kinds, where they are looked for too (`blocks.kind_bits`).
 LATER = ("memory", "communicators", "compile_check", "regroup")
 # Every kind a rank writes (docs/events.md), in the order of bits in index files: no place may change.
 KINDS = (
@@ -172,7 +172,7 @@ class Columns:
     values: Floats
 
 
-def join(parts: Sequence[Spans]) -> Spans:
+def join_spans(parts: Sequence[Spans]) -> Spans:
     """All spans in order of their steps."""
     if not parts:
         return Spans.none()
@@ -182,7 +182,7 @@ def join(parts: Sequence[Spans]) -> Spans:
     return Spans(**{name: values[order] for name, values in whole.items()})
 
 
-def bucketed(spans: Spans, points: int) -> Buckets:
+def bucket_spans(spans: Spans, points: int) -> Buckets:
     """At most `points` buckets of equally many steps, empty ones left out; each span its own where there are few."""
     if not len(spans.first):
         empty = np.zeros(0)
@@ -210,7 +210,7 @@ def columns_of(rows: Sequence[Spans], most: int) -> Columns:
     widest = max(1, *(int(np.median(row.last - row.first)) + 1 for row in known))
     count = max(1, min(most, -(-(last - first + 1) // widest)))
     edges = first + (np.arange(count + 1) * (last - first + 1)) // count
-    values = np.stack([_row(row, edges) for row in rows])
+    values = np.stack([_row_means(row, edges) for row in rows])
     used = ~np.isnan(values).all(axis=0)
     longest = max(known, key=lambda row: len(row.first))
     ends = np.searchsorted(longest.first, edges[1:], side="left") - 1
@@ -218,7 +218,7 @@ def columns_of(rows: Sequence[Spans], most: int) -> Columns:
     return Columns(first=edges[:-1][used], t=t[used], values=values[:, used])
 
 
-def _row(row: Spans, edges: Integers) -> Floats:
+def _row_means(row: Spans, edges: Integers) -> Floats:
     """Means of one row, a span counted where its middle is."""
     column = np.searchsorted(edges, (row.first + row.last) // 2, side="right") - 1
     count = len(edges) - 1

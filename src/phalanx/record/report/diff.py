@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from phalanx.io.tables import text_table
 from phalanx.io.values import at, integer, number, printable
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_energy, format_money, format_seconds
@@ -172,15 +172,15 @@ class _Measured:
 
     def __init__(self, run: Run) -> None:
         self._history = RunHistory.open(run)
-        self.summary: Summary = summarize(run, self._history, walk_ledger(run, self._history))
+        self.summary: Summary = summarize_run(run, self._history, walk_ledger(run, self._history))
         self._plan = run.plan()
 
     def side(self, other: _Measured) -> Side:
         """With what it had reached where the other ends too."""
-        results = self._results() | self._losses(other)
+        results = self._result_values() | self._loss_values(other)
         return Side(name=self.summary.run, kind="run", settings=at(self._plan, "job"), plan=self._plan, results=results)
 
-    def _results(self) -> dict[str, Value]:
+    def _result_values(self) -> dict[str, Value]:
         s = self.summary
         return {
             "state": s.state,
@@ -199,22 +199,22 @@ class _Measured:
             "bits_per_byte": s.evaluation.bits_per_byte if s.evaluation is not None else None,
         }
 
-    def _losses(self, other: _Measured) -> dict[str, Value]:
+    def _loss_values(self, other: _Measured) -> dict[str, Value]:
         last = [one for one in (self._history.last_step, other._history.last_step) if one is not None]
         if len(last) < 2:
             return {}
         step = min(last)
-        found = {f"loss at step {step + 1:,}": self._loss(step)}
+        found = {f"loss at step {step + 1:,}": self._loss_at(step)}
         tokens, per_step = min(self.summary.tokens, other.summary.tokens), self._tokens_per_step
         if per_step and other._tokens_per_step and per_step != other._tokens_per_step:
-            found[f"loss at {format_count(tokens)} tokens"] = self._loss(int(tokens / per_step) - 1)
+            found[f"loss at {format_count(tokens)} tokens"] = self._loss_at(int(tokens / per_step) - 1)
         return found
 
     @property
     def _tokens_per_step(self) -> float:
         return self.summary.tokens / self.summary.steps if self.summary.steps else 0.0
 
-    def _loss(self, step: int) -> float | None:
+    def _loss_at(self, step: int) -> float | None:
         """The mean over the last few steps up to one."""
         near = self._history.curve("loss", first=max(0, step - NEAR + 1), last=max(0, step), points=1)
         return next(iter(near.mean), None)

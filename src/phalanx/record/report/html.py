@@ -48,7 +48,7 @@ def render_html(report: RunReport, *, made: str) -> str:
         for place, (title, _) in enumerate(shown)
         if title in ("Prediction and measurement", "Layouts", "Learning")
     ]
-    shown.insert(1 + max(learnt, default=-1), ("Over the run", figures(report)))
+    shown.insert(1 + max(learnt, default=-1), ("Over the run", report_figures(report)))
     body = "\n".join(f"<section><h2>{title}</h2>\n{text}\n</section>" for title, text in shown if text)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -87,12 +87,15 @@ def _tiles_html(s: Summary) -> str:
     tiles = [
         (f"{s.steps:,}", of),
         (f"{s.last_loss:.4f}" if s.last_loss is not None else "", f"loss, from {s.first_loss or 0:.4f}"),
-        (_value_or_dash(s.tokens_per_s.measured, format_count), "tokens/s" + _planned(s.tokens_per_s, format_count)),
-        (_value_or_dash(s.mfu.measured, _percent_text), "MFU" + _planned(s.mfu, _percent_text)),
-        (_value_or_dash(s.memory_bytes.measured, format_bytes), "memory" + _planned(s.memory_bytes, format_bytes)),
+        (
+            _value_or_dash(s.tokens_per_s.measured, format_count),
+            "tokens/s" + _planned_text(s.tokens_per_s, format_count),
+        ),
+        (_value_or_dash(s.mfu.measured, _percent_text), "MFU" + _planned_text(s.mfu, _percent_text)),
+        (_value_or_dash(s.memory_bytes.measured, format_bytes), "memory" + _planned_text(s.memory_bytes, format_bytes)),
         (
             _value_or_dash(s.effective_time.measured, _percent_text),
-            "effective time" + _planned(s.effective_time, _percent_text),
+            "effective time" + _planned_text(s.effective_time, _percent_text),
         ),
         (_value_or_dash(usd, format_money), "so far"),
         (
@@ -110,7 +113,7 @@ def _value_or_dash(value: float | None, show: Callable[[float], str]) -> str:
     return show(value) if value is not None else ""
 
 
-def _planned(pair: Pair, show: Callable[[float], str]) -> str:
+def _planned_text(pair: Pair, show: Callable[[float], str]) -> str:
     return f", planned {show(pair.predicted)}" if pair.predicted else ""
 
 
@@ -124,7 +127,7 @@ def _percent_text(value: float) -> str:
 def _block_html(block: Block) -> str:
     match block:
         case Table():
-            return _table(block)
+            return _table_html(block)
         case Stack():
             return stacked_bar(block.parts)
         case Paragraph():
@@ -136,7 +139,7 @@ def _block_html(block: Block) -> str:
             return "".join(f"<pre>{escape(_lines_html(text))}</pre>" for text in block.texts)
 
 
-def _table(table: Table) -> str:
+def _table_html(table: Table) -> str:
     number = ["n" if column in table.right else "" for column in range(len(table.head))]
     head = [HtmlCell(escape(cell), kind) for cell, kind in zip(table.head, number, strict=True)]
     rows = [
@@ -171,7 +174,7 @@ def _lines_html(text: str) -> str:
 LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn
 
 
-def figures(report: RunReport) -> str:
+def report_figures(report: RunReport) -> str:
     """Every curve that the run has, each with its words and its legend."""
     s, curves = report.summary, report.curves
     drawn = [

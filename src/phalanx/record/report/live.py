@@ -11,12 +11,13 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, seconds, text
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.stragglers import Scores, scores
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.stragglers import Scores, straggler_scores
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event, EventReader
-from phalanx.record.run import ENDED, Run, is_run_over, last_written
+from phalanx.record.run import Run
+from phalanx.record.run_lock import ENDED, is_run_over, last_written
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 SLOW_GROUPS_S = 5.0  # process groups that took longer to make are worth a line
@@ -66,18 +67,18 @@ class Follower:
 
     def read(self) -> list[str]:
         """Look at what is new; the remarks worth a line of their own."""
-        remarks = self._incidents()
+        remarks = self._incident_lines()
         for event in self._reader.read():
             if (number(event, "t") or 0.0) < self._since_s:
                 continue  # an earlier start of the same run
             if event["event"] == "step":
-                self._step(event)
+                self._take_step(event)
             else:
                 remarks += remark_of_rank(event)
                 self._steps = integer(event, "steps") or self._steps if event["event"] == "run_start" else self._steps
         return remarks
 
-    def _incidents(self) -> list[str]:
+    def _incident_lines(self) -> list[str]:
         """Failures, and how the run goes on."""
         remarks = []
         for event in self._supervisor.read():
@@ -85,7 +86,7 @@ class Follower:
                 remarks += remark_of_supervisor(event)
         return remarks
 
-    def _step(self, event: Event) -> None:
+    def _take_step(self, event: Event) -> None:
         seconds, tokens = number(event, "duration_s"), number(event, "tokens")
         if seconds:
             self._recent.append((tokens or 0.0, seconds))
@@ -138,7 +139,7 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "checkpoint":
         return _checkpoint_lines(event, step)
     if event["event"] == "memory":
-        return [f"step {step:,}: {_copies(event)}"]
+        return [f"step {step:,}: {_copies_text(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
         return [f"warning: {text(event, 'text')}"]
     if event["event"] == "compile_check":
@@ -179,7 +180,7 @@ def _communicator_lines(event: Event) -> list[str]:
     return lines
 
 
-def _copies(event: Event) -> str:
+def _copies_text(event: Event) -> str:
     """How the copies of the state in host memory are."""
     if event.get("is_skipped") is True:
         return f"in-memory checkpoint skipped: {text(event, 'trouble') or 'the last one is not safe yet'}"
@@ -193,12 +194,22 @@ def _checkpoint_lines(event: Event, step: int) -> list[str]:
     """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
     if event.get("error"):
         return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
-    seconds, size, blocked_s = (number(event, name) for name in ("seconds", "bytes", "blocked_s"))
-    if seconds is None and blocked_s is not None:
+    blocked_s = number(event, "blocked_s")
+    if number(event, "seconds") is None and blocked_s is not None:
         return [f"step {step:,}: checkpoint taken, training waited {format_seconds(blocked_s)}"]
-    cost = [format_bytes(size)] if size else []
-    cost += [format_seconds(seconds)] if seconds else []
-    return [f"step {step:,}: checkpoint saved" + (f" ({', '.join(cost)})" if cost else "")]
+    cost = checkpoint_cost(event)
+    return [f"step {step:,}: checkpoint saved" + (f" ({cost})" if cost else "")]
+
+
+def checkpoint_cost(event: Event) -> str:
+    """Size and seconds of a checkpoint; before 0.7 only the size of rank 0's shards was recorded.
+
+    >>> checkpoint_cost({"bytes": 1e6, "total_bytes": 4e6, "seconds": 0.5}), checkpoint_cost({"bytes": 1e6})
+    ('4.00 MB, 500 ms', '1.00 MB of rank 0')
+    """
+    whole, own, seconds = (number(event, name) for name in ("total_bytes", "bytes", "seconds"))
+    parts = [format_bytes(whole)] if whole else [f"{format_bytes(own)} of rank 0"] if own else []
+    return ", ".join([*parts, *([format_seconds(seconds)] if seconds else [])])
 
 
 # ---- watching: what is cheap at every look, what is dear now and then ------------------------------------------------
@@ -257,13 +268,13 @@ class Watcher:
         """What there is now."""
         if self._history.refresh():
             self._changed_s = self._clock()
-        state = self._state()
-        dear = self._read(force=state in OVER)
+        state = self._run_state()
+        dear = self._read_costly(force=state in OVER)
         saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
         saved_s = number(saved[-1], "t") if saved else None
         return View(
             state=state,
-            progress=self._progress(),
+            progress=self._run_progress(),
             loss=dear.loss,
             tokens_per_s=dear.tokens_per_s,
             summary=dear.summary,
@@ -280,16 +291,16 @@ class Watcher:
         new.sort(key=lambda one: number(one[0], "t") or 0.0)
         return [line for event, remark in new for line in remark(event)]
 
-    def _read(self, *, force: bool) -> _Dear:
+    def _read_costly(self, *, force: bool) -> _Dear:
         """The ledger, the curves and all else that needs the whole record."""
         if self._dear is not None and not force and time.monotonic() < self._next_s:
             return self._dear
         began_s = time.monotonic()
         walked = walk_ledger(self.run, self._history)
         self._dear = _Dear(
-            summary=summarize(self.run, self._history, walked),
+            summary=summarize_run(self.run, self._history, walked),
             effective=from_trail(walked.trail),
-            scores=scores(self._history),
+            scores=straggler_scores(self._history),
             loss=self._history.curve("loss", points=self._points).mean,
             tokens_per_s=self._history.curve("tokens_per_s", points=self._points).mean,
         )
@@ -297,12 +308,12 @@ class Watcher:
         self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
         return self._dear
 
-    def _state(self) -> str:
+    def _run_state(self) -> str:
         state = str(self.run.status().get("state", "unknown"))
         is_gone = state not in ENDED and is_run_over(self.run, heard_s=self._changed_s, now_s=self._clock())
         return "gone" if is_gone else state
 
-    def _progress(self) -> Progress | None:
+    def _run_progress(self) -> Progress | None:
         last = self._history.last_step
         if last is None:
             return None

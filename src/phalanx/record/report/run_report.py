@@ -9,8 +9,8 @@ from phalanx.io.svg import PlotMark
 from phalanx.io.values import integer, number, printable
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.stragglers import Scores, scores
-from phalanx.record.account.summary import Summary, summarize
+from phalanx.record.account.stragglers import Scores, straggler_scores
+from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.run import Run
@@ -57,13 +57,13 @@ def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
     walked = walk_ledger(run, history)
     names = set(history.names())
     return RunReport(
-        summary=with_lost_processes(run, summarize(run, history, walked)),
+        summary=with_lost_processes(run, summarize_run(run, history, walked)),
         curves={name: history.curve(name, points=points) for name in CURVES if name in names},
         evaluations=_evaluation_points(history),
         saved=saved_checkpoints(history),
         marks=timeline_marks(history),
         effective=from_trail(walked.trail, points),
-        scores=scores(history),
+        scores=straggler_scores(history),
         memory_limit_bytes=number(history.latest("monitor") or {}, "memory_limit_bytes"),
         reasons=_plan_warnings(run),
     )

@@ -165,17 +165,17 @@ def _measured_section(s: Summary) -> Section:
     title = "Prediction and measurement"
     if s.step_s.measured is None:
         return Section(title=title, blocks=(Paragraph(text="No step was finished."),))
-    step = _seconds(s.step_s.measured) + (f" (p90 {format_seconds(s.step_s_p90)})" if s.step_s_p90 else "")
-    guess = _seconds(s.step_s.predicted)
+    step = _seconds_text(s.step_s.measured) + (f" (p90 {format_seconds(s.step_s_p90)})" if s.step_s_p90 else "")
+    guess = _seconds_text(s.step_s.predicted)
     if s.step_s_low and s.step_s_high:
         guess += f" ({format_seconds(s.step_s_low)} to {format_seconds(s.step_s_high)})"
     rows: list[tuple[Cell, ...]] = [("step", guess, step, _error_text(s.step_s))]
     kinds: tuple[tuple[str, Pair, Callable[[float | None], str]], ...] = (
-        ("tokens/s", s.tokens_per_s, _count),
+        ("tokens/s", s.tokens_per_s, _count_text),
         ("MFU", s.mfu, _share_text),
         ("memory of the fullest rank", s.memory_bytes, _bytes_text),
-        ("training", s.training_s, _seconds),
-        ("recovery from a failure", s.recovery_s, _seconds),
+        ("training", s.training_s, _seconds_text),
+        ("recovery from a failure", s.recovery_s, _seconds_text),
         ("effective training time", s.effective_time, _share_text),
     )
     for name, pair, show in kinds:
@@ -206,8 +206,8 @@ def _layout_row(one: LayoutResult) -> tuple[Cell, ...]:
     steps = f"{one.first_step + 1:,} to {one.last_step + 1:,}"
     name = one.layout if one.planned else f"{one.layout}, not planned"
     pairs = (
-        (one.step_s, _seconds),
-        (one.tokens_per_s, _count),
+        (one.step_s, _seconds_text),
+        (one.tokens_per_s, _count_text),
         (one.mfu, _share_text),
         (one.memory_bytes, _bytes_text),
     )
@@ -257,7 +257,7 @@ def time_section(s: Summary) -> Section:
         for name, took_s, share in spent
     ]
     wall = format_seconds(found.wall_s)
-    caption = f"{found.effective:.1%} of {wall} was effective: in steps that were kept, without compiling."
+    caption = f"Effective training time: {found.effective:.1%} of {wall}, in steps that stayed, without compiling."
     caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to the wall clock."
     caption += f" But {found.jumped}." if found.jumped else ""
     caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
@@ -312,8 +312,8 @@ def _rank_cells(one: RankTime, most: float) -> list[Cell]:
     share = f"{wait / (wait + compute):.0%}" if one.wait_s is not None and wait + compute > 0 else UNKNOWN
     bar = Bar(parts=(("compute", compute), ("wait", wait)), whole=most)
     cells = (
-        _seconds(one.compute_s),
-        _seconds(one.wait_s),
+        _seconds_text(one.compute_s),
+        _seconds_text(one.wait_s),
         share,
         _bytes_text(one.bytes_sent),
         _bytes_text(one.memory_bytes),
@@ -346,7 +346,7 @@ def incident_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
         went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "run ended"
         back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
         where = f"rank {one.rank} on {one.host}"
-        rows.append((f"{one.step:,}", where, one.what, went, back, _seconds(one.recovery_s)))
+        rows.append((f"{one.step:,}", where, one.what, went, back, _seconds_text(one.recovery_s)))
     head = ("step", "where", "what", "continued with", "back to step", "next step after")
     lines = [f"step {one.step:,}: {one.finding}" for one in shown if one.finding]
     lines += [f"the last {len(shown)} of {len(s.incidents):,}"] if len(s.incidents) > len(shown) else []
@@ -365,7 +365,7 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
     saved = report.saved if report is not None else ()
     if saved:
         rows = tuple(
-            (f"{one.step:,}", _seconds(one.blocked_s), _seconds(one.seconds), _bytes_text(one.size_bytes),
+            (f"{one.step:,}", _seconds_text(one.blocked_s), _seconds_text(one.seconds), _bytes_text(one.size_bytes),
              f"not saved: {one.error}" if one.error else "")
             for one in saved[-12:]
         )  # fmt: skip
@@ -375,11 +375,13 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
         blocks.append(Table(head=head, rows=rows, right=(0, 1, 2, 3)))
     lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
     if s.checkpoints:
-        size = f", {format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
-        size = f", {format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size  # not before 0.7
-        took = f", {format_seconds(s.checkpoint_s)} each" if s.checkpoint_s else ""
+        size = f"{format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
+        size = f"{format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size  # not before 0.7
+        took = f"written in {format_seconds(s.checkpoint_s)}" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
-        lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{size}{took}")
+        each = ", ".join(part for part in (size, took) if part)
+        each = f"; each {each}" if each else ""
+        lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{each}")
     return Section(title="Checkpoints", blocks=(*blocks, *_item_blocks(lines)))
 
 
@@ -430,7 +432,7 @@ def _error_text(pair: Pair) -> str:
     return f"{pair.error:+.1%}" if pair.error is not None else ""
 
 
-def _seconds(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     return format_seconds(value) if value is not None else UNKNOWN
 
 
@@ -438,7 +440,7 @@ def _bytes_text(value: float | None) -> str:
     return format_bytes(value) if value is not None else UNKNOWN
 
 
-def _count(value: float | None) -> str:
+def _count_text(value: float | None) -> str:
     return format_count(value) if value is not None else UNKNOWN
 
 

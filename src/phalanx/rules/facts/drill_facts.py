@@ -20,11 +20,11 @@ from phalanx.record.drill import (
     MOST_EVIDENCE_BYTES,
     NAME,
     REFUSED,
-    differences,
     evidence_files,
     is_signed,
     known_key,
     read_record,
+    record_differences,
     store_path,
 )
 from phalanx.record.provenance import our_code
@@ -246,7 +246,7 @@ def _record_faults(read: _Record, key: bytes | None, *, alone: bool) -> list[str
             return []
         if sum(one.stat().st_size for one in evidence_files(path.parent)) > MOST_EVIDENCE_BYTES:
             return [f"its evidence is larger than {MOST_EVIDENCE_BYTES:,} bytes and was not compared"]
-        return [printable(text, most=200) for text in differences(record, path.parent)]
+        return [printable(text, most=200) for text in record_differences(record, path.parent)]
     except (OSError, ValueError, TypeError, RecursionError):
         return ["it is damaged"]
 

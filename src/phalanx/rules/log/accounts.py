@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from phalanx.errors import PhalanxError
 from phalanx.record.account.cost import Cost, run_cost
-from phalanx.record.account.incidents import Incident, incidents
+from phalanx.record.account.incidents import Incident, read_incidents
 from phalanx.record.account.ledger import TROUBLES, LedgerStream, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import measured_mfu
-from phalanx.record.account.stragglers import Scores, scores
+from phalanx.record.account.stragglers import Scores, straggler_scores
 from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
@@ -47,14 +47,14 @@ def account_of_run(run: Run, history: RunHistory, passed: LedgerStream | None = 
     except TROUBLES:
         return Account()
     try:
-        fell = tuple(incidents(run, walked, history.supervisor()))
+        fell = tuple(read_incidents(run, walked, history.supervisor()))
     except TROUBLES:
         fell = ()
     return Account(
         walked=walked,
         incidents=fell,
         lowest_hour=_lowest_hour(walked),
-        scores=_or_none(lambda: scores(history)),
+        scores=_or_none(lambda: straggler_scores(history)),
         cost=_or_none(lambda: run_cost(run, history, walked.ledger)),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.io.files import Spot
 from phalanx.io.values import integer
-from phalanx.record.account.stragglers import AXES
+from phalanx.record.account.rank_places import AXES
 from phalanx.record.event_schema import EventColumns
 from phalanx.rules.facts.log_facts import DigestFacts
 

@@ -8,7 +8,8 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.io.values import at, printable
 from phalanx.record.provenance import job_digest
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 
 MOST_ADDRESSES = 64
 

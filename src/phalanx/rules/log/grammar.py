@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phalanx.io.files import Spot
 from phalanx.io.values import printable
 from phalanx.record.event_batches import LineBlock
-from phalanx.record.event_schema import EventColumns, breaks
+from phalanx.record.event_schema import EventColumns, schema_breaks
 from phalanx.record.events import Event
 
 MOST_KINDS = 64  # unknown ones, by name; the rest are counted together
@@ -47,7 +47,7 @@ class Grammar:
 
     def breaks(self, event: Event, file: str, line: int) -> bool:
         """Whether an event breaks the schema; counted when it does."""
-        wrong = breaks(event)
+        wrong = schema_breaks(event)
         if wrong:
             self.invalid += 1
             if self.invalid_spot is None:

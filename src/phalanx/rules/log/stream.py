@@ -18,10 +18,11 @@ from phalanx.errors import PhalanxError
 from phalanx.io.files import Spot
 from phalanx.io.values import at, printable
 from phalanx.record.account.ledger import LedgerStream
-from phalanx.record.account.stragglers import places
-from phalanx.record.archive.history import MANY_RANKS, RunHistory, spread
-from phalanx.record.event_batches import ByteTally, EventFeed, uncollected
-from phalanx.record.run import Run, is_run_over
+from phalanx.record.account.rank_places import rank_places
+from phalanx.record.archive.history import MANY_RANKS, RunHistory, spread_ranks
+from phalanx.record.event_batches import ByteTally, EventFeed, gc_paused
+from phalanx.record.run import Run
+from phalanx.record.run_lock import is_run_over
 from phalanx.rules.facts.log_facts import GrammarFacts, LogFacts, StepFacts
 from phalanx.rules.log import accounts
 from phalanx.rules.log.agreement import LoggedMemberships, clock_skew, skips_differ
@@ -105,7 +106,7 @@ class LogStream:
         if len(self._ranks) > 1:  # chosen before, when the run was shorter
             return list(self._ranks)
         one = max(1, EventFeed(self.run.events(recorded[0]), "").left_bytes)
-        return list(spread(recorded, min(max(LEAST_READ, MANY_BYTES // one), len(recorded))))
+        return list(spread_ranks(recorded, min(max(LEAST_READ, MANY_BYTES // one), len(recorded))))
 
     def _pass_on(self, passing: LedgerStream | None) -> None:
         """Somebody who sees the events of the witness, from the first on; nobody else does any more."""
@@ -118,7 +119,7 @@ class LogStream:
         for rank in self._rank_turns(before, budget_bytes):
             left = None if budget_bytes is None else min(TURN_BYTES, before + budget_bytes - self.bytes_read)
             for piece in rank.feed.pieces(left):
-                with uncollected():
+                with gc_paused():
                     rank.take(piece)
                 if progress is not None:
                     progress(self.bytes_read, total)
@@ -253,8 +254,8 @@ class LogStream:
         there = [one for one in self._ranks.values() if one.rank < self._world_size()]
         own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
         known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
-        where = places({"layout": _plan_layout(self.run)}, self._history.supervisor())
-        groups = [[known[rank] for rank in group] for group in where.alike(sorted(known))]
+        where = rank_places({"layout": _plan_layout(self.run)}, self._history.supervisor())
+        groups = [[known[rank] for rank in group] for group in where.same_work(sorted(known))]
         return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
 
     # ---- grammar -----------------------------------------------------------------------------------------------------

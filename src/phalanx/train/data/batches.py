@@ -50,7 +50,7 @@ class BatchPlan:
         """Walk the ramp: a stage lasts until its tokens were seen, the last step reaches or passes `tokens`."""
         stages: list[Stage] = []
         step = position = 0
-        for until, size in _walk(batch, sequence, tokens):
+        for until, size in _ramp_stages(batch, sequence, tokens):
             left = -(-until // sequence) - position
             if left <= 0:
                 continue
@@ -74,7 +74,7 @@ class BatchPlan:
         return tuple(sorted({stage.sequences for stage in self.stages}))
 
 
-def _walk(batch: Batch, sequence: int, tokens: int) -> Iterator[tuple[int, int]]:
+def _ramp_stages(batch: Batch, sequence: int, tokens: int) -> Iterator[tuple[int, int]]:
     for stage in batch.ramp:
         yield min(stage.until_tokens, tokens), max(1, stage.global_tokens // sequence)
     yield tokens, batch.global_sequences or max(1, batch.global_tokens // sequence)
@@ -128,7 +128,7 @@ class Batches:
             self._ahead = ReadAhead(self.read, step)
         rows = self._ahead.take()
         tokens, targets = rows[:, :-1], rows[:, 1:]
-        real = len(self._real(step))
+        real = len(self._real_samples(step))
         if real < len(rows):
             targets = targets.copy()  # shares its memory with the tokens
             targets[real:] = IGNORED
@@ -143,7 +143,7 @@ class Batches:
 
     def indices(self, step: int) -> Tokens:
         """The samples that this rank learns from in a step."""
-        mine = self._real(step)
+        mine = self._real_samples(step)
         return self._sampler.indices(self._plan.at(step)[0] + mine.start, len(mine))
 
     def read(self, step: int) -> Tokens:
@@ -155,7 +155,7 @@ class Batches:
         missing = self._dealing.rows(sequences) - len(real)
         return np.ascontiguousarray(np.concatenate([real, np.repeat(real[-1:], missing, axis=0)]) if missing else real)
 
-    def _real(self, step: int) -> range:
+    def _real_samples(self, step: int) -> range:
         """This rank's sequences, counted from the first of the batch."""
         return self._dealing.real(self._rank, self._plan.at(step)[1])
 
@@ -176,10 +176,10 @@ class ReadAhead(Generic[T]):
         self.next_step = first_step
         self._queue: queue.Queue[T | Exception] = queue.Queue(maxsize=PREFETCH)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(read, first_step), name="batches", daemon=True)
+        self._thread = threading.Thread(target=self._read_ahead, args=(read, first_step), name="batches", daemon=True)
         self._thread.start()
 
-    def _run(self, read: Callable[[int], T], step: int) -> None:
+    def _read_ahead(self, read: Callable[[int], T], step: int) -> None:
         while not self._stopped.is_set():
             try:
                 found: T | Exception = read(step)

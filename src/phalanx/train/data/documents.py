@@ -63,7 +63,12 @@ def list_files(source: Path) -> tuple[list[Path], int]:
         if not source.is_dir():
             source.stat()
             return [source], 0
-        found = sorted(path for path in source.rglob("*") if path.is_file() and not _hidden(path, source))
+        visible = (
+            path
+            for path in source.rglob("*")
+            if not any(part.startswith(".") for part in path.relative_to(source).parts) and path.is_file()
+        )
+        found = sorted(visible)
     except FileNotFoundError:
         raise mistake(str(source), "does not exist", fix="name a text, .jsonl or .parquet file, or a folder") from None
     except OSError as error:
@@ -74,10 +79,6 @@ def list_files(source: Path) -> tuple[list[Path], int]:
         what = f"holds no text: none of its {len(found):,} files ends in {endings} (or .gz of those)"
         raise mistake(str(source), what, fix="name the files themselves: a named file of any other ending is text")
     return files, len(found) - len(files)
-
-
-def _hidden(path: Path, source: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(source).parts)
 
 
 def read_records(path: Path, reading: Reading) -> Iterator[Record]:
@@ -163,9 +164,9 @@ class _Buffered:
         at = self.head.find(b"\n", 0, size)
         if at >= 0:
             return self.read(at + 1)
-        return self.read(size) if len(self.head) >= size else self._rest() + self.stream.readline(size)
+        return self.read(size) if len(self.head) >= size else self._rest_of_head() + self.stream.readline(size)
 
-    def _rest(self) -> bytes:
+    def _rest_of_head(self) -> bytes:
         rest, self.head = self.head, b""
         return rest
 
@@ -184,7 +185,7 @@ def _whole_files(stream: _Buffered) -> Pieces:
         yield data[:end], cut
 
 
-def _blocks(ends: Callable[[bytes], bool], *, keep: bool) -> Callable[[_Buffered], Pieces]:
+def _line_blocks(ends: Callable[[bytes], bool], *, keep: bool) -> Callable[[_Buffered], Pieces]:
     """Documents that end with a line for which `ends` holds; `keep` leaves that line in the document."""
 
     def split(stream: _Buffered) -> Pieces:
@@ -208,7 +209,7 @@ def _blocks(ends: Callable[[bytes], bool], *, keep: bool) -> Callable[[_Buffered
     return split
 
 
-def _formfeeds(stream: _Buffered) -> Pieces:
+def _formfeed_pieces(stream: _Buffered) -> Pieces:
     carry = b""
     while data := stream.read(HEAD_BYTES):
         *done, carry = (carry + data).split(b"\f")
@@ -223,9 +224,9 @@ def _formfeeds(stream: _Buffered) -> Pieces:
 
 _SPLITTERS: dict[str, Callable[[_Buffered], Pieces]] = {
     "file": _whole_files,
-    "blank": _blocks(lambda line: not line.strip(), keep=False),
-    "line": _blocks(lambda line: line.endswith(b"\n"), keep=True),
-    "formfeed": _formfeeds,
+    "blank": _line_blocks(lambda line: not line.strip(), keep=False),
+    "line": _line_blocks(lambda line: line.endswith(b"\n"), keep=True),
+    "formfeed": _formfeed_pieces,
 }
 
 

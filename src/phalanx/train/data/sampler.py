@@ -59,7 +59,7 @@ class GlobalSampler:
     def at(self, positions: Integers) -> Integers:
         """The samples at any positions."""
         epoch, place = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
-        key = _mix(epoch * np.uint64(GOLDEN) + np.uint64(seed_word(self.seed)))
+        key = _mix_bits(epoch * np.uint64(GOLDEN) + np.uint64(seed_word(self.seed)))
         return permute_places(place, key, self.num_samples).astype(np.int64)
 
 
@@ -129,7 +129,7 @@ def interleave_sources(positions: Integers, shares: Sequence[int]) -> tuple[Inte
         return source, positions
     middle = len(shares) // 2
     left, total = sum(shares[:middle]), sum(shares)
-    before, after = _staircase(positions, left, total), _staircase(positions + 1, left, total)
+    before, after = _staircase_positions(positions, left, total), _staircase_positions(positions + 1, left, total)
     place = np.empty_like(positions)
     for mine, half, had in (
         (after > before, slice(0, middle), before),
@@ -140,7 +140,7 @@ def interleave_sources(positions: Integers, shares: Sequence[int]) -> tuple[Inte
     return source, place
 
 
-def _staircase(positions: Integers, part: int, whole: int) -> Integers:
+def _staircase_positions(positions: Integers, part: int, whole: int) -> Integers:
     turns, rest = np.divmod(positions, whole)
     return np.asarray(turns * part + rest * part // whole)
 
@@ -150,26 +150,28 @@ def permute_places(places: Words, key: Words, size: int) -> Words:
     value falls inside (Black and Rogaway 2002)."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
-    value = _feistel(places, key, rows, columns)
+    value = _feistel_round(places, key, rows, columns)
     outside = np.flatnonzero(value >= size)
     while outside.size:  # fewer than `rows` of the grid's cells lie outside, so this is rare but for tiny sizes
-        value[outside] = _feistel(value[outside], key[outside], rows, columns)
+        value[outside] = _feistel_round(value[outside], key[outside], rows, columns)
         outside = outside[value[outside] >= size]
     return value
 
 
-def _feistel(value: Words, key: Words, rows: int, columns: int) -> Words:
+def _feistel_round(value: Words, key: Words, rows: int, columns: int) -> Words:
     row, column = np.divmod(value, np.uint64(columns))
     for turn in range(ROUNDS):
         salt = key + np.uint64(turn * GOLDEN % 2**64)
         if turn % 2:
-            column = (column + (_mix(row ^ salt) >> np.uint64(1))) % np.uint64(columns)  # >> 1: the sum must not wrap
+            column = (column + (_mix_bits(row ^ salt) >> np.uint64(1))) % np.uint64(
+                columns
+            )  # >> 1: the sum must not wrap
         else:
-            row = (row + (_mix(column ^ salt) >> np.uint64(1))) % np.uint64(rows)
+            row = (row + (_mix_bits(column ^ salt) >> np.uint64(1))) % np.uint64(rows)
     return np.asarray(row * np.uint64(columns) + column)
 
 
-def _mix(word: Words) -> Words:
+def _mix_bits(word: Words) -> Words:
     """splitmix64's finaliser: every input bit reaches every output bit."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -113,7 +113,7 @@ class OwnBatches:
             if not self._indexed and self._reader is not None:
                 raise mistake(WHERE, f"step {step} is asked for out of order, and an iterable only goes forward")
             self.close()
-            self._reader = ReadAhead(self._read, step)
+            self._reader = ReadAhead(self._read_step, step)
         self._last = self._reader.take()
         return self._last.tokens, self._last.targets
 
@@ -136,7 +136,7 @@ class OwnBatches:
 
     def indices(self, step: int) -> Tokens:
         """The samples that this rank learns from in a step: of an iterable, the places in its order."""
-        first, mine = self._plan.at(step)[0], self._real(step)
+        first, mine = self._plan.at(step)[0], self._own_samples(step)
         if self._indexed:
             return self._sampler.indices(first + mine.start, len(mine))
         return np.arange(first + mine.start, first + mine.stop, dtype=np.int64)
@@ -149,26 +149,26 @@ class OwnBatches:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def _real(self, step: int) -> range:
+    def _own_samples(self, step: int) -> range:
         return self._dealing.real(self._rank, self._plan.at(step)[1])
 
-    def _read(self, step: int) -> _Read:
-        count, mine = self._plan.at(step)[1], self._real(step)
+    def _read_step(self, step: int) -> _Read:
+        count, mine = self._plan.at(step)[1], self._own_samples(step)
         if self._indexed:
             wanted = self.indices(step) if len(mine) else self._sampler.indices(self._plan.at(step)[0], 1)
             items = [self._data[int(index)] for index in wanted]
         else:
-            whole = [self._next() for _ in range(count)]
+            whole = [self._next_item() for _ in range(count)]
             items = whole[mine.start : mine.stop] or whole[:1]
-        rows = [self._row(item) for item in items]
+        rows = [self._token_row(item) for item in items]
         missing = self._dealing.rows(count) - len(rows)
         filling = [(rows[-1][0], np.full_like(rows[-1][1], IGNORED))] * missing
         if not len(mine):
             rows = [(rows[0][0], np.full_like(rows[0][1], IGNORED))]
         tokens, targets = zip(*rows, *filling, strict=True)
-        return _Read(step=step, tokens=np.stack(tokens), targets=np.stack(targets), position=self._position())
+        return _Read(step=step, tokens=np.stack(tokens), targets=np.stack(targets), position=self._source_position())
 
-    def _next(self) -> Any:
+    def _next_item(self) -> Any:
         """The next item of an iterable, which begins anew when it ends."""
         for _ in range(2):
             if self._iterator is None:
@@ -184,13 +184,13 @@ class OwnBatches:
             fix="let iter() start it anew each time, or lower data.tokens",
         )
 
-    def _position(self) -> Any:
+    def _source_position(self) -> Any:
         if self._indexed:
             return None
         state = self._data.state_dict() if hasattr(self._data, "state_dict") else None
         return {"passes": self._passes, "items": self._items, "state": state}
 
-    def _row(self, item: Any) -> tuple[Tokens, Tokens]:
+    def _token_row(self, item: Any) -> tuple[Tokens, Tokens]:
         """(tokens, targets) of an item."""
         labels = None
         if isinstance(item, Mapping):

@@ -59,7 +59,7 @@ class _OpenShard:
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise _unreadable_file(self.path, error) from error
         weakref.finalize(self, os.close, self._descriptor)  # when nobody reads from it any more
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise mistake(str(self.path), "is not a file", fix=REBUILD)
@@ -74,7 +74,7 @@ class _OpenShard:
                 block = view[number * self.block_bytes : (number + 1) * self.block_bytes]
                 at = (first + number) * BLOCK_DIGEST_BYTES
                 if block_digest(block) != self.digests[at : at + BLOCK_DIGEST_BYTES]:
-                    raise self._damaged(first + number, len(block))
+                    raise self._damaged_block(first + number, len(block))
         return data
 
     def _read_bytes(self, offset: int, size: int) -> bytes:
@@ -83,7 +83,7 @@ class _OpenShard:
             try:
                 data = os.pread(self._descriptor, size, offset)
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise _unreadable_file(self.path, error) from error
             if not data:
                 what = f"is truncated: it ends at byte {offset:,} of {self.size_bytes:,}"
                 raise mistake(str(self.path), what, why="it was whole when training began", fix=REBUILD)
@@ -91,7 +91,7 @@ class _OpenShard:
             size, offset = size - len(data), offset + len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _damaged(self, number: int, size: int) -> UserError:
+    def _damaged_block(self, number: int, size: int) -> UserError:
         begin = number * self.block_bytes
         what = f"bytes {begin:,} to {begin + size - 1:,} are not what was written: their digest differs"
         why = "the model would learn from damaged tokens, and nothing else would tell"
@@ -106,7 +106,7 @@ def _read_digests(folder: Path, shard: Shard, blocks: int) -> bytes:
     try:
         data = read_bounded(path, blocks * BLOCK_DIGEST_BYTES)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_file(path, error) from error
     except FileTooLargeError:
         data = b""
     if hashlib.sha256(data).hexdigest() != shard.blocks_sha256 or len(data) != blocks * BLOCK_DIGEST_BYTES:
@@ -115,7 +115,7 @@ def _read_digests(folder: Path, shard: Shard, blocks: int) -> bytes:
     return data
 
 
-def _unreadable(path: Path, error: OSError) -> SystemFailure:
+def _unreadable_file(path: Path, error: OSError) -> SystemFailure:
     return SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}"))
 
 
@@ -143,7 +143,7 @@ class BlockReader:
             while done < len(out):
                 block = self._blocks.get((file, number))
                 if block is None:
-                    self._load(file, number, last)
+                    self._load_blocks(file, number, last)
                     block = self._blocks[file, number]
                 else:
                     self._blocks.move_to_end((file, number))
@@ -152,9 +152,9 @@ class BlockReader:
                 out[done : done + len(part)] = part
                 done, number = done + len(part), number + 1
 
-    def _load(self, file: int, first: int, last: int) -> None:
+    def _load_blocks(self, file: int, first: int, last: int) -> None:
         """Read blocks from the first, which is missing, to the next that is not, or the last that is wanted."""
-        found, manifest = self._shard(file), self._shards[file][2]
+        found, manifest = self._open_shard(file), self._shards[file][2]
         most = max(1, MOST_READ_BYTES // found.block_bytes)
         count = 1
         while first + count <= last and count < most and (file, first + count) not in self._blocks:
@@ -185,7 +185,7 @@ class BlockReader:
             f"again, else set model.vocab = {-(-(int(data.max()) + 1) // 64) * 64} or more",
         )
 
-    def _shard(self, file: int) -> _OpenShard:
+    def _open_shard(self, file: int) -> _OpenShard:
         found = self._open.pop(file, None) or _OpenShard(*self._shards[file])
         self._open[file] = found
         if len(self._open) > MOST_FILES:

@@ -31,7 +31,7 @@ class TextTokenizer:
         self.text = text
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         try:
-            self._inner = _library().Tokenizer.from_str(text)
+            self._inner = _tokenizers_library().Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             why = str(error).splitlines()[0][:120] if str(error) else ""
             fix = "name a tokenizer.json of the tokenizers library"
@@ -39,7 +39,8 @@ class TextTokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
-        self.vocab: int = _highest(self._inner) + 1
+        # By the largest number: some vocabularies have holes, and the embedding must reach the last.
+        self.vocab = 1 + int(max(self._inner.get_vocab(with_added_tokens=True).values()))
         self.end_of_text = _end_number(self._inner, end_of_text, where)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -78,7 +79,7 @@ def load_tokenizer(path: Path, *, end_of_text: str = "") -> TextTokenizer:
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
     """A byte-level BPE of at most `vocab` tokens; number 0 is the end of text."""
-    library = _library()
+    library = _tokenizers_library()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
@@ -116,18 +117,13 @@ class HashSample:
         return [text for _, text in sorted(self._heap, key=lambda item: (-item[0], item[1]))]
 
 
-def _library() -> Any:
+def _tokenizers_library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
         what = "building data needs the tokenizers library"
         raise UserError(Problem(where="", what=what, fix="pip install 'phalanx[train]'")) from error
     return tokenizers
-
-
-def _highest(inner: Any) -> int:
-    """The largest token number: some vocabularies have holes, and the embedding must reach the last."""
-    return int(max(inner.get_vocab(with_added_tokens=True).values()))
 
 
 def _end_number(inner: Any, wanted: str, where: str) -> int:

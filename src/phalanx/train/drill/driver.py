@@ -71,7 +71,7 @@ class FaultDriver:
     def tick(self) -> None:
         """Look at what is new, undo what has lasted long enough, and fire what is due."""
         for event in self._supervisor.read():
-            self._note(event)
+            self._note_event(event)
         for event in self._ranks.read():
             if event["event"] == "step":
                 if self._first_s is None:
@@ -84,7 +84,7 @@ class FaultDriver:
             entry[1]()
         self._follow_faults()
         for fault in [fault for fault in self._outside if self._is_due(fault)]:
-            if self._fire(fault):
+            if self._fire_fault(fault):
                 self._outside.remove(fault)
         self._stop_in_time()
         self._give_up()
@@ -97,7 +97,7 @@ class FaultDriver:
 
     # ---- following -------------------------------------------------------------------------------------------------
 
-    def _note(self, event: Event) -> None:
+    def _note_event(self, event: Event) -> None:
         self._moved_s = time.monotonic()
         if event["event"] != "epoch":
             return
@@ -146,7 +146,7 @@ class FaultDriver:
 
     # ---- firing ----------------------------------------------------------------------------------------------------
 
-    def _fire(self, fault: Fault) -> bool:
+    def _fire_fault(self, fault: Fault) -> bool:
         """False when there is nothing to hit yet."""
         host = self._hosts[fault.host % len(self._hosts)]
         match fault.kind:
@@ -154,9 +154,11 @@ class FaultDriver:
                 return self._hit_host(fault, host)
             case "coordinator":
                 pid = coordinator_of(self._run)
-                return pid is not None and self._signal(fault, [pid], signal.SIGKILL)
+                return pid is not None and self._signal_processes(fault, [pid], signal.SIGKILL)
             case "sigterm":
-                return self._signal(fault, [os.getpid()], signal.SIGTERM)  # whoever launched the run listens for it
+                return self._signal_processes(
+                    fault, [os.getpid()], signal.SIGTERM
+                )  # whoever launched the run listens for it
             case "damage":
                 return self._damage(fault)
             case "port":
@@ -171,11 +173,11 @@ class FaultDriver:
                 return self._take_core(fault)
         return self._hit_link(fault, host)
 
-    def _claim(self, fault: Fault, *, host: str = "", note: str = "") -> bool:
+    def _claim_fault(self, fault: Fault, *, host: str = "", note: str = "") -> bool:
         return firings.claim_firing(self._run, fault, host=host, epoch=self.epoch, step=self.step, note=note)
 
-    def _signal(self, fault: Fault, pids: list[int], number: signal.Signals, host: str = "") -> bool:
-        if self._claim(fault, host=host, note=f"{number.name} to {plural(len(pids), 'process')}"):
+    def _signal_processes(self, fault: Fault, pids: list[int], number: signal.Signals, host: str = "") -> bool:
+        if self._claim_fault(fault, host=host, note=f"{number.name} to {plural(len(pids), 'process')}"):
             signal_processes(pids, number)
         return True
 
@@ -189,47 +191,47 @@ class FaultDriver:
             return False  # it is down already: wait until it is back
         everybody = [agent, *children_of(agent)]  # the agent first: it must not note that its ranks fall
         if fault.kind == "host":
-            return self._signal(fault, everybody, signal.SIGKILL, host)
-        self._afterwards(fault, lambda: signal_processes(everybody, signal.SIGCONT))
-        return self._signal(fault, everybody, signal.SIGSTOP, host)
+            return self._signal_processes(fault, everybody, signal.SIGKILL, host)
+        self._undo_later(fault, lambda: signal_processes(everybody, signal.SIGCONT))
+        return self._signal_processes(fault, everybody, signal.SIGSTOP, host)
 
     def _damage(self, fault: Fault) -> bool:
         step = max(self._run.saved_steps(), default=None)
         if step is None:
             return False
-        if self._claim(fault, note=f"step-{step:08d}: {fault.how}"):
+        if self._claim_fault(fault, note=f"step-{step:08d}: {fault.how}"):
             damage_checkpoint(self._run, step, how=fault.how, seed=fault.seed)
         return True
 
     def _take_ports(self, fault: Fault) -> bool:
-        if self._claim(fault, note=f"{TAKEN_PORTS} ports of the loopback"):
+        if self._claim_fault(fault, note=f"{TAKEN_PORTS} ports of the loopback"):
             taken: list[socket.socket] = []
             with suppress(OSError):  # no more descriptors: that will do
                 taken += [socket.create_server(("127.0.0.1", 0)) for _ in range(TAKEN_PORTS)]
-            self._later.append((time.monotonic() + 5.0, lambda: _close(taken)))
+            self._later.append((time.monotonic() + 5.0, lambda: _close_sockets(taken)))
         return True
 
     def _fill_disk(self, fault: Fault) -> bool:
         root = self._run.checkpoints
         if isinstance(root, str) or not os.path.ismount(root):
             return False  # somebody's disk: not ours to fill
-        if self._claim(fault, note=str(root)):
+        if self._claim_fault(fault, note=str(root)):
             fill_disk(root)
-            self._afterwards(fault, lambda: free_disk(root))
+            self._undo_later(fault, lambda: free_disk(root))
         return True
 
     def _forbid_writing(self, fault: Fault) -> bool:
         root = self._run.checkpoints
         if isinstance(root, str) or not set_writable(root, False):
             return False
-        self._claim(fault, note=str(root))
-        self._afterwards(fault, lambda: set_writable(root, True))
+        self._claim_fault(fault, note=str(root))
+        self._undo_later(fault, lambda: set_writable(root, True))
         return True
 
     def _send_strangers(self, fault: Fault) -> bool:
         agents = [agent for agent in self._agents.values() if parent_of(agent) is not None]
         ports = listening_ports([*agents, *(child for agent in agents for child in children_of(agent))])
-        if ports and self._claim(fault, note=f"to {plural(len(ports), 'port')}"):
+        if ports and self._claim_fault(fault, note=f"to {plural(len(ports), 'port')}"):
             threading.Thread(target=send_strangers, args=(ports,), daemon=True).start()
         return bool(ports)
 
@@ -239,13 +241,13 @@ class FaultDriver:
             return False  # it was replaced: the next membership has its successor
         for rank, pid in pids.items():
             if firings.claim_firing(self._run, fault, whom=rank, rank=rank, epoch=self.epoch, step=self.step, pid=pid):
-                self._afterwards(fault, BusyCore(pid, fault.share).close)
+                self._undo_later(fault, BusyCore(pid, fault.share).close)
         return bool(pids)
 
     def _hit_link(self, fault: Fault, host: str) -> bool:
         assert self._net is not None
         net, number = self._net, self._hosts.index(host)
-        if self._claim(fault, host=host):
+        if self._claim_fault(fault, host=host):
             match fault.kind:
                 case "partition":
                     net.cut(number)
@@ -253,15 +255,15 @@ class FaultDriver:
                     net.slow(number, fault.sleep_s)
                 case _:
                     net.lose(number, fault.share)
-            self._afterwards(fault, lambda: net.heal(number))
+            self._undo_later(fault, lambda: net.heal(number))
         return True
 
-    def _afterwards(self, fault: Fault, undo: Callable[[], object]) -> None:
+    def _undo_later(self, fault: Fault, undo: Callable[[], object]) -> None:
         if fault.for_s:
             self._later.append((time.monotonic() + fault.for_s, undo))
 
 
-def _close(taken: Sequence[socket.socket]) -> None:
+def _close_sockets(taken: Sequence[socket.socket]) -> None:
     for one in taken:
         one.close()
 
@@ -289,18 +291,18 @@ def _damage(run: Run, step: int, *, how: str, seed: int) -> str:
     path = folder / "manifest.json" if how == "manifest" else files[draw.randrange(len(files))]
     match how:
         case "flip" | "manifest":
-            what = _flip(path, draw)
+            what = _flip_file(path, draw)
         case "truncate":
-            what = _truncate(path, draw)
+            what = _truncate_file(path, draw)
         case "swap":
-            what = _swap(path, files[(files.index(path) + 1) % len(files)])
+            what = _swap_files(path, files[(files.index(path) + 1) % len(files)])
         case _:
             path.unlink()
             what = "deleted"
     return f"{folder.name}/{path.name}: {what}"
 
 
-def _flip(path: Path, draw: random.Random) -> str:
+def _flip_file(path: Path, draw: random.Random) -> str:
     data = bytearray(path.read_bytes())
     place, bit = draw.randrange(len(data)), draw.randrange(8)
     data[place] ^= 1 << bit
@@ -308,7 +310,7 @@ def _flip(path: Path, draw: random.Random) -> str:
     return f"bit {bit} of byte {place:,} flipped"
 
 
-def _truncate(path: Path, draw: random.Random) -> str:
+def _truncate_file(path: Path, draw: random.Random) -> str:
     size = path.stat().st_size
     kept = draw.randrange(size)
     with path.open("r+b") as file:
@@ -316,7 +318,7 @@ def _truncate(path: Path, draw: random.Random) -> str:
     return f"cut from {size:,} to {kept:,} bytes"
 
 
-def _swap(first: Path, second: Path) -> str:
+def _swap_files(first: Path, second: Path) -> str:
     if first == second:
         return "nothing to swap with"
     aside = first.with_suffix(".aside")
@@ -342,7 +344,7 @@ def parent_of(pid: int) -> int | None:
 
 def children_of(pid: int) -> list[int]:
     """Direct children, spares and coordinator included."""
-    return [other for other in _all() if parent_of(other) == pid]
+    return [other for other in _all_pids() if parent_of(other) == pid]
 
 
 def command_of(pid: int) -> list[str]:
@@ -355,7 +357,9 @@ def command_of(pid: int) -> list[str]:
 
 def coordinator_of(run: Run) -> int | None:
     """The process that coordinates this run."""
-    return next((pid for pid in _all() if COORDINATOR in (words := command_of(pid)) and str(run.path) in words), None)
+    return next(
+        (pid for pid in _all_pids() if COORDINATOR in (words := command_of(pid)) and str(run.path) in words), None
+    )
 
 
 def signal_processes(pids: list[int], number: signal.Signals) -> int:
@@ -368,5 +372,5 @@ def signal_processes(pids: list[int], number: signal.Signals) -> int:
     return reached
 
 
-def _all() -> list[int]:
+def _all_pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]

@@ -177,22 +177,26 @@ class Fault:
         'kill:rank=2+3,step=5'
         """
         written = ((item.name, getattr(self, item.name)) for item in fields(self) if item.name not in ("kind", "id"))
-        words = [f"{key}={_write(value)}" for key, value in written if value != _unset(self.kind, key)]
+        words = [f"{key}={_value_text(value)}" for key, value in written if value != _unset_value(self.kind, key)]
         return self.kind + (":" + ",".join(words) if words else "")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; only what is not as usual."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        kept = {key: value for key, value in values.items() if key in ("kind", "id") or value != _unset(self.kind, key)}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if key in ("kind", "id") or value != _unset_value(self.kind, key)
+        }
         return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fault:
         """The fault that `to_dict` wrote; raises UserError for anything else."""
-        words = {key: _write(tuple(v) if isinstance(v, list) else v) for key, v in values.items()}
+        words = {key: _value_text(tuple(v) if isinstance(v, list) else v) for key, v in values.items()}
         kind, number = words.pop("kind", ""), words.pop("id", "0")
         return parse_fault(
-            f"{kind}:" + ",".join(f"{key}={value}" for key, value in words.items()), id=_whole(number, "id")
+            f"{kind}:" + ",".join(f"{key}={value}" for key, value in words.items()), id=_whole_number(number, "id")
         )
 
 
@@ -209,9 +213,9 @@ def parse_fault(text: str, *, id: int = 0) -> Fault:
     given: dict[str, str] = {}
     for word in (word for word in rest.split(",") if word.strip()):
         key, equals, value = word.partition("=")
-        given[_key(text, kind, key.strip(), bool(equals))] = value.strip()
-    values = {**_usual(kind), **{key: _read(text, kind, key, value) for key, value in given.items()}}
-    _check(text, kind, values)
+        given[_check_key(text, kind, key.strip(), bool(equals))] = value.strip()
+    values = {**_usual_values(kind), **{key: _read_value(text, kind, key, value) for key, value in given.items()}}
+    _check_fault(text, kind, values)
     return Fault(kind=kind, id=id, **values)
 
 
@@ -229,7 +233,7 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-def _key(text: str, kind: str, key: str, has_value: bool) -> str:
+def _check_key(text: str, kind: str, key: str, has_value: bool) -> str:
     allowed = FAULT_KINDS[kind].keys
     if key in allowed and has_value:
         return key
@@ -241,7 +245,7 @@ def _key(text: str, kind: str, key: str, has_value: bool) -> str:
     )
 
 
-def _usual(kind: str) -> dict[str, Any]:
+def _usual_values(kind: str) -> dict[str, Any]:
     """What is meant when nothing is said."""
     of = FAULT_KINDS[kind]
     usual: dict[str, Any] = {}
@@ -262,20 +266,20 @@ def _usual(kind: str) -> dict[str, Any]:
     return usual
 
 
-def _unset(kind: str, key: str) -> Any:
+def _unset_value(kind: str, key: str) -> Any:
     """The value a key has when it is not written."""
-    usual = _usual(kind)
+    usual = _usual_values(kind)
     return usual[key] if key in usual else next(item.default for item in fields(Fault) if item.name == key)
 
 
-def _read(text: str, kind: str, key: str, value: str) -> Any:
+def _read_value(text: str, kind: str, key: str, value: str) -> Any:
     try:
         return _READ[key](value, key)
     except ValueError as error:
-        raise mistake(f"--fault {text[:80]}", str(error), fix=_example(kind, key)) from None
+        raise mistake(f"--fault {text[:80]}", str(error), fix=_example_text(kind, key)) from None
 
 
-def _example(kind: str, key: str) -> str:
+def _example_text(kind: str, key: str) -> str:
     if key == "how":
         return f"use one of {', '.join(FAULT_KINDS[kind].hows)}"
     if key == "point":
@@ -284,27 +288,27 @@ def _example(kind: str, key: str) -> str:
     return examples.get(key, f"write {key}=2")
 
 
-def _check(text: str, kind: str, values: Mapping[str, Any]) -> None:
+def _check_fault(text: str, kind: str, values: Mapping[str, Any]) -> None:
     where = f"--fault {text[:80]}"
     if values.get("how") and values["how"] not in FAULT_KINDS[kind].hows:
-        raise mistake(where, f"how={values['how'][:40]} is unknown", fix=_example(kind, "how"))
+        raise mistake(where, f"how={values['how'][:40]} is unknown", fix=_example_text(kind, "how"))
     if values.get("point") and values["point"] not in POINTS:
-        raise mistake(where, f"point={values['point'][:40]} is unknown", fix=_example(kind, "point"))
+        raise mistake(where, f"point={values['point'][:40]} is unknown", fix=_example_text(kind, "point"))
     if values.get("step") is not None and values.get("at_s") is not None:
         raise mistake(where, "step and at_s exclude each other", fix="give one of them")
 
 
-def _whole(value: str, key: str) -> int:
+def _whole_number(value: str, key: str) -> int:
     if not value.isdecimal() or int(value) > MOST:
         raise ValueError(f"{key}={value[:40]} is not a whole number from 0 on")
     return int(value)
 
 
-def _ranks(value: str, key: str) -> tuple[int, ...]:
-    return tuple(_whole(part, key) for part in value.split("+"))
+def _rank_list(value: str, key: str) -> tuple[int, ...]:
+    return tuple(_whole_number(part, key) for part in value.split("+"))
 
 
-def _seconds(value: str, key: str) -> float:
+def _seconds_value(value: str, key: str) -> float:
     try:
         number = float(value)
     except ValueError:
@@ -314,8 +318,8 @@ def _seconds(value: str, key: str) -> float:
     return number
 
 
-def _share(value: str, key: str) -> float:
-    number = _seconds(value, key)
+def _share_value(value: str, key: str) -> float:
+    number = _seconds_value(value, key)
     if number > 1:
         raise ValueError(f"{key}={value[:40]} is above 1")
     return number
@@ -325,16 +329,16 @@ def _word(value: str, key: str) -> str:
     return value
 
 
-def _write(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return "+".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _READ: dict[str, Callable[[str, str], Any]] = {
-    **dict.fromkeys(("host", "slot", "step", "epoch", "seed", "times"), _whole),
-    **dict.fromkeys(("at_s", "for_s", "sleep_s"), _seconds),
+    **dict.fromkeys(("host", "slot", "step", "epoch", "seed", "times"), _whole_number),
+    **dict.fromkeys(("at_s", "for_s", "sleep_s"), _seconds_value),
     **dict.fromkeys(("point", "how"), _word),
-    "rank": _ranks,
-    "share": _share,
+    "rank": _rank_list,
+    "share": _share_value,
 }

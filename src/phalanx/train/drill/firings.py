@@ -12,7 +12,8 @@ from typing import Any
 
 from phalanx.io.codec import from_message
 from phalanx.io.files import replace_text
-from phalanx.record.run import Run, read_json
+from phalanx.record.run import Run
+from phalanx.record.run_files import read_json
 from phalanx.train.drill.faults import Fault
 
 VERSION = 1

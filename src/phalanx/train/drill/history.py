@@ -160,7 +160,7 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
             epoch.restore_step, epoch.source = epoch.found[int(event["rank"])]
         elif event["event"] == "checkpoint" and event.get("path"):
             history.checkpoints.append(event)
-    _chain(history)
+    _build_chain(history)
     return history
 
 
@@ -170,7 +170,7 @@ def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
         number = int(event.get("epoch", -1))
         match event["event"]:
             case "epoch":
-                epochs[number] = _epoch(event)
+                epochs[number] = _epoch_history(event)
             case "restore" if number in epochs:
                 epoch = epochs[number]
                 epoch.restored, epoch.restore_step = True, int(event.get("step") or 0)
@@ -186,7 +186,7 @@ def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
     history.epochs = [epochs[number] for number in sorted(epochs)]
 
 
-def _epoch(event: Event) -> EpochHistory:
+def _epoch_history(event: Event) -> EpochHistory:
     members = tuple(
         EpochMember(
             rank=int(one.get("rank", -1)),
@@ -216,7 +216,7 @@ def _add_step(epoch: EpochHistory, event: Event) -> None:
     one.ended_s = max(one.ended_s, float(event["t"]))
 
 
-def _chain(history: DrillHistory) -> None:
+def _build_chain(history: DrillHistory) -> None:
     """Apply the restores: each cuts the chain, each epoch grows it. Steps that leave a gap are not in it."""
     saved: dict[int, str] = {}  # checkpoint step -> lineage of what it holds
     commits = {(int(event.get("epoch", -1)), int(event["step"])) for event in history.checkpoints}

@@ -58,13 +58,13 @@ class Injector(DrillHooks):
         """Before this rank of a new epoch meets the others."""
         self._epoch, self._rank, self._step = epoch, rank, -1
         self._held = {}
-        self._act("init")
+        self._act_at("init")
 
     def restoring(self, epoch: int, rank: int) -> None:
         """Before it takes up its state."""
         self._epoch, self._rank = epoch, rank
         if epoch > 1:
-            self._act("restore")
+            self._act_at("restore")
 
     def step_begins(self, step: int) -> None:
         """Before the batch is fetched."""
@@ -72,20 +72,20 @@ class Injector(DrillHooks):
         if self._began_s:
             self._step_s = now - self._began_s
         self._step = step
-        self._act("step")
-        for fault in self._due("collective"):
+        self._act_at("step")
+        for fault in self._due_faults("collective"):
             self._in_a_moment(fault)
-        for fault in self._due("rest"):  # what rotted since the last update: nobody has read it in between
-            if fault.how in self._held and self._claim(fault):
-                _flip(self._held[fault.how], seed=fault.seed)
-        self._sleep()
+        for fault in self._due_faults("rest"):  # what rotted since the last update: nobody has read it in between
+            if fault.how in self._held and self._claim_fault(fault):
+                _flip_state(self._held[fault.how], seed=fault.seed)
+        self._sleep_slowed()
         self._began_s = time.monotonic()
 
     def gradients(self, step: int, grads: Sequence[torch.Tensor]) -> None:
         """The summed gradients this rank holds, before their norm is agreed on."""
-        for fault in self._due("gradient"):
+        for fault in self._due_faults("gradient"):
             filled = [grad for grad in grads if grad.numel()]
-            if filled and self._claim(fault):
+            if filled and self._claim_fault(fault):
                 if fault.kind == "nan":
                     filled[0].view(-1)[0] = torch.nan
                 elif fault.kind == "zero":
@@ -97,16 +97,16 @@ class Injector(DrillHooks):
     def updated(self, step: int, weights: Sequence[TensorShard], moments: Sequence[TensorShard]) -> None:
         """After the optimizer, before the digest and the copy in memory."""
         self._held = {"weight": weights, "moment": moments}
-        for fault in self._due("update"):
-            if self._claim(fault):
-                _flip(weights, seed=fault.seed)
+        for fault in self._due_faults("update"):
+            if self._claim_fault(fault):
+                _flip_state(weights, seed=fault.seed)
 
     def save_point(self, name: str) -> None:
         """A point of `checkpoint.save`, perhaps in its thread."""
-        self._act(f"save-{name}")
+        self._act_at(f"save-{name}")
         if name == "begin":
-            for fault in self._due("disk"):
-                if self._claim(fault):
+            for fault in self._due_faults("disk"):
+                if self._claim_fault(fault):
                     if fault.how == "limit":
                         limit_files(for_s=fault.for_s)
                     else:
@@ -120,8 +120,8 @@ class Injector(DrillHooks):
 
     # ---- which fault is due ----------------------------------------------------------------------------------------
 
-    def _due(self, point: str) -> list[Fault]:
-        return [fault for fault in self._faults if _place(fault) == point and self._is_due(fault)]
+    def _due_faults(self, point: str) -> list[Fault]:
+        return [fault for fault in self._faults if _hook_point(fault) == point and self._is_due(fault)]
 
     def _is_due(self, fault: Fault) -> bool:
         if fault.epoch is not None and fault.epoch != self._epoch:
@@ -130,22 +130,22 @@ class Injector(DrillHooks):
             return False
         if fault.at_s is not None and not self._has_passed(fault.at_s):
             return False
-        return self._target(fault) is not None
+        return self._target_rank(fault) is not None
 
     def _has_passed(self, at_s: float) -> bool:
         if self._clock is None:
             self._clock = firings.drill_clock(self._run)
         return self._clock is not None and time.time() >= self._clock + at_s
 
-    def _target(self, fault: Fault) -> int | None:
+    def _target_rank(self, fault: Fault) -> int | None:
         """Which of the fault's ranks we are; numbers beyond the world count round, so that a shrunken job is hit."""
         if fault.slot is not None:
             return fault.slot if fault.slot == self._slot else None
         world = dist.get_world_size() if dist.is_initialized() else 0
         return next((rank for rank in fault.rank if (rank % world if world else rank) == self._rank), None)
 
-    def _claim(self, fault: Fault) -> bool:
-        whom = self._target(fault)
+    def _claim_fault(self, fault: Fault) -> bool:
+        whom = self._target_rank(fault)
         if whom is None or (fault.id, whom) in self._over:
             return False
         if fault.times == 1:  # whoever fires it: it need not be asked for again
@@ -164,12 +164,12 @@ class Injector(DrillHooks):
 
     # ---- what it does ----------------------------------------------------------------------------------------------
 
-    def _act(self, point: str) -> None:
-        for fault in self._due(point):
-            if self._claim(fault):
-                self._do(fault)
+    def _act_at(self, point: str) -> None:
+        for fault in self._due_faults(point):
+            if self._claim_fault(fault):
+                self._inject_fault(fault)
 
-    def _do(self, fault: Fault) -> None:
+    def _inject_fault(self, fault: Fault) -> None:
         match fault.kind:
             case "kill" | "crash-loop":
                 kill_self()
@@ -190,20 +190,20 @@ class Injector(DrillHooks):
         """From a thread, while the step is in its collectives."""
 
         def strike() -> None:
-            if self._claim(fault):
-                self._do(fault)
+            if self._claim_fault(fault):
+                self._inject_fault(fault)
 
         timer = threading.Timer(random.Random(fault.id).uniform(0.1, 0.9) * self._step_s, strike)
         timer.daemon = True
         timer.start()
 
-    def _sleep(self) -> None:
+    def _sleep_slowed(self) -> None:
         now = time.monotonic()
         self._slowed = [(until, seconds) for until, seconds in self._slowed if now < until]
         time.sleep(sum(seconds for _, seconds in self._slowed))
 
 
-def _place(fault: Fault) -> str:
+def _hook_point(fault: Fault) -> str:
     """The hook that a fault belongs to."""
     match fault.kind:
         case "nan" | "zero":
@@ -257,7 +257,7 @@ def limit_files(*, for_s: float) -> None:
     timer.start()
 
 
-def _flip(shards: Sequence[TensorShard], *, seed: int) -> None:
+def _flip_state(shards: Sequence[TensorShard], *, seed: int) -> None:
     _flip_bit([shard.tensor for shard in shards if shard.tensor.numel()], seed=seed)
 
 
@@ -269,13 +269,13 @@ def _flip_bit(tensors: Sequence[torch.Tensor], *, seed: int) -> None:
     draw = random.Random(seed)
     tensor = tensors[draw.randrange(len(tensors))]
     index, bit = draw.randrange(tensor.numel()), draw.randrange(8 * tensor.element_size())
-    place = _unravel(index, tensor.shape)
+    place = _unravel_index(index, tensor.shape)
     value = tensor[place].detach().cpu().reshape(1).clone()
     value.view(torch.uint8)[bit // 8] ^= 1 << (bit % 8)
     tensor[place] = value[0].to(tensor.device)
 
 
-def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def _unravel_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     place = []
     for size in reversed(shape):
         place.append(index % size)

@@ -75,7 +75,7 @@ def judge_digests(history: DrillHistory) -> Verdict:
     twice = 0
     for same in by_lineage.values():
         twice += len(same) > 1
-        if difference := _difference(same):
+        if difference := _first_difference(same):
             wrong.append(difference)
     known = sum(bool(one.digests) for one in history.chain)
     ok = not wrong and (known > 0 or not history.chain)
@@ -94,7 +94,7 @@ def judge_replay(history: DrillHistory, replay: DrillHistory) -> Verdict:
     for ours, theirs in zip(history.chain, replay.chain, strict=False):
         if ours.lineage != theirs.lineage:
             wrong.append(f"step {ours.step}: the replay reached it from another state")
-        elif difference := _difference([ours, theirs]):
+        elif difference := _first_difference([ours, theirs]):
             wrong.append(difference)
         compared += len(ours.digests.keys() & theirs.digests.keys())
     if history.chain and not compared:
@@ -119,7 +119,9 @@ def judge_step_order(history: DrillHistory) -> Verdict:
                 taken[rank].append(step)
         for rank, steps in taken.items():
             if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
-                wrong.append(f"generation {epoch.number}, rank {rank}: steps {_few(steps)} after {epoch.restore_step}")
+                wrong.append(
+                    f"generation {epoch.number}, rank {rank}: steps {_first_few(steps)} after {epoch.restore_step}"
+                )
     epochs, done = plural(len(history.epochs), "generation"), plural(len(history.executions), "step")
     text = f"{epochs}, {done} done, {len(history.undone):,} undone"
     return Verdict(name="steps in order", ok=not wrong, evidence=evidence_text(text, wrong))
@@ -139,7 +141,7 @@ def judge_restores(history: DrillHistory) -> Verdict:
             counts[source] += 1
             if source == "start" and step:
                 wrong.append(f"generation {epoch.number} starts afresh at step {step}")
-            if source == "disk" and step not in epoch.kept and not _unsaid(history, before, epoch, done=done):
+            if source == "disk" and step not in epoch.kept and not _is_unreported(history, before, epoch, done=done):
                 wrong.append(f"generation {epoch.number} restored step {step}, which was never on the disk")
             if source == "memory" and step > done:
                 wrong.append(f"generation {epoch.number} restored step {step}, but only {done} were done")
@@ -150,7 +152,7 @@ def judge_restores(history: DrillHistory) -> Verdict:
     return Verdict(name="every restore was committed", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def _unsaid(history: DrillHistory, before: EpochHistory | None, epoch: EpochHistory, *, done: int) -> bool:
+def _is_unreported(history: DrillHistory, before: EpochHistory | None, epoch: EpochHistory, *, done: int) -> bool:
     """Whether rank 0 died between a commit and its line: newer than all it told of, and of a step that was done."""
     if before is None or not max(epoch.kept, default=0) < epoch.restore_step <= done:
         return False
@@ -174,11 +176,11 @@ def judge_samples(
         # Ranks that learn from the same sequences, as those of a tensor or pipeline group do.
         data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
         holders = max(1, epoch.world // max(1, data)) if epoch is not None else 1
-        if silent and not all(_fell(history, one, rank, full) for rank in silent):
-            wrong.append(f"step {one.step}: rank {_few(silent)} did not record its samples")
+        if silent and not all(_died_at_step(history, one, rank, full) for rank in silent):
+            wrong.append(f"step {one.step}: rank {_first_few(silent)} did not record its samples")
         elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
             wrong.append(f"step {one.step}: {difference}")
-    if expected is None and (again := _again(history)):
+    if expected is None and (again := _repeated_sample(history)):
         wrong.append(again)
     text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}"
     if unknown:
@@ -191,16 +193,16 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
     wanted = Counter(counts.keys()) if expected is None else Counter(expected)
     most = Counter({sample: count * holders for sample, count in wanted.items()})
     if more := counts - most:
-        return f"{plural(len(more), 'sample')} repeated or not of this step, such as {_few(sorted(more))}"
+        return f"{plural(len(more), 'sample')} repeated or not of this step, such as {_first_few(sorted(more))}"
     if not partial and (fewer := most - counts):
-        return f"{plural(len(fewer), 'sample')} of the batch missing, such as {_few(sorted(fewer))}"
+        return f"{plural(len(fewer), 'sample')} of the batch missing, such as {_first_few(sorted(fewer))}"
     return ""
 
 
 def judge_fencing(history: DrillHistory) -> Verdict:
     """(f) Once a newer epoch had begun on a host, no rank of an older one there did or committed anything."""
     wrong = []
-    ends = {epoch.number: _ends(history, epoch.number) for epoch in history.epochs}
+    ends = {epoch.number: _host_ends(history, epoch.number) for epoch in history.epochs}
     host_of = {(e.number, m.rank): m.host for e in history.epochs for m in e.members}
     late = 0
     for event in history.ranks:
@@ -236,7 +238,7 @@ def judge_ending(history: DrillHistory, *, state: str, wanted: Sequence[str]) ->
     return Verdict(name="the run ended well", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def _difference(same: Sequence[StepExecution]) -> str:
+def _first_difference(same: Sequence[StepExecution]) -> str:
     """What differs between executions that should be alike; empty when nothing does."""
     by_rank: dict[int, dict[str, int]] = defaultdict(dict)
     for one in same:
@@ -247,7 +249,7 @@ def _difference(same: Sequence[StepExecution]) -> str:
             reported = ", ".join(f"{digest[:12]} (generation {epoch})" for digest, epoch in digests.items())
             return f"step {same[0].step}, rank {rank}: {reported}"
     losses = {one.loss for one in same if one.loss is not None}
-    return f"step {same[0].step}: losses {_few(sorted(losses))}" if len(losses) > 1 else ""
+    return f"step {same[0].step}: losses {_first_few(sorted(losses))}" if len(losses) > 1 else ""
 
 
 def _rolled_back(history: DrillHistory, number: int) -> bool:
@@ -256,7 +258,7 @@ def _rolled_back(history: DrillHistory, number: int) -> bool:
     return any((event.get("cause") or {}).get("kind") == ASTRAY for event in causes)
 
 
-def _fell(history: DrillHistory, one: StepExecution, rank: int, full: Collection[FullDisk]) -> bool:
+def _died_at_step(history: DrillHistory, one: StepExecution, rank: int, full: Collection[FullDisk]) -> bool:
     """Whether a silent rank died in this epoch, at this step: its last lines went with it."""
     epoch = history.epoch(one.epoch)
     if epoch is None:
@@ -303,7 +305,7 @@ def _lost_ranks(incident: Event) -> set[int]:
     return {int(incident.get("rank", -1)), *map(int, incident.get("others") or ())} - {-1}
 
 
-def _again(history: DrillHistory) -> str:
+def _repeated_sample(history: DrillHistory) -> str:
     """A sample in two committed steps, where nobody knows the order: right only within one pass over the data."""
     seen: dict[int, int] = {}
     for one in history.chain:
@@ -314,7 +316,7 @@ def _again(history: DrillHistory) -> str:
     return ""
 
 
-def _ends(history: DrillHistory, number: int) -> dict[str, float]:
+def _host_ends(history: DrillHistory, number: int) -> dict[str, float]:
     """When the next epoch began, by host: its members had answered then, so they had left this one."""
     found: dict[str, float] = {}
     for epoch in history.epochs:
@@ -332,5 +334,5 @@ def evidence_text(text: str, wrong: Sequence[str]) -> str:
     return f"{text}: " + "; ".join(wrong[:MOST_NAMED]) + more
 
 
-def _few(values: Sequence[object], most: int = 6) -> str:
+def _first_few(values: Sequence[object], most: int = 6) -> str:
     return ", ".join(map(str, values[:most])) + (" …" if len(values) > most else "")

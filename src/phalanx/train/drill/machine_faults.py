@@ -38,7 +38,7 @@ class SmallDisk:
 
     def __enter__(self) -> SmallDisk:
         self.folder.mkdir(parents=True, exist_ok=True)
-        _mount(["-t", "tmpfs", "-o", f"size={self._size_bytes},mode=0700", "phalanx-drill", str(self.folder)])
+        _run_mount(["-t", "tmpfs", "-o", f"size={self._size_bytes},mode=0700", "phalanx-drill", str(self.folder)])
         return self
 
     def __exit__(
@@ -48,16 +48,16 @@ class SmallDisk:
         subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, timeout=MOUNT_TIMEOUT_S)
 
 
-def _mount(words: Sequence[str]) -> None:
+def _run_mount(words: Sequence[str]) -> None:
     try:
         done = subprocess.run(["mount", *words], capture_output=True, text=True, timeout=MOUNT_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        raise _refused(str(error)) from error
+        raise _mount_refused(str(error)) from error
     if done.returncode:
-        raise _refused(done.stderr.strip() or f"mount ended with exit code {done.returncode}")
+        raise _mount_refused(done.stderr.strip() or f"mount ended with exit code {done.returncode}")
 
 
-def _refused(why: str) -> SystemFailure:
+def _mount_refused(why: str) -> SystemFailure:
     what = f"a small file system cannot be mounted: {why}"
     return SystemFailure(Problem(where="phalanx drill", what=what, fix="run it as root, outside of a container"))
 
@@ -91,7 +91,7 @@ def set_writable(folder: Path, writable: bool) -> bool:
     if not os.path.ismount(folder):
         return False
     with suppress(SystemFailure):  # busy: somebody is writing to it
-        _mount(["-o", f"remount,{'rw' if writable else 'ro'}", str(folder)])
+        _run_mount(["-o", f"remount,{'rw' if writable else 'ro'}", str(folder)])
         return True
     return False
 
@@ -114,11 +114,11 @@ def listening_ports(pids: Sequence[int]) -> list[tuple[str, int]]:
                 words = line.split()
                 if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:  # LISTEN
                     address, _, port = words[1].partition(":")
-                    found.append((_address(address, family), int(port, 16)))
+                    found.append((_parse_address(address, family), int(port, 16)))
     return sorted(set(found))
 
 
-def _address(text: str, family: int) -> str:
+def _parse_address(text: str, family: int) -> str:
     """An address of /proc/net/tcp, where each four bytes are in the order of the machine; the loopback for "any"."""
     raw = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     if not any(raw):

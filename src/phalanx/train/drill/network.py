@@ -28,16 +28,16 @@ class DrillNetwork:
 
     def __enter__(self) -> DrillNetwork:
         if shutil.which("ip") is None or shutil.which("tc") is None:
-            raise _refused("ip and tc are not installed")
+            raise _network_refused("ip and tc are not installed")
         try:
-            self._add(self._switch)
-            self._ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-            self._ip("-n", self._switch, "link", "set", "br0", "up")
+            self._add_namespace(self._switch_name)
+            self._run_ip("-n", self._switch_name, "link", "add", "br0", "type", "bridge")
+            self._run_ip("-n", self._switch_name, "link", "set", "br0", "up")
             for host in range(self.hosts):
-                self._join(host)
+                self._join_host(host)
         except subprocess.SubprocessError as error:
             self._stack.close()
-            raise _refused(_words(error)) from error
+            raise _network_refused(_error_text(error)) from error
         return self
 
     def __exit__(
@@ -47,7 +47,7 @@ class DrillNetwork:
 
     def prefix(self, host: int) -> tuple[str, ...]:
         """The command that runs another one on a host."""
-        return ("ip", "netns", "exec", self._name(host))
+        return ("ip", "netns", "exec", self._host_name(host))
 
     def address(self, host: int) -> str:
         """The address of a host."""
@@ -55,64 +55,66 @@ class DrillNetwork:
 
     def cut(self, host: int) -> None:
         """Pull the cable."""
-        self._ip("-n", self._switch, "link", "set", f"port{host}", "down")
+        self._run_ip("-n", self._switch_name, "link", "set", f"port{host}", "down")
 
     def heal(self, host: int) -> None:
         """Plug it in again, and make it quick and sound."""
-        self._ip("-n", self._switch, "link", "set", f"port{host}", "up")
-        for space, device in self._ends(host):
+        self._run_ip("-n", self._switch_name, "link", "set", f"port{host}", "up")
+        for space, device in self._link_ends(host):
             with suppress(subprocess.SubprocessError):
-                self._tc("-n", space, "qdisc", "del", "dev", device, "root")
+                self._run_tc("-n", space, "qdisc", "del", "dev", device, "root")
 
     def slow(self, host: int, delay_s: float) -> str:
         """Let packets arrive late; says how."""
-        return self._shape(host, ("netem", "delay", f"{delay_s * 1000:.0f}ms"), NARROW)
+        return self._shape_link(host, ("netem", "delay", f"{delay_s * 1000:.0f}ms"), NARROW)
 
     def lose(self, host: int, share: float) -> str:
         """Lose packets; says how."""
-        return self._shape(host, ("netem", "loss", f"{share * 100:.2f}%"), SHORT)
+        return self._shape_link(host, ("netem", "loss", f"{share * 100:.2f}%"), SHORT)
 
-    def _shape(self, host: int, wanted: tuple[str, ...], instead: tuple[str, ...]) -> str:
+    def _shape_link(self, host: int, wanted: tuple[str, ...], instead: tuple[str, ...]) -> str:
         for words in (wanted, instead):
             try:
-                for space, device in self._ends(host):
-                    self._tc("-n", space, "qdisc", "replace", "dev", device, "root", *words)
+                for space, device in self._link_ends(host):
+                    self._run_tc("-n", space, "qdisc", "replace", "dev", device, "root", *words)
                 return " ".join(words)
             except subprocess.SubprocessError as error:
-                refused = _refused(_words(error))
+                refused = _network_refused(_error_text(error))
         raise refused
 
-    def _join(self, host: int) -> None:
-        name, port = self._name(host), f"port{host}"
-        self._add(name)
-        self._ip("link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
-        self._ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
-        self._ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", DEVICE)
+    def _join_host(self, host: int) -> None:
+        name, port = self._host_name(host), f"port{host}"
+        self._add_namespace(name)
+        self._run_ip(
+            "link", "add", DEVICE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch_name
+        )
+        self._run_ip("-n", self._switch_name, "link", "set", port, "master", "br0", "up")
+        self._run_ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", DEVICE)
         for device in (DEVICE, "lo"):
-            self._ip("-n", name, "link", "set", device, "up")
+            self._run_ip("-n", name, "link", "set", device, "up")
 
-    def _add(self, name: str) -> None:
-        self._ip("netns", "add", name)
-        self._stack.callback(self._remove, name)
+    def _add_namespace(self, name: str) -> None:
+        self._run_ip("netns", "add", name)
+        self._stack.callback(self._remove_namespace, name)
 
-    def _remove(self, name: str) -> None:
+    def _remove_namespace(self, name: str) -> None:
         with suppress(subprocess.SubprocessError):
-            self._ip("netns", "del", name)
+            self._run_ip("netns", "del", name)
 
-    def _ends(self, host: int) -> tuple[tuple[str, str], ...]:
-        return (self._switch, f"port{host}"), (self._name(host), DEVICE)
+    def _link_ends(self, host: int) -> tuple[tuple[str, str], ...]:
+        return (self._switch_name, f"port{host}"), (self._host_name(host), DEVICE)
 
     @property
-    def _switch(self) -> str:
+    def _switch_name(self) -> str:
         return f"{self._mark}-switch"
 
-    def _name(self, host: int) -> str:
+    def _host_name(self, host: int) -> str:
         return f"{self._mark}-{host}"
 
-    def _ip(self, *words: str) -> None:
+    def _run_ip(self, *words: str) -> None:
         _run_command("ip", *words)
 
-    def _tc(self, *words: str) -> None:
+    def _run_tc(self, *words: str) -> None:
         _run_command("tc", *words)
 
 
@@ -120,12 +122,12 @@ def _run_command(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
 
 
-def _words(error: subprocess.SubprocessError) -> str:
+def _error_text(error: subprocess.SubprocessError) -> str:
     said = getattr(error, "stderr", b"") or b""
     return said.decode("utf-8", "replace").strip().splitlines()[-1] if said.strip() else str(error)
 
 
-def _refused(what: str) -> SystemFailure:
+def _network_refused(what: str) -> SystemFailure:
     return SystemFailure(
         Problem(
             where="network namespaces",

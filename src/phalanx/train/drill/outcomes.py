@@ -42,8 +42,8 @@ def fault_outcomes(
     """Every firing in the order of time; a fault may go unnoticed for `patience_s`."""
     texts = {fault.id: fault.text for fault in faults}
     end_s = float(history.end["t"]) if history.end is not None else inf
-    incidents = _attribute(history, firings, patience_s)
-    found = [_outcome(history, one, incidents.get(at), texts) for at, one in enumerate(firings)]
+    incidents = _match_incidents(history, firings, patience_s)
+    found = [_fault_outcome(history, one, incidents.get(at), texts) for at, one in enumerate(firings)]
     late_s = end_s - patience_s
     return [
         replace(one, judged=not (_must_be_noticed(one) and one.detected_s is None and one.fired_s >= late_s))
@@ -89,7 +89,7 @@ def judge_noticed(found: Sequence[FaultOutcome], *, asked: int, patience_s: floa
     return Verdict(name=name, ok=False, judged=False, evidence=evidence)
 
 
-def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: float) -> dict[int, Event]:
+def _match_incidents(history: DrillHistory, firings: Sequence[Firing], patience_s: float) -> dict[int, Event]:
     """The incident in which each firing was noticed, by its place in `firings`; none for those that nobody noticed.
 
     An incident belongs to the faults whose rank or host it names, and, of those that came before their time to be
@@ -109,7 +109,7 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
                 if at not in found
                 and one.t_s <= float(incident["t"])
                 and _epoch_of(history, one) <= int(incident.get("epoch", -1))
-                and (_names(history, incident, one) or not by_name)
+                and (_names_firing(history, incident, one) or not by_name)
             ]
             near = [at for at in before if _noticed_s(incident) - firings[at].t_s <= patience_s]
             newest = max(before, key=lambda at: firings[at].t_s, default=None)
@@ -120,7 +120,7 @@ def _attribute(history: DrillHistory, firings: Sequence[Firing], patience_s: flo
     return found
 
 
-def _names(history: DrillHistory, incident: Event, one: Firing) -> bool:
+def _names_firing(history: DrillHistory, incident: Event, one: Firing) -> bool:
     if one.rank >= 0:
         named = one.rank in (incident.get("rank"), *(incident.get("others") or ()))
         return named or (_is_host_lost(incident) and _host_of(history, one) == incident.get("host"))
@@ -161,7 +161,9 @@ def _epoch_of(history: DrillHistory, one: Firing) -> int:
     return max((epoch.number for epoch in history.epochs if epoch.began_s <= one.t_s), default=0)
 
 
-def _outcome(history: DrillHistory, fired: Firing, incident: Event | None, texts: Mapping[int, str]) -> FaultOutcome:
+def _fault_outcome(
+    history: DrillHistory, fired: Firing, incident: Event | None, texts: Mapping[int, str]
+) -> FaultOutcome:
     epoch = _epoch_of(history, fired)
     later = _next_epoch(history, fired, int(incident.get("epoch", epoch))) if incident is not None else None
     first = _first_step(later)
@@ -216,7 +218,7 @@ def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn
     for one in hits:
         folder = one.note.partition(":")[0]
         readers = [event for event in history.ranks if event["event"] == "ready" and float(event["t"]) > one.fired_s]
-        if taken := [event for event in readers if _took(history, event, folder, since_s=one.fired_s)]:
+        if taken := [event for event in readers if _took_damaged(history, event, folder, since_s=one.fired_s)]:
             wrong.append(f"generation {taken[0].get('epoch')} took {folder}, which was damaged")
         elif who := [event for event in readers if folder in str(event.get("warnings") or "")]:
             met.append(f"generation {who[0].get('epoch')} refused {folder} and went back to step {who[0].get('step')}")
@@ -230,7 +232,7 @@ def judge_refused(history: DrillHistory, found: Sequence[FaultOutcome], *, drawn
     ]
 
 
-def _took(history: DrillHistory, event: Event, folder: str, *, since_s: float) -> bool:
+def _took_damaged(history: DrillHistory, event: Event, folder: str, *, since_s: float) -> bool:
     """Whether a rank took up what was damaged; unless the same step was saved anew in between."""
     step = int(event.get("step") or 0)
     if event.get("source") != "disk" or folder != f"step-{step:08d}":

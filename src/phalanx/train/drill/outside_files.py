@@ -25,7 +25,7 @@ MOST_CPU_S = 15.0  # of processor time for it, on a machine that is busy with ot
 EVENT_FILES = 5_000
 
 
-def _refused(done: CommandResult, *names: str) -> OutsideFinding:
+def _expect_refusal(done: CommandResult, *names: str) -> OutsideFinding:
     """The command must have refused, in words that name these."""
     if done.code == 0:
         return OutsideFinding(ok=False, reason="nobody noticed: exit code 0")
@@ -61,10 +61,10 @@ def _plan_bit(stage: OutsideStage) -> OutsideFinding:
     changed = bytearray(text)
     changed[place] ^= 1 if changed[place] != ord("1") else 2  # stays a digit, and is no 0
     run.plan_json.write_bytes(changed)
-    return _refused(stage.resume(run), "plan.json")
+    return _expect_refusal(stage.resume(run), "plan.json")
 
 
-def _newest(run: Run) -> Path:
+def _newest_checkpoint(run: Run) -> Path:
     return run.path / "checkpoints" / f"step-{max(run.saved_steps()):08d}"
 
 
@@ -74,7 +74,7 @@ def _falls_back(stage: OutsideStage, name: str, damage: Callable[[Path], None]) 
     if (first := stage.resume(whole)).code:
         return OutsideFinding(ok=False, judged=False, reason=f"a sound run did not resume: {first.last}")
     run = stage.copy(name)
-    newest = _newest(run)
+    newest = _newest_checkpoint(run)
     damage(newest)
     done = stage.resume(run)
     if done.code:
@@ -114,7 +114,7 @@ def _foreign_checkpoint(stage: OutsideStage) -> OutsideFinding:
     if first.code:
         return OutsideFinding(ok=False, judged=False, reason=f"a sound run ended with exit code {first.code}")
     run = Run(path=max((stage.folder / "runs-foreign").glob("foreign-*")))
-    theirs = _newest(stage.ended_run())
+    theirs = _newest_checkpoint(stage.ended_run())
     shutil.copytree(theirs, run.path / "checkpoints" / theirs.name)
     done = stage.command("train", "--resume", str(run.path), "--steps", str(RESUMED_STEPS), "--no-probe")
     taken = [step for step in stage.losses(run) if step >= 4]
@@ -153,17 +153,17 @@ def _changed_tokens(stage: OutsideStage) -> OutsideFinding:
             tokens = np.fromfile(path, dtype="<u2")
             tokens[::5] = (tokens[::5] + 1) % 300
             path.write_bytes(tokens.tobytes())
-        return _refused(stage.resume(run), _token_files(folder)[0].name)
+        return _expect_refusal(stage.resume(run), _token_files(folder)[0].name)
 
 
 def _data_manifest_bit(stage: OutsideStage) -> OutsideFinding:
     run = stage.copy("data-manifest")
     with _changed_data(stage) as folder:
         flip_bit(folder / MANIFEST, random.Random(7))
-        return _refused(stage.resume(run), MANIFEST)
+        return _expect_refusal(stage.resume(run), MANIFEST)
 
 
-def _sealed(folder: Path) -> None:
+def _seal_dataset(folder: Path) -> None:
     """Make digests that fit the tokens, as somebody does who builds a dataset with a tokenizer of another size."""
     manifest = read_manifest(folder)
     sources = []
@@ -186,11 +186,11 @@ def _token_beyond(tensor: int) -> Callable[[OutsideStage], OutsideFinding]:
                 tokens = np.fromfile(path, dtype="<u2")
                 tokens[::50] = 400  # the model has 320 rows
                 path.write_bytes(tokens.tobytes())
-            _sealed(folder)
+            _seal_dataset(folder)
             words = ["--cluster", "local-cpu:2", "--set", f"parallel.tensor={tensor}", "--no-probe"]
             words += ["--set", f"parallel.shard={2 // tensor}", "--set", f"parallel.zero={3 if tensor == 1 else 0}"]
             done = stage.command("train", str(stage.job), "--steps", "4", *words, "--runs", "runs")
-            return _refused(done, _token_files(folder)[0].name, "400", "vocabulary")
+            return _expect_refusal(done, _token_files(folder)[0].name, "400", "vocabulary")
 
     return play
 
@@ -207,7 +207,7 @@ def _wrong_corpus(stage: OutsideStage) -> OutsideFinding:
     job = stage.folder / "corpus.toml"
     job.write_text(text, encoding="utf-8")
     done = stage.command("train", str(job), "--steps", "2", *TWO_RANKS, environ={"XDG_CACHE_HOME": str(cache)})
-    return _refused(done, name, "sha256")
+    return _expect_refusal(done, name, "sha256")
 
 
 # ---- exported weights ------------------------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ def _exported_bits(stage: OutsideStage) -> OutsideFinding:
     if stage.command("checkpoints", str(out), "--verify").code == 0:
         return OutsideFinding(ok=False, reason="phalanx checkpoints --verify found nothing")
     words = ("--set", f'train.weights="{out}"', *TWO_RANKS, "--no-probe", "--runs", "runs")
-    return _refused(stage.command("train", str(stage.job), "--steps", "2", *words), "model.safetensors")
+    return _expect_refusal(stage.command("train", str(stage.job), "--steps", "2", *words), "model.safetensors")
 
 
 def _export_falls_back(stage: OutsideStage) -> OutsideFinding:
     run = stage.copy("export-falls-back")
-    newest = _newest(run)
+    newest = _newest_checkpoint(run)
     flip_bit(newest / "manifest.json", random.Random(9))  # a bit of a moment would not matter to an export
     out = stage.folder / "exported-older"
     shutil.rmtree(out, ignore_errors=True)
@@ -258,7 +258,7 @@ def _export_falls_back(stage: OutsideStage) -> OutsideFinding:
 # ---- doors -----------------------------------------------------------------------------------------------------------
 
 
-def _consent(stage: OutsideStage) -> OutsideFinding:
+def _forged_consent(stage: OutsideStage) -> OutsideFinding:
     """A run folder that names code and consents to it in its own launch.json."""
     mark, code = stage.folder / "code-was-run", stage.folder / "stranger.py"
     code.write_text(f"open({str(mark)!r}, 'w').close()\n", encoding="utf-8")
@@ -270,10 +270,10 @@ def _consent(stage: OutsideStage) -> OutsideFinding:
     done = stage.command("agent", str(run.path))
     if mark.exists():
         return OutsideFinding(ok=False, reason="the code of the folder was run")
-    return _refused(done, "--allow-code")
+    return _expect_refusal(done, "--allow-code")
 
 
-def _bounded(done: CommandResult) -> OutsideFinding:
+def _expect_bounded(done: CommandResult) -> OutsideFinding:
     """Refused in a sentence, or answered, within the limits."""
     if done.cpu_s > MOST_CPU_S:
         return OutsideFinding(ok=False, reason=f"{done.cpu_s:.0f} s of processor time")
@@ -288,7 +288,7 @@ def _dotted_key(stage: OutsideStage) -> OutsideFinding:
     path = stage.folder / "dotted.toml"
     path.write_text('accelerator = "H100"\ndomains = 2\na' + ".a" * 50_000 + " = 1\n", encoding="ascii")
     done = stage.command("cluster", str(path), most_bytes=MOST_BYTES)
-    return _bounded(done) if done.code else OutsideFinding(ok=False, reason="the key was taken: exit code 0")
+    return _expect_bounded(done) if done.code else OutsideFinding(ok=False, reason="the key was taken: exit code 0")
 
 
 def _wide_table(stage: OutsideStage) -> OutsideFinding:
@@ -296,7 +296,7 @@ def _wide_table(stage: OutsideStage) -> OutsideFinding:
     names, row = ",".join(f"c{number}" for number in range(100_000)), ",".join(["1"] * 100_000)
     path.write_text(f"{names}\n{row}\n", encoding="ascii")
     done = stage.command("backtest", str(path), most_bytes=MOST_BYTES)
-    return _bounded(done) if done.code else OutsideFinding(ok=False, reason="the table was taken: exit code 0")
+    return _expect_bounded(done) if done.code else OutsideFinding(ok=False, reason="the table was taken: exit code 0")
 
 
 def _event_files(stage: OutsideStage) -> OutsideFinding:
@@ -308,7 +308,7 @@ def _event_files(stage: OutsideStage) -> OutsideFinding:
     done = stage.command("report", str(run.path), most_bytes=MOST_BYTES)
     if done.code:
         return OutsideFinding(ok=False, reason=f"exit code {done.code}: {done.last}")
-    return _bounded(done)
+    return _expect_bounded(done)
 
 
 def _file_drill(
@@ -380,7 +380,7 @@ FILE_DRILLS = (
         "doors",
         "phalanx agent on a run folder that names code and consents to it itself",
         "the code is not run",
-        _consent,
+        _forged_consent,
     ),
     _file_drill(
         "dotted-key", "doors", "a cluster file of 100 kB with one dotted key", "refused within 1.5 GiB", _dotted_key

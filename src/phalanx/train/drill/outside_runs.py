@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 
-from phalanx.record.account.stragglers import scores
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
@@ -27,7 +27,7 @@ ENDING = "the run ended well"  # the judge's verdict, which expects a run that i
 Expect = Callable[[DrillResult, DrillHistory], str]  # what is wrong beyond the judge's verdicts; empty when nothing is
 
 
-def _judge(found: tuple[DrillResult, DrillHistory], *expects: Expect, state: str = "done") -> OutsideFinding:
+def _judge_drill(found: tuple[DrillResult, DrillHistory], *expects: Expect, state: str = "done") -> OutsideFinding:
     """All verdicts of the judge hold, the run is in this state, and nothing that is expected is missing."""
     result, history = found
     verdicts = [one for one in result.verdicts if one.name != ENDING or state == "done"]
@@ -57,18 +57,18 @@ def _frozen_coordinator(stage: OutsideStage) -> OutsideFinding:
         return "" if 0.0 < back_s < FROZEN_S else "the others waited until the frozen host woke up"
 
     faults = [f"freeze:how=coordinator,for_s={FROZEN_S:g},step=6"]
-    return _judge(stage.drill(faults, hosts=2, steps=60), went_on)
+    return _judge_drill(stage.drill(faults, hosts=2, steps=60), went_on)
 
 
 def _lost_coordinator(stage: OutsideStage) -> OutsideFinding:
     def undisturbed(result: DrillResult, history: DrillHistory) -> str:
         return "" if len(history.epochs) == 1 else f"{len(history.epochs)} memberships where one was enough"
 
-    return _judge(stage.drill(["coordinator:step=8"], hosts=2), undisturbed)
+    return _judge_drill(stage.drill(["coordinator:step=8"], hosts=2), undisturbed)
 
 
 def _lost_first_host(stage: OutsideStage) -> OutsideFinding:
-    return _judge(stage.drill(["host:host=0,step=8"], hosts=2))
+    return _judge_drill(stage.drill(["host:host=0,step=8"], hosts=2))
 
 
 # ---- state that memory holds -----------------------------------------------------------------------------------------
@@ -87,12 +87,12 @@ def _small_disk(stage: OutsideStage, stack: ExitStack, name: str, *, checkpoints
 def _full_disk_and_kill(stage: OutsideStage) -> OutsideFinding:
     def told(result: DrillResult, history: DrillHistory) -> str:
         warned = any("space" in str(event).lower() for event in history.ranks if event["event"] == "checkpoint")
-        return "" if warned or _mentions(result.run, "space") else "nobody said that the disk is full"
+        return "" if warned or _mentions_word(result.run, "space") else "nobody said that the disk is full"
 
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "full", checkpoints=20)
         faults = [f"fill-disk:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
-        return _judge(stage.drill(faults, overrides=[f'checkpoint.path="{folder}"']), told)
+        return _judge_drill(stage.drill(faults, overrides=[f'checkpoint.path="{folder}"']), told)
 
 
 def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
@@ -109,7 +109,7 @@ def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
         folder = _small_disk(stage, stack, "read-only", checkpoints=20)
         faults = [f"read-only:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
         found = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
-        return _judge(found, written_elsewhere, state="failed")
+        return _judge_drill(found, written_elsewhere, state="failed")
 
 
 def _little_room(stage: OutsideStage) -> OutsideFinding:
@@ -144,7 +144,7 @@ def _four_kills(stage: OutsideStage) -> OutsideFinding:
     faults = ["kill:rank=1,step=12"]
     faults += [f"kill:rank={rank},point=restore,epoch={epoch}" for epoch, rank in ((2, 2), (3, 3), (4, 0))]
     wanted = [f"checkpoint.interval_s={LONG_S}", "fault.restarts=3"]
-    return _judge(stage.drill(faults, overrides=wanted), _newest_is_written, state="failed")
+    return _judge_drill(stage.drill(faults, overrides=wanted), _newest_is_written, state="failed")
 
 
 def _crash_loop(stage: OutsideStage) -> OutsideFinding:
@@ -153,7 +153,7 @@ def _crash_loop(stage: OutsideStage) -> OutsideFinding:
         return "" if worlds and worlds[-1] < worlds[0] else f"the memberships that trained had {worlds} ranks"
 
     faults = ["kill:rank=1,step=8", "crash-loop:slot=1,point=restore"]
-    return _judge(stage.drill(faults, overrides=["fault.restarts=3"]), shrunk)
+    return _judge_drill(stage.drill(faults, overrides=["fault.restarts=3"]), shrunk)
 
 
 def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
@@ -185,14 +185,14 @@ def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
 # ---- damage to live state --------------------------------------------------------------------------------------------
 
 
-def _flip(how: str, seeds: Sequence[int]) -> Callable[[OutsideStage], OutsideFinding]:
+def _flip_drill(how: str, seeds: Sequence[int]) -> Callable[[OutsideStage], OutsideFinding]:
     """A flipped bit of live state, with digests as a plain run has them, not in every step."""
 
     def play(stage: OutsideStage) -> OutsideFinding:
         faults = [
             f"flip:how={how},rank={number % 4},step={8 + 8 * number},seed={seed}" for number, seed in enumerate(seeds)
         ]
-        return _judge(stage.drill(faults, overrides=["fault.digest_every=auto"], spares=len(seeds)))
+        return _judge_drill(stage.drill(faults, overrides=["fault.digest_every=auto"], spares=len(seeds)))
 
     return play
 
@@ -203,32 +203,32 @@ def _zero_gradient(stage: OutsideStage) -> OutsideFinding:
         return "" if any("gradient norm is exactly 0" in text for text in said) else "nobody said that the norm is 0"
 
     found = stage.drill(["zero:rank=0+1+2+3,step=8,times=3"], compared=False)
-    return _judge(found, warned)
+    return _judge_drill(found, warned)
 
 
 # ---- doors and stragglers --------------------------------------------------------------------------------------------
 
 
-def _strangers(stage: OutsideStage) -> OutsideFinding:
+def _strangers_connect(stage: OutsideStage) -> OutsideFinding:
     def same_processes(result: DrillResult, history: DrillHistory) -> str:
         return "" if len(history.epochs) == 1 else f"{len(history.epochs) - 1} recoveries"
 
-    return _judge(stage.drill(["strangers:step=6"], hosts=2), same_processes)
+    return _judge_drill(stage.drill(["strangers:step=6"], hosts=2), same_processes)
 
 
 def _busy_core(stage: OutsideStage) -> OutsideFinding:
     def named(result: DrillResult, history: DrillHistory) -> str:
-        found = scores(RunHistory.open(result.run)).named
+        found = straggler_scores(RunHistory.open(result.run)).named
         if not found or found[0].rank != 2:
             return f"rank 2 was held up; named: {', '.join(f'rank {one.rank}' for one in found) or 'nobody'}"
         return "" if found[0].reason else "rank 2 is named, but not why"
 
     # So many steps that the rank stands out of the noise of a machine on which ranks share cores anyway.
     found = stage.drill([f"busy-core:rank=2,share=0.75,for_s={LONG_S},step=3"], steps=120, compared=False)
-    return _judge(found, named)
+    return _judge_drill(found, named)
 
 
-def _mentions(run: Run, word: str) -> bool:
+def _mentions_word(run: Run, word: str) -> bool:
     """Whether the supervisor or a log of the run has a word."""
     texts = [_supervisor_text(run), *(path.read_text(errors="replace") for path in (run.path / "logs").iterdir())]
     return any(word in text.lower() for text in texts)
@@ -307,14 +307,14 @@ RUN_DRILLS = (
         subject="damage",
         tries="bits of sharded weights flip at rest, between digests",
         must="each is found before it is used, and its rank named",
-        play=_flip("weight", (1, 2)),
+        play=_flip_drill("weight", (1, 2)),
     ),
     OutsideDrill(
         name="moment-bits",
         subject="damage",
         tries="bits of the optimizer's moments flip at rest, between digests",
         must="each is found before it is used, and its rank named",
-        play=_flip("moment", (3, 4)),
+        play=_flip_drill("moment", (3, 4)),
     ),
     OutsideDrill(
         name="zero-gradient",
@@ -328,7 +328,7 @@ RUN_DRILLS = (
         subject="doors",
         tries="20,000 connections to the ports of ranks, agents and coordinator",
         must="no process is lost, and no bit differs",
-        play=_strangers,
+        play=_strangers_connect,
     ),
     OutsideDrill(
         name="busy-core",

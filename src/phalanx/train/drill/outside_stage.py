@@ -162,7 +162,7 @@ class OutsideStage:
                 preexec_fn=limit if most_bytes is not None else None,
             )
             try:
-                _wait(process, until, signals)
+                _wait_process(process, until, signals)
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -212,7 +212,7 @@ class OutsideStage:
         return {int(event["step"]): float(event["loss"]) for event in events if event["event"] == "step"}
 
 
-def _wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None, signals: Sequence[int]) -> None:
+def _wait_process(process: subprocess.Popen[bytes], until: Callable[[], bool] | None, signals: Sequence[int]) -> None:
     end_s = time.monotonic() + COMMAND_S
     left = list(signals)
     while process.poll() is None and time.monotonic() < end_s:

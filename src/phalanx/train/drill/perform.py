@@ -19,7 +19,7 @@ from phalanx.errors import PhalanxError
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
-from phalanx.record.provenance import provenance
+from phalanx.record.provenance import job_provenance
 from phalanx.record.run import Run, create_run
 from phalanx.train.drill import firings, judge
 from phalanx.train.drill.driver import DrillStuck, FaultDriver
@@ -61,7 +61,7 @@ class DrillNumbers:
     recovery_s: float | None  # median over the faults that somebody had to recover from
     recovery_worst_s: float | None
     planned_recovery_s: float
-    effective: float | None  # share of the time that trained
+    effective: float | None  # productive share of the time without start-up and shutdown; not the ledger's, of all time
     planned_effective: float  # at this rate of failures, with the plan's own figures
 
 
@@ -92,14 +92,14 @@ def perform_drill(
     scene: DrillSettings, faults: Sequence[Fault], *, reference: DrillHistory | None = None
 ) -> DrillResult:
     """Run with the faults, replay without, judge. A `reference` of the same member sequence saves the replay."""
-    run = _make(scene, scene.runs, faults, {})
+    run = _make_run(scene, scene.runs, faults, {})
     scene.tell(f"  run: {run.path}")
-    ended = _run(scene, run, faults)
+    ended = _run_drill(scene, run, faults)
     history = read_history(run)
     replayed = None
     if scene.replay and history.chain:
         is_alike = reference is not None and layout_sequence(history) == layout_sequence(reference)
-        replayed = reference if is_alike else _replay(scene, run, history)
+        replayed = reference if is_alike else _replay_drill(scene, run, history)
     shots = firings.read_firings(run)
     # With how = "raise" saves fail, and events are written as ever.
     lasted_s = {fault.id: fault.for_s for fault in faults if fault.kind == "disk-full" and fault.how == "limit"}
@@ -113,8 +113,8 @@ def perform_drill(
     found = fault_outcomes(history, faults, shots, patience_s=patience_s)
     verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
     verdicts += judge_refused(history, found, drawn=scene.drawn)
-    verdicts.append(_ledger(run))
-    verdicts.append(_ending(ended[0], history, faults, minutes=scene.minutes))
+    verdicts.append(_ledger_verdict(run))
+    verdicts.append(_ending_verdict(ended[0], history, faults, minutes=scene.minutes))
     counts = Counter(one.id for one in shots)
     missing = [fault.text for fault in faults if not counts[fault.id]]
     if not scene.drawn:  # of what chaos draws some come too late; what was asked for by name must have happened
@@ -126,7 +126,7 @@ def perform_drill(
         outcomes=tuple(found),
         not_fired=tuple(missing),
         verdicts=tuple(verdicts),
-        numbers=_numbers(scene.plan, run, history, found),
+        numbers=_drill_numbers(scene.plan, run, history, found),
     )
 
 
@@ -143,7 +143,7 @@ def judge_injected(faults: Sequence[Fault], counts: Mapping[int, int]) -> Verdic
     return Verdict(name="every fault was injected", ok=not wrong, evidence=text)
 
 
-def _make(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:
+def _make_run(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: Mapping[str, Any]) -> Run:
     plan = scene.plan
     job = job_to_dict(plan.job)
     run = create_run(root, plan.job.name, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
@@ -155,18 +155,20 @@ def _make(scene: DrillSettings, root: Path, faults: Sequence[Fault], more: Mappi
         data_s=0.0,
         allow_code=scene.allow_code,
         drill=True,
-        provenance=provenance(job),
+        provenance=job_provenance(job),
         **more,
     )
     firings.write_schedule(run, faults)
     return run
 
 
-def _run(scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step: int | None = None) -> tuple[str, str]:
+def _run_drill(
+    scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step: int | None = None
+) -> tuple[str, str]:
     """(state, message) at the end."""
     with ExitStack() as stack:
         net = stack.enter_context(DrillNetwork(scene.hosts)) if any(fault.kind in LINKS for fault in faults) else None
-        hosts = _hosts(scene, net)
+        hosts = _drill_hosts(scene, net)
         minutes = scene.minutes if until_step is None else 0.0
         fault = scene.plan.job.fault
         driver = FaultDriver(
@@ -199,7 +201,7 @@ def _run(scene: DrillSettings, run: Run, faults: Sequence[Fault], *, until_step:
     return ended.state, ended.message
 
 
-def _hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSpec, ...]:
+def _drill_hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSpec, ...]:
     hosts = local_hosts(scene.plan.layout.devices, hosts=scene.hosts, spares=scene.spares)
     if net is None:
         return hosts
@@ -209,19 +211,15 @@ def _hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSpec, ..
     )
 
 
-def _replay(scene: DrillSettings, run: Run, history: DrillHistory) -> DrillHistory:
+def _replay_drill(scene: DrillSettings, run: Run, history: DrillHistory) -> DrillHistory:
     """The same job with the same member sequence and no fault but those that all ranks agreed to skip."""
     poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
     faults = [parse_fault(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
-    again = _make(scene, run.path / "replay", faults, {"formations": layout_sequence(history)})
+    again = _make_run(scene, run.path / "replay", faults, {"formations": layout_sequence(history)})
     scene.tell(f"  replay of {plural(len(history.chain), 'step')} without faults")
     until = len(history.chain) if history.end is None or history.end.get("state") != "done" else None
-    _run(dataclasses.replace(scene, minutes=0.0), again, (), until_step=until)
+    _run_drill(dataclasses.replace(scene, minutes=0.0), again, (), until_step=until)
     return read_history(again)
-
-
-def _not_finite(events: Any) -> bool:
-    return any(event.get("grad_norm") is None for event in events)
 
 
 def expected_samples(plan: Plan) -> ExpectedSamples:
@@ -236,14 +234,18 @@ def expected_samples(plan: Plan) -> ExpectedSamples:
     return lambda step: [int(sample) for sample in sampler.indices(*batches.at(step))]
 
 
-def _ledger(run: Run) -> Verdict:
+def _not_finite(events: Any) -> bool:
+    return any(event.get("grad_norm") is None for event in events)
+
+
+def _ledger_verdict(run: Run) -> Verdict:
     try:
         return judge.judge_ledger(run)
     except (PhalanxError, ImportError, KeyError, ValueError) as error:
         return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
 
 
-def _ending(state: str, history: DrillHistory, faults: Sequence[Fault], *, minutes: float) -> Verdict:
+def _ending_verdict(state: str, history: DrillHistory, faults: Sequence[Fault], *, minutes: float) -> Verdict:
     kinds = {fault.kind for fault in faults}
     wanted: tuple[str, ...]
     if any(fault.kind == "crash-loop" and fault.slot is None for fault in faults):  # without its slot a run may go on
@@ -255,9 +257,9 @@ def _ending(state: str, history: DrillHistory, faults: Sequence[Fault], *, minut
     return judge.judge_ending(history, state=state, wanted=wanted)
 
 
-def _numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
+def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
     times = [one.recovered_s for one in found if one.recovered_s is not None]
-    effective, trained_s = _effective(run)
+    effective, trained_s = _measured_effective(run)
     failures = len({one.epoch for one in found if one.recovered_s is not None})
     return DrillNumbers(
         wall_s=_wall_s(history),
@@ -267,11 +269,11 @@ def _numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultO
         recovery_worst_s=max(times, default=None),
         planned_recovery_s=plan.job.fault.detect_s + plan.job.fault.restart_s,
         effective=effective,
-        planned_effective=_planned(plan, mtbf_s=trained_s / failures if failures else inf),
+        planned_effective=_planned_effective(plan, mtbf_s=trained_s / failures if failures else inf),
     )
 
 
-def _planned(plan: Plan, *, mtbf_s: float) -> float:
+def _planned_effective(plan: Plan, *, mtbf_s: float) -> float:
     """What the plan's own figures give at the drill's rate of failures; with copies in memory only a step is redone."""
     figures = plan.reliability
     redone_s = (figures.memory_every * plan.prediction.step_s if figures.memory_every else figures.interval_s) / 2
@@ -286,7 +288,7 @@ def _wall_s(history: DrillHistory) -> float:
     return max([*moments, *([float(history.end["t"])] if history.end is not None else [])]) - min(moments)
 
 
-def _effective(run: Run) -> tuple[float | None, float]:
+def _measured_effective(run: Run) -> tuple[float | None, float]:
     """Share of the time between launch and end that trained, and that time; a plan knows nothing of start and end."""
     try:
         from phalanx.record.account.ledger import read_ledger

@@ -18,12 +18,12 @@ from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.files import replace_text
 from phalanx.io.tables import text_table
-from phalanx.record.drill import NAME, VERSION, digests, read_record, sign
+from phalanx.record.drill import NAME, VERSION, folder_digests, read_record, sign_record
 from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
 from phalanx.train.drill.outcomes import FaultOutcome
 from phalanx.train.drill.perform import DrillNumbers, DrillResult
-from phalanx.units import format_seconds, plural
+from phalanx.units import first_few, format_seconds, plural
 
 MOST_ROWS = 40  # of single faults; more are told by kind
 
@@ -34,11 +34,13 @@ def render_drill(result: DrillResult) -> str:
     length = f"{plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
     count = len(result.outcomes)
     head = f"{plural(count, 'fault')} in {length}; the run is {result.state}"
-    parts = [head, _table(result.outcomes), _not_fired(result.not_fired), _verdicts(result), _beside(numbers)]
+    rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
+    verdicts = "\n".join(["verdicts", *text_table(rows, indent=2)])
+    parts = [head, _outcome_table(result.outcomes), _not_fired(result.not_fired), verdicts, _prediction_lines(numbers)]
     return "\n".join(part for part in parts if part)
 
 
-def _table(found: Sequence[FaultOutcome]) -> str:
+def _outcome_table(found: Sequence[FaultOutcome]) -> str:
     if not found:
         return ""
     if len(found) > MOST_ROWS:
@@ -46,9 +48,9 @@ def _table(found: Sequence[FaultOutcome]) -> str:
     rows = [
         (
             one.fault,
-            _place(one),
-            _seconds(one.detected_s) if one.judged else "not judged",
-            _seconds(one.recovered_s),
+            _outcome_place(one),
+            _seconds_text(one.detected_s) if one.judged else "not judged",
+            _seconds_text(one.recovered_s),
             "" if one.steps_lost is None else str(one.steps_lost),
             "" if one.steps_redone is None else str(one.steps_redone),
             one.source,
@@ -56,10 +58,10 @@ def _table(found: Sequence[FaultOutcome]) -> str:
         )
         for one in found
     ]
-    return _columns(("fault", "hit", "detected", "recovered", "lost", "redone", "from", "ranks"), rows)
+    return _indented_table(("fault", "hit", "detected", "recovered", "lost", "redone", "from", "ranks"), rows)
 
 
-def _place(one: FaultOutcome) -> str:
+def _outcome_place(one: FaultOutcome) -> str:
     whom = f"rank {one.rank}, " if one.rank >= 0 else ""
     step = f", step {one.step}" if one.step >= 0 else ""
     return f"{whom}generation {one.epoch}{step}"
@@ -75,53 +77,51 @@ def _by_kind(found: Sequence[FaultOutcome]) -> str:
             (
                 kind,
                 f"{len(mine)}×",
-                _seconds(_median([one.detected_s for one in mine])),
-                _seconds(_median(times)),
-                _seconds(max(times, default=None)),
+                _seconds_text(_known_median([one.detected_s for one in mine])),
+                _seconds_text(_known_median(times)),
+                _seconds_text(max(times, default=None)),
                 str(lost),
                 str(sum(one.steps_redone or 0 for one in mine)),
             )
         )
-    return _columns(("fault", "fired", "detected", "recovered", "at worst", "lost", "redone"), rows)
+    return _indented_table(("fault", "fired", "detected", "recovered", "at worst", "lost", "redone"), rows)
 
 
-def _median(values: Sequence[float | None]) -> float | None:
+def _known_median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _indented_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"  {line}" for line in text_table([head, *rows], right=(2, 3, 4, 5)))
 
 
 def _not_fired(texts: Sequence[str]) -> str:
     if not texts:
         return ""
-    some = ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
-    return f"  not fired, the run had ended: {some}"
+    return f"  not fired, the run had ended: {first_few(texts, 4)}"
 
 
-def _verdicts(result: DrillResult) -> str:
-    rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
-    return "\n".join(["verdicts", *text_table(rows, indent=2)])
-
-
-def _beside(numbers: DrillNumbers) -> str:
+def _prediction_lines(numbers: DrillNumbers) -> str:
     """Prediction beside measurement."""
-    worst = f", at worst {_seconds(numbers.recovery_worst_s)}" if numbers.recovery_worst_s != numbers.recovery_s else ""
-    measured = f"{_seconds(numbers.recovery_s)}{worst}"
+    worst = (
+        f", at worst {_seconds_text(numbers.recovery_worst_s)}"
+        if numbers.recovery_worst_s != numbers.recovery_s
+        else ""
+    )
+    measured = f"{_seconds_text(numbers.recovery_s)}{worst}"
     lines = []
     if numbers.recovery_s is not None:
         lines.append(f"recovery: {measured}; the plan assumed {format_seconds(numbers.planned_recovery_s)}")
     if numbers.effective is not None:
         lines.append(
-            f"effective training time: {numbers.effective:.1%}; "
+            f"productive time without start-up and shutdown: {numbers.effective:.1%}; "
             f"the plan predicts {numbers.planned_effective:.1%} at this failure rate"
         )
     return "\n".join(lines)
 
 
-def _seconds(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     return "" if value is None else format_seconds(value)
 
 
@@ -150,8 +150,8 @@ def drill_key(path: Path) -> bytes:
 def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Callable[[], float] = time.time) -> Path:
     """Add the time, what ran and digests of the evidence, sign, and put it into the run."""
     ran = {"made_s": round(clock(), 3), "world": run.world() or 0, "versions": software_versions(), "code": our_code()}
-    whole = {"v": VERSION, **body, **ran, "files": digests(run.path)}
-    signed = {**whole, "signature": sign(whole, secret)}
+    whole = {"v": VERSION, **body, **ran, "files": folder_digests(run.path)}
+    signed = {**whole, "signature": sign_record(whole, secret)}
     path = run.path / NAME
     replace_text(path, json.dumps(signed, indent=1, ensure_ascii=False) + "\n")
     return path
@@ -159,7 +159,7 @@ def write_record(run: Run, body: Mapping[str, Any], secret: bytes, *, clock: Cal
 
 def store_record(record: Path, folder: Path) -> Path:
     """Keep a copy where later checks look, the newest of its kind; raises SystemFailure when it cannot be written."""
-    name = _name(read_record(record))
+    name = _record_name(read_record(record))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_text(folder / name, record.read_text(encoding="utf-8"))
@@ -175,7 +175,7 @@ def store_record(record: Path, folder: Path) -> Path:
     return folder / name
 
 
-def _name(record: Mapping[str, Any]) -> str:
+def _record_name(record: Mapping[str, Any]) -> str:
     """One file per profile, part of the suite and job; drills of a job outside the suite share one."""
     words = [str(record.get(name) or "other") for name in ("profile", "part")]
     words.append(_subject_name(record.get("subject")))

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from phalanx.errors import PhalanxError, mistake
-from phalanx.record.account.stragglers import scores
+from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.drill import MET, REFUSED
 from phalanx.record.run import Run
@@ -44,19 +44,20 @@ DAMAGES = ("flip", "truncate", "swap", "missing")
 # long run on one machine would end for want of places, rightly.
 Draw = Callable[[random.Random, DrillTarget], str]
 MIX: tuple[tuple[float, int, Draw], ...] = (
-    (3, 1, lambda source, target: f"kill:rank={_rank(source, target)}"),
-    (4, 1, lambda source, target: f"kill:rank={_rank(source, target)},point=collective"),
-    (1, 1, lambda source, target: f"kill:rank={_several(source, target)}"),
-    (1, 1, lambda source, target: f"kill:rank={_rank(source, target)},point=init"),
-    (1, 1, lambda source, target: f"kill:rank={_rank(source, target)},point=restore"),
-    (2, 1, lambda source, target: f"kill:rank={_saver(source)}"),
-    (1, 1, lambda source, target: f"hang:rank={_rank(source, target)}"),
-    (1, 1, lambda source, target: f"raise:rank={_rank(source, target)}"),
-    (1, 1, lambda source, target: f"memory:rank={_rank(source, target)},how={source.choice(('raise', 'limit'))}"),
-    (2, 1, lambda source, target: f"nan:rank={_rank(source, target)}"),
-    (1, 1, lambda source, target: f"slow:rank={_rank(source, target)},sleep_s=0.05,for_s=2"),
-    (1, 1, lambda source, target: f"disk-full:rank={_rank(source, target)},for_s=3"),
-    (1, 1, lambda source, target: f"damage:how={source.choice(DAMAGES)},seed={_seed(source)}"),
+    (3, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)}"),
+    (4, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)},point=collective"),
+    (1, 1, lambda source, target: f"kill:rank={_pick_ranks(source, target)}"),
+    (1, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)},point=init"),
+    (1, 1, lambda source, target: f"kill:rank={_pick_rank(source, target)},point=restore"),
+    # Rank 0 passes all points of a save, the others the first four.
+    (2, 1, lambda source, target: f"kill:rank=0,point=save-{source.choice(SAVE_POINTS)}"),
+    (1, 1, lambda source, target: f"hang:rank={_pick_rank(source, target)}"),
+    (1, 1, lambda source, target: f"raise:rank={_pick_rank(source, target)}"),
+    (1, 1, lambda source, target: f"memory:rank={_pick_rank(source, target)},how={source.choice(('raise', 'limit'))}"),
+    (2, 1, lambda source, target: f"nan:rank={_pick_rank(source, target)}"),
+    (1, 1, lambda source, target: f"slow:rank={_pick_rank(source, target)},sleep_s=0.05,for_s=2"),
+    (1, 1, lambda source, target: f"disk-full:rank={_pick_rank(source, target)},for_s=3"),
+    (1, 1, lambda source, target: f"damage:how={source.choice(DAMAGES)},seed={source.randrange(10**6)}"),
     (1, 1, lambda source, target: "coordinator"),
     (1, 2, lambda source, target: f"host:host={source.randrange(target.hosts)}"),
 )
@@ -69,9 +70,9 @@ def draw_faults(*, rate_per_min: float, minutes: float, seed: int, target: Drill
     source = random.Random(seed)
     found: list[Fault] = []
     for number, at_s in enumerate(poisson_times(source, rate_per_min=rate_per_min, until_s=minutes * MINUTE_S)):
-        fault = _pick(source, target)
+        fault = _pick_fault(source, target)
         while fault.kind == "host" and sum(one.kind == "host" and one.host == fault.host for one in found) >= LOSSES:
-            fault = _pick(source, target)
+            fault = _pick_fault(source, target)
         found.append(replace(fault, id=number, at_s=round(at_s, 3)))
     return tuple(found)
 
@@ -88,28 +89,19 @@ def poisson_times(source: random.Random, *, rate_per_min: float, until_s: float)
     return found
 
 
-def _pick(source: random.Random, target: DrillTarget) -> Fault:
+def _pick_fault(source: random.Random, target: DrillTarget) -> Fault:
     possible = [(weight, make) for weight, hosts, make in MIX if target.hosts >= hosts]
     [(_, make)] = source.choices(possible, weights=[weight for weight, _ in possible])
     return parse_fault(make(source, target))
 
 
-def _rank(source: random.Random, target: DrillTarget) -> int:
+def _pick_rank(source: random.Random, target: DrillTarget) -> int:
     return source.randrange(target.world)
 
 
-def _several(source: random.Random, target: DrillTarget) -> str:
+def _pick_ranks(source: random.Random, target: DrillTarget) -> str:
     count = min(2, target.world)
     return "+".join(map(str, sorted(source.sample(range(target.world), count))))
-
-
-def _saver(source: random.Random) -> str:
-    """Rank 0 passes all points of a save, the others the first four."""
-    return f"0,point=save-{source.choice(SAVE_POINTS)}"
-
-
-def _seed(source: random.Random) -> int:
-    return source.randrange(10**6)
 
 
 # The standard drills.
@@ -146,10 +138,10 @@ class SuitePart:
 
 def suite_parts(step_s: float) -> tuple[SuitePart, ...]:
     """The runs of the suite, for a job whose steps take about so long."""
-    return (_recovery(), _limits(step_s))
+    return (_recovery_part(), _limits_part(step_s))
 
 
-def _recovery() -> SuitePart:
+def _recovery_part() -> SuitePart:
     saves = tuple(f"kill:rank=0,point=save-{point},step=10" for point in SAVE_POINTS)  # a save each, one after another
     return SuitePart(
         name="recovery",
@@ -193,7 +185,7 @@ def _recovery() -> SuitePart:
     )
 
 
-def _limits(step_s: float) -> SuitePart:
+def _limits_part(step_s: float) -> SuitePart:
     sleep_s = max(LEAST_SLEEP_S, 2 * step_s)
     return SuitePart(
         name="limits",
@@ -224,7 +216,7 @@ def judge_slow_rank(run: Run, *, slow_rank: int, world: int) -> Verdict:
     """Whether the record names the rank that was slow, and nobody else."""
     rank = slow_rank % world
     try:
-        found = scores(RunHistory.open(run))
+        found = straggler_scores(RunHistory.open(run))
     except (PhalanxError, KeyError, ValueError) as error:
         return Verdict(name=NAMED, ok=False, evidence=f"{type(error).__name__}: {error}")
     who = [one.rank for one in found.named]
@@ -266,7 +258,7 @@ def shrink_schedule(
     until_s = clock() + budget_s
     left, parts = tuple(items), 2
     while len(left) >= 2:
-        for candidate in _candidates(left, parts):
+        for candidate in _smaller_candidates(left, parts):
             if clock() >= until_s:
                 return left
             if fails(candidate):
@@ -281,7 +273,7 @@ def shrink_schedule(
     return left
 
 
-def _candidates(items: tuple[T, ...], parts: int) -> list[tuple[T, ...]]:
+def _smaller_candidates(items: tuple[T, ...], parts: int) -> list[tuple[T, ...]]:
     """Each part alone, then all but each part."""
     size, more = divmod(len(items), parts)
     cuts = [0]

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import UserError, mistake
@@ -113,17 +112,17 @@ def compare_compiled(engine: Engine, tokens_BS: torch.Tensor, targets_BS: torch.
 
     Every rank must call this together, before its first step.
     """
-    free_bytes, used_bytes = _memory(engine)
+    free_bytes, used_bytes = _device_memory(engine)
     with restore_after(engine):
         compiled = engine.trial_pass(tokens_BS, targets_BS)
     if short := _short_of_memory(engine, free_bytes, used_bytes):
         return short
     with restore_after(engine), run_eagerly(engine):
         eager = engine.trial_pass(tokens_BS, targets_BS)
-    return _compare(engine, compiled, eager)
+    return _compare_passes(engine, compiled, eager)
 
 
-def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> CompiledComparison:
+def _compare_passes(engine: Engine, compiled: TrialPass, eager: TrialPass) -> CompiledComparison:
     apart_P = (compiled.norms_P - eager.norms_P).square()
     mine_P = torch.tensor([float(shard.owner) for shard in engine.shards], dtype=torch.float64, device=apart_P.device)
     names = [shard.name for shard in engine.shards]
@@ -140,7 +139,7 @@ def _compare(engine: Engine, compiled: TrialPass, eager: TrialPass) -> CompiledC
     if engine.dims.world > 1:
         dist.all_reduce(sums)
     squared, eager_squared, apart, loss, eager_loss, valid = sums.tolist()
-    valid, bound = max(valid, 1.0), rounding_bound(_precision(engine), engine.shape.layers)
+    valid, bound = max(valid, 1.0), rounding_bound(_product_precision(engine), engine.shape.layers)
     loss_difference, is_lost, other_random = _worst_rank(
         engine, compiled, eager, least_norm=LOST_SHARE * bound * math.sqrt(eager_squared)
     )
@@ -183,7 +182,7 @@ def _worst_rank(engine: Engine, compiled: TrialPass, eager: TrialPass, *, least_
     return [float(one) for one in found.tolist()]
 
 
-def _precision(engine: Engine) -> str:
+def _product_precision(engine: Engine) -> str:
     """What matrix products are computed in: float32 may be TF32 on a GPU, in convolutions without a word."""
     compute = engine.settings.compute
     if compute != "fp32" or engine.device.type != "cuda":
@@ -235,7 +234,8 @@ def restore_after(engine: Engine) -> Iterator[None]:
 @contextmanager
 def run_eagerly(engine: Engine) -> Iterator[None]:
     """Run compiled modules uncompiled. Our own blocks recompute in backward, which bounds what they keep."""
-    blocks = [] if engine.outline is not None else [block for block in _blocks(engine) if block._compiled_call_impl]
+    ours = [] if engine.outline is not None else engine.parts
+    blocks = [block for part in ours for block in part.model.layers.values() if block._compiled_call_impl]
     own = [vars(block).get("forward") for block in blocks]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -250,11 +250,7 @@ def run_eagerly(engine: Engine) -> Iterator[None]:
                 block.forward = forward
 
 
-def _blocks(engine: Engine) -> list[nn.Module]:
-    return [block for part in engine.parts for block in part.model.layers.values()]
-
-
-def _memory(engine: Engine) -> tuple[int, int]:
+def _device_memory(engine: Engine) -> tuple[int, int]:
     """Bytes of the GPU that can still be had, and those in use; from now on the peak is counted anew."""
     if engine.device.type != "cuda":
         return 0, 0
@@ -290,18 +286,18 @@ def compiled_refusal(found: CompiledComparison, *, compute: str, where: str) -> 
         where,
         f"compiled code computes something else than the same code uncompiled: on one micro-batch gradient norm "
         f"{found.grad_norm:.4g} for {found.eager_grad_norm:.4g}, loss {found.loss:.5g} for {found.eager_loss:.5g}",
-        why=f"tensor by tensor they differ by {_share(off)}"
+        why=f"tensor by tensor they differ by {_share_text(off)}"
         + (", and some tensor has no gradient at all on one side" if found.is_lost else "")
-        + f"; rounding in {compute} explains {_share(found.bound)}. The run would learn from wrong gradients",
+        + f"; rounding in {compute} explains {_share_text(found.bound)}. The run would learn from wrong gradients",
         fix=f"set train.compile = false; or clear the compile cache, {cache_folder()}, and start again; please report "
         f"it with the job file (torch {torch.__version__}). train.compile_check = false trains without the comparison",
     )
 
 
-def _share(value: float) -> str:
+def _share_text(value: float) -> str:
     """A relative difference as people read it.
 
-    >>> _share(0.41), _share(4.7e-6), _share(math.inf)
+    >>> _share_text(0.41), _share_text(4.7e-6), _share_text(math.inf)
     ('41.0%', '4.7e-06', 'inf')
     """
     return f"{value:.1%}" if 1e-3 <= value < math.inf else f"{value:.1e}" if value < 1e-3 else str(value)

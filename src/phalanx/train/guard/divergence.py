@@ -56,7 +56,7 @@ def shard_sets(shards: Sequence[TensorShard]) -> list[ShardSet]:
         cut_by = frozenset(id(group) for groups in shard.groups.values() for group in groups)
         held.setdefault((cut_by, shard.replicas, shard.moves), []).append(shard)
     return [
-        ShardSet(shards=tuple(some), boxes=_short(b"".join(map(shard_place, some))), moves=moves)
+        ShardSet(shards=tuple(some), boxes=_short_digest(b"".join(map(shard_place, some))), moves=moves)
         for (_, _, moves), some in held.items()
     ]
 
@@ -108,7 +108,7 @@ class ReplicaGuard:
     def name_changed(self, step: int) -> Divergence:
         """Whose memory changed, and which tensors. Every rank must call this, and gets the same."""
         changed = self._sums.changed()
-        rows = _gather(torch.tensor([len(changed), changed[0][1] if changed else 0]))
+        rows = _gather_tensors(torch.tensor([len(changed), changed[0][1] if changed else 0]))
         counts = {rank: int(row[1]) for rank, row in enumerate(rows) if row[0]}
         names = [name for name, _ in changed[:MOST_NAMES]]
         return Divergence(
@@ -118,7 +118,7 @@ class ReplicaGuard:
             certain=bool(counts),
             boxes="",
             digests={rank: f"{total % 2**64:016x}" for rank, total in counts.items()},
-            tensors=_tell(names, source=min(counts, default=0)),
+            tensors=_broadcast_names(names, source=min(counts, default=0)),
         )
 
     def check(self, step: int, *, is_saved: bool = False) -> Divergence | None:
@@ -131,29 +131,31 @@ class ReplicaGuard:
         if not is_compared:
             return None
         sets = shard_sets(self._shards())
-        claims = self._exchange(sets, {one.boxes: one.digest() for one in sets})
+        claims = self._exchange_digests(sets, {one.boxes: one.digest() for one in sets})
         found = judge_claims(step, claims)
         if found is not None:
             return replace(found, tensors=_name_tensors(found, sets, claims))
         self.last = {claim.boxes: claim.digest for claim in claims}
         return None
 
-    def _exchange(self, sets: Sequence[ShardSet], digests: Mapping[bytes, bytes]) -> list[DigestClaim]:
+    def _exchange_digests(self, sets: Sequence[ShardSet], digests: Mapping[bytes, bytes]) -> list[DigestClaim]:
         """The claims of all ranks on sets that have copies."""
         copied = [one for one in sets if one.replicas > 1]
         if self._most_sets < 0:
             found = torch.tensor([len(copied)])
-            if _world() > 1:
+            if _world_size() > 1:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX)
             self._most_sets = int(found.item())
         if not self._most_sets:
             return []
         mine = torch.zeros(self._most_sets, 3, dtype=torch.int64)
         for row, one in zip(mine, copied, strict=False):
-            row[:] = torch.tensor([_number(one.boxes), _number(digests[one.boxes]), len(one.shards)])
+            row[:] = torch.tensor([_digest_number(one.boxes), _digest_number(digests[one.boxes]), len(one.shards)])
         return [
-            DigestClaim(rank=rank, boxes=_bytes(boxes).hex(), digest=_bytes(digest).hex(), tensors=count)
-            for rank, rows in enumerate(_gather(mine))
+            DigestClaim(
+                rank=rank, boxes=_number_digest(boxes).hex(), digest=_number_digest(digest).hex(), tensors=count
+            )
+            for rank, rows in enumerate(_gather_tensors(mine))
             for boxes, digest, count in rows.tolist()
             if count
         ]
@@ -165,52 +167,52 @@ def _name_tensors(found: Divergence, sets: Sequence[ShardSet], claims: Sequence[
     held = next((one.shards for one in sets if one.boxes.hex() == found.boxes), ())
     mine = torch.zeros(count, dtype=torch.int64)
     for index, words in enumerate(fold_shards(held)):
-        mine[index] = _number(_short(words.tobytes()))
-    everyone = _gather(mine)
+        mine[index] = _digest_number(_short_digest(words.tobytes()))
+    everyone = _gather_tensors(mine)
     differing = []
     for index, shard in enumerate(held):
         if len({int(everyone[rank][index]) for rank in found.digests}) > 1:
             differing.append(shard.name)
-    return _tell(differing[:MOST_NAMES], source=min(found.digests))
+    return _broadcast_names(differing[:MOST_NAMES], source=min(found.digests))
 
 
-def _tell(names: Sequence[str], *, source: int) -> tuple[str, ...]:
+def _broadcast_names(names: Sequence[str], *, source: int) -> tuple[str, ...]:
     """One rank's few names, on every rank."""
     text = "\n".join(names).encode()[:TEXT]
     sent = torch.zeros(TEXT, dtype=torch.uint8)
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-    if _world() > 1:
+    if _world_size() > 1:
         dist.broadcast(sent, src=source)
     reported = sent.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
     return tuple(reported.split("\n")) if reported else ()
 
 
-def _gather(mine: torch.Tensor) -> list[torch.Tensor]:
+def _gather_tensors(mine: torch.Tensor) -> list[torch.Tensor]:
     """Every rank's tensor. In host memory: a job on GPUs has a gloo group beside NCCL."""
-    if _world() == 1:
+    if _world_size() == 1:
         return [mine]
-    everyone = [torch.empty_like(mine) for _ in range(_world())]
+    everyone = [torch.empty_like(mine) for _ in range(_world_size())]
     dist.all_gather(everyone, mine)
     return everyone
 
 
-def _world() -> int:
+def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _rank() -> int:
+def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _short(data: bytes) -> bytes:
+def _short_digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=SHORT, usedforsecurity=False).digest()
 
 
-def _number(short: bytes) -> int:
+def _digest_number(short: bytes) -> int:
     return int.from_bytes(short, "little", signed=True)
 
 
-def _bytes(number: int) -> bytes:
+def _number_digest(number: int) -> bytes:
     return number.to_bytes(SHORT, "little", signed=True)
 
 
@@ -260,12 +262,12 @@ def fold_shards(shards: Sequence[TensorShard]) -> list[Words]:
 @torch.no_grad()
 def fold_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A number for each row of the tensor's bytes, on its device."""
-    weights = _weights(tensor.device)
-    folded = [_fold_rows(words, weights) for words in _words(tensor)]
+    weights = _digest_weights(tensor.device)
+    folded = [_fold_rows(words, weights) for words in _tensor_words(tensor)]
     return torch.cat(folded) if folded else torch.empty(0, dtype=torch.int64, device=tensor.device)
 
 
-def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _tensor_words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes as 32-bit words, some rows at a time; zeros fill the last word up."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for part in raw.split(ROW * WORD * PASS.get(tensor.device.type, 16)):
@@ -284,7 +286,7 @@ def _fold_rows(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
+def _digest_weights(device: torch.device) -> torch.Tensor:
     """Odd numbers by splitmix64 (Steele, Lea, Flood 2014): any fixed ones without a pattern would do."""
     word = np.arange(1, ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

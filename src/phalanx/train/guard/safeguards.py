@@ -90,7 +90,7 @@ class ReplicaComparison(Callback):
     def memory_changed(self, training: TrainingLoop) -> UntrustedState:
         """What is raised on every rank, since memory of some rank changed."""
         training.control.check()  # numbers of an aborted collective say nothing
-        return self._diverged(self.guard.name_changed(training.step))
+        return self._untrusted_state(self.guard.name_changed(training.step))
 
     def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
         """Compare, and settle which rank was wrong where the same step is done again."""
@@ -105,7 +105,7 @@ class ReplicaComparison(Callback):
             self._compare_replicas(training, training.engine.across)
         self._spent_s = time.perf_counter() - began_s
         if found is not None:
-            raise self._diverged(found)
+            raise self._untrusted_state(found)
         case = self._case
         if case is not None and step == case.step and case.boxes in self.guard.last:
             wrong = settle_divergence(case.digests, self.guard.last[case.boxes])
@@ -146,7 +146,7 @@ class ReplicaComparison(Callback):
             what=f"the states of model replicas differ after step {training.step:,} (wrong: {names})",
         )
 
-    def _diverged(self, found: Divergence) -> UntrustedState:
+    def _untrusted_state(self, found: Divergence) -> UntrustedState:
         suspects = found.suspects if found.certain else ()
         if self._across is not None:  # the guard numbers the ranks of its own replica
             suspects = tuple(self._across.replicas.rank(self._across.replica, one) for one in suspects)
@@ -195,16 +195,16 @@ class StalledTraining(Callback):
             return
         is_zero = result.grad_norm == 0.0
         if is_zero and not self._is_zero:
-            self._warn(training, report.step, "the gradient norm is exactly 0: no weight learns from this step")
+            self._warn_of(training, report.step, "the gradient norm is exactly 0: no weight learns from this step")
         self._losses.append(result.loss)
         spread = max(self._losses) - min(self._losses)
         is_still = len(self._losses) == STILL_STEPS and spread <= STILL * abs(result.loss)
         if is_still and not self._is_still:
             what = f"the loss has been {result.loss:.6g} for {STILL_STEPS} steps, and batches differ"
-            self._warn(training, report.step, what)
+            self._warn_of(training, report.step, what)
         self._is_zero, self._is_still = is_zero, is_still
 
-    def _warn(self, training: TrainingLoop, step: int, what: str) -> None:
+    def _warn_of(self, training: TrainingLoop, step: int, what: str) -> None:
         if training.rank == 0:  # every rank has the same numbers
             cure = "the state may be damaged: compare the curve with an earlier checkpoint, and resume from that"
             training.events.write("remark", step=step, text=f"step {step:,}: {what}; {cure}", is_warning=True)

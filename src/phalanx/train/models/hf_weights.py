@@ -56,18 +56,18 @@ def load_hf(folder: Path, model: Decoder) -> None:
 
 def check_hf(folder: Path, shape: ModelShape) -> None:
     """Raise UserError with every tensor of a folder that does not fit a model; reads headers, no values."""
-    _check(folder, shape, match_tensors(shape), _entries(folder))
+    _check_entries(folder, shape, match_tensors(shape), _weight_entries(folder))
 
 
 def read_hf(folder: Path, shape: ModelShape, *, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole tensor) of every wanted parameter, one at a time, in the dtype of the file."""
     names = set(wanted)
-    entries = _entries(folder)
+    entries = _weight_entries(folder)
     known = match_tensors(shape)
-    _check(folder, shape, known, entries)
+    _check_entries(folder, shape, known, entries)
     with ExitStack() as stack:
         # Each file is opened once: parsing the header for each of 36,000 experts of Qwen3-235B would take minutes.
-        files = {path: stack.enter_context(_open(path)) for path in {entry.file for entry in entries.values()}}
+        files = {path: stack.enter_context(_open_weights(path)) for path in {entry.file for entry in entries.values()}}
         for match in known:
             if names.isdisjoint({*match.ours, *(TIED if TIED[0] in match.ours and shape.tied else ())}):
                 continue
@@ -94,14 +94,16 @@ def read_named(
         if name in entries and entries[name].size != tuple(size)
     ]
     problems = [
-        *_listed(str(folder), "lacks", [name for name in sizes if name not in entries]),
-        *_listed(str(folder), "has tensors this network does not:", [name for name in entries if name not in sizes]),
-        *_listed(str(folder), "has tensors of another size:", wrong),
+        *_listed_problem(str(folder), "lacks", [name for name in sizes if name not in entries]),
+        *_listed_problem(
+            str(folder), "has tensors this network does not:", [name for name in entries if name not in sizes]
+        ),
+        *_listed_problem(str(folder), "has tensors of another size:", wrong),
     ]
     if problems:
         raise UserError(problems)
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in {entry.file for entry in entries.values()}}
+        files = {path: stack.enter_context(_open_weights(path)) for path in {entry.file for entry in entries.values()}}
         for name in sizes:
             if name in wanted:
                 yield name, files[entries[name].file].get_tensor(name)
@@ -137,7 +139,7 @@ def save_hf(
     """
     known = match_tensors(shape)
     _check_state(state, known)
-    theirs = dict(_turned(state, known))
+    theirs = dict(_turned_tensors(state, known))
     dtype = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +151,7 @@ def save_hf(
     return [config, *written]
 
 
-def _turned(state: Mapping[str, Tensor], known: Sequence[Match]) -> Iterator[tuple[str, Tensor]]:
+def _turned_tensors(state: Mapping[str, Tensor], known: Sequence[Match]) -> Iterator[tuple[str, Tensor]]:
     for match in known:
         tensors = match.to_theirs([state[name].detach().cpu() for name in match.ours])
         for name, tensor in zip(match.theirs, tensors, strict=True):
@@ -160,7 +162,7 @@ def _turned(state: Mapping[str, Tensor], known: Sequence[Match]) -> Iterator[tup
 def _write_shards(
     theirs: Mapping[str, Tensor], folder: Path, shard_bytes: int, more: Mapping[str, str] | None = None
 ) -> list[Path]:
-    shards = _pack(theirs, shard_bytes)
+    shards = _pack_shards(theirs, shard_bytes)
     if len(shards) == 1:
         names = [SINGLE]
     else:
@@ -182,7 +184,7 @@ def _write_shards(
     return [folder / name for name in names]
 
 
-def _pack(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
+def _pack_shards(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
     """Names in order, a new shard whenever the next tensor would not fit."""
     shards: list[list[str]] = [[]]
     room = shard_bytes
@@ -198,8 +200,8 @@ def _pack(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
 def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
     expected = {name for match in known for name in match.ours}
     problems = [
-        *_listed("the model", "lacks", sorted(expected - set(state))),
-        *_listed("the model", "has tensors its shape does not:", sorted(set(state) - expected)),
+        *_listed_problem("the model", "lacks", sorted(expected - set(state))),
+        *_listed_problem("the model", "has tensors its shape does not:", sorted(set(state) - expected)),
     ]
     if problems:
         raise UserError(problems)
@@ -208,8 +210,8 @@ def _check_state(state: Mapping[str, Tensor], known: Sequence[Match]) -> None:
 def _listed_entries(folder: Path) -> dict[str, WeightEntry]:
     """Every tensor of the folder by its name in the file."""
     found: dict[str, WeightEntry] = {}
-    for path in _files(folder):
-        with _open(path) as file:
+    for path in _weight_files(folder):
+        with _open_weights(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 part = file.get_slice(name)
                 found[name] = WeightEntry(
@@ -218,7 +220,7 @@ def _listed_entries(folder: Path) -> dict[str, WeightEntry]:
     return found
 
 
-def _entries(folder: Path) -> dict[str, WeightEntry]:
+def _weight_entries(folder: Path) -> dict[str, WeightEntry]:
     """Every tensor of the folder; GPT-2 files without the "transformer." prefix are given it."""
     found = _listed_entries(folder)
     if "wte.weight" in found:
@@ -226,9 +228,9 @@ def _entries(folder: Path) -> dict[str, WeightEntry]:
     return {name: entry for name, entry in found.items() if not name.endswith(IGNORED)}
 
 
-def _files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        return _indexed(folder)
+        return _indexed_files(folder)
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     pickled = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
@@ -236,7 +238,7 @@ def _files(folder: Path) -> list[Path]:
     raise mistake(str(folder), f"has neither {SINGLE} nor {INDEX}", why=why, fix="name a folder with safetensors")
 
 
-def _indexed(folder: Path) -> list[Path]:
+def _indexed_files(folder: Path) -> list[Path]:
     """The files an index names. A name with a path in it could point anywhere, so it is refused."""
     index = folder / INDEX
     try:
@@ -255,11 +257,11 @@ def _indexed(folder: Path) -> list[Path]:
             )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise UserError(_listed(str(index), "names files that are not there:", missing))
+        raise UserError(_listed_problem(str(index), "names files that are not there:", missing))
     return [folder / name for name in names]
 
 
-def _open(path: Path) -> Any:
+def _open_weights(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
@@ -268,7 +270,7 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _check(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Mapping[str, WeightEntry]) -> None:
+def _check_entries(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Mapping[str, WeightEntry]) -> None:
     """All that is missing, too much, of another size or not a float, at once."""
     expected = _their_sizes(shape, known)
     given = {name: entry for name, entry in entries.items() if not (shape.tied and name == "lm_head.weight")}
@@ -280,10 +282,10 @@ def _check(folder: Path, shape: ModelShape, known: Sequence[Match], entries: Map
     coded = [f"{name} ({entry.dtype})" for name, entry in given.items() if entry.dtype not in FLOATS]
     where = str(folder)
     problems = [
-        *_listed(where, "lacks", [name for name in expected if name not in given]),
-        *_listed(where, "has tensors this model does not:", [name for name in given if name not in expected]),
-        *_listed(where, "has tensors of another size:", wrong),
-        *_listed(where, "has tensors that are not floating point:", coded),
+        *_listed_problem(where, "lacks", [name for name in expected if name not in given]),
+        *_listed_problem(where, "has tensors this model does not:", [name for name in given if name not in expected]),
+        *_listed_problem(where, "has tensors of another size:", wrong),
+        *_listed_problem(where, "has tensors that are not floating point:", coded),
     ]
     if problems:
         raise UserError(problems)
@@ -301,7 +303,7 @@ def _their_sizes(shape: ModelShape, known: Sequence[Match]) -> dict[str, tuple[i
     }
 
 
-def _listed(where: str, what: str, names: Sequence[str]) -> list[Problem]:
+def _listed_problem(where: str, what: str, names: Sequence[str]) -> list[Problem]:
     if not names:
         return []
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""

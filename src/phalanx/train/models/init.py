@@ -41,16 +41,13 @@ def draw_values(
     drawn = torch.empty(part, dtype=torch.float32)
     for index in range(rows.start // block, -(-rows.stop // block)):
         begin, end = index * block, min((index + 1) * block, size[0])
-        values = _normal((end - begin, *size[1:]), std, _key(seed, name, index))
+        random = torch.Generator().manual_seed(_tensor_key(seed, name, index))
+        values = torch.empty((end - begin, *size[1:]), dtype=torch.float32).normal_(0.0, std, generator=random)
         low, high = max(begin, rows.start), min(end, rows.stop)
         drawn[low - rows.start : high - rows.start] = values[low - begin : high - begin]
     return drawn.to(dtype)
 
 
-def _normal(size: tuple[int, ...], std: float, key: int) -> Tensor:
-    return torch.empty(size, dtype=torch.float32).normal_(0.0, std, generator=torch.Generator().manual_seed(key))
-
-
-def _key(seed: int, name: str, index: int) -> int:
+def _tensor_key(seed: int, name: str, index: int) -> int:
     digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: manual_seed takes no more from Python

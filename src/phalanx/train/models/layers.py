@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
         """Mix each position with the earlier ones; rope=None when positions were added to the embedding."""
-        q_BSNH, k_BSKH, v_BSKH = (self._heads(linear(x_BSD)) for linear in (self.wq, self.wk, self.wv))
+        q_BSNH, k_BSKH, v_BSKH = (self._split_heads(linear(x_BSD)) for linear in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if rope is not None:
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         out_BSD: Tensor = self.wo(o_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
 
-    def _heads(self, flat: Tensor) -> Tensor:
+    def _split_heads(self, flat: Tensor) -> Tensor:
         """The number of heads follows from the rows at hand: a rank of a tensor group holds only some of them."""
         return flat.view(*flat.shape[:-1], -1, self.head_dim)
 
@@ -164,14 +164,14 @@ def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
         case "linear":
             return frequency_R / shape.rope_factor
         case "llama3":
-            return _llama3(shape, frequency_R)
+            return _scale_llama3(shape, frequency_R)
         case "yarn":
-            return _yarn(shape, frequency_R)
+            return _scale_yarn(shape, frequency_R)
         case _:
             return frequency_R
 
 
-def _llama3(shape: ModelShape, frequency_R: Tensor) -> Tensor:
+def _scale_llama3(shape: ModelShape, frequency_R: Tensor) -> Tensor:
     """Llama 3.1: slow pairs are stretched, fast ones kept, others mixed by their turns in the original length."""
     low, high = shape.rope_low_factor, shape.rope_high_factor
     turns_R = shape.rope_original_positions * frequency_R / (2 * math.pi)
@@ -179,7 +179,7 @@ def _llama3(shape: ModelShape, frequency_R: Tensor) -> Tensor:
     return frequency_R * kept_R + frequency_R / shape.rope_factor * (1.0 - kept_R)
 
 
-def _yarn(shape: ModelShape, frequency_R: Tensor) -> Tensor:
+def _scale_yarn(shape: ModelShape, frequency_R: Tensor) -> Tensor:
     """YaRN: as llama3, but the mix is linear in the index of the pair."""
 
     def pair_that_turns(times: float) -> float:

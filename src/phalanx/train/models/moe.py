@@ -70,10 +70,10 @@ class Experts(nn.Module):
         if x_MD.is_cuda and self._fits_grouped(x_MD) and isinstance(counts_E, Tensor):
             return self.run_grouped(x_MD, counts_E)
         counts = counts_E.tolist() if isinstance(counts_E, Tensor) else list(counts_E)
-        parts = [self._one(expert, rows) for expert, rows in enumerate(torch.split(x_MD, counts))]
+        parts = [self._run_expert(expert, rows) for expert, rows in enumerate(torch.split(x_MD, counts))]
         return torch.cat(parts)
 
-    def _one(self, expert: int, x_MD: Tensor) -> Tensor:
+    def _run_expert(self, expert: int, x_MD: Tensor) -> Tensor:
         up_MF = F.linear(x_MD, self.up[expert])
         inner_MF = self.act(up_MF) if self.gate is None else self.act(F.linear(x_MD, self.gate[expert])) * up_MF
         return F.linear(inner_MF, self.down[expert])
@@ -122,13 +122,13 @@ class Moe(nn.Module):
         self.aux_scale = 0.0
         self.real_B: Tensor | None = None
         self.dispatch: Dispatch = run_locally
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = _alone
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _keep_local
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """What the chosen experts and the shared one make of every token."""
         x_TD = x_BSD.flatten(0, 1)
         scores_TE, choice_TK, weight_TK = self.router(x_TD)
-        self._count(choice_TK.view(len(x_BSD), -1))
+        self._count_tokens(choice_TK.view(len(x_BSD), -1))
         y_BSD = self.dispatch(self.experts, x_TD, choice_TK, weight_TK).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
@@ -137,7 +137,7 @@ class Moe(nn.Module):
             y_BSD = _WithLoss.apply(y_BSD, loss_B, self.aux_scale, self.real_B)  # type: ignore[no-untyped-call]
         return y_BSD
 
-    def _count(self, choice_BM: Tensor) -> None:
+    def _count_tokens(self, choice_BM: Tensor) -> None:
         """Once per token that is learned from: not in evaluation, nor when a block is computed again in backward."""
         again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
         if torch.is_grad_enabled() and not again:
@@ -241,5 +241,5 @@ class _WithLoss(torch.autograd.Function):
         return grad_BSD, ctx.grad_B, None, None
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _keep_local(tensor: Tensor) -> Tensor:
     return tensor

@@ -25,7 +25,7 @@ from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.protocol import Network, Staged, build_model
 from phalanx.train.state.shards import STORED_DTYPES, dtype_name
-from phalanx.units import format_bytes
+from phalanx.units import first_few, format_bytes
 
 GAP = 0.02  # parameters may differ from the shape by this share before the plan's memory is called wrong
 PREFIX = "network."  # of every name, in front of the network's own
@@ -108,7 +108,7 @@ class OwnStage(nn.Module):
 
     def tie(self) -> None:
         """Make one again of what the network built as one parameter or buffer under several names."""
-        _tie(self._shared)
+        _tie_shared(self._shared)
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _without_storage(make: Callable[[], nn.Module]) -> nn.Module:
     network = make()
     shared = _shared_places(network)
     network.to(device="meta")
-    _tie(shared)
+    _tie_shared(shared)
     return network
 
 
@@ -270,7 +270,7 @@ def _refuse_other_outline(shape: ModelShape, real: NetworkOutline, outline: Netw
         name for name in {**real.tensors, **outline.tensors} if real.tensors.get(name) != outline.tensors.get(name)
     ]
     if differing or real.tied != outline.tied:
-        names = _few(differing or sorted({*real.tied, *outline.tied}))
+        names = first_few(differing or sorted({*real.tied, *outline.tied}), SHOWN)
         raise UserError(
             [
                 Problem(
@@ -293,16 +293,16 @@ def refuse_network(
     if not shape.module:
         return
     problems = [
-        *_axes(shape, network, layout),
-        *_tensors(network),
-        *_sharding(network, layout),
-        *_numerics(network, layout, compute=compute, reproducible=reproducible),
+        *_axis_problems(shape, network, layout),
+        *_tensor_problems(network),
+        *_sharding_problems(network, layout),
+        *_numeric_problems(network, layout, compute=compute, reproducible=reproducible),
     ]
     if problems:
         raise UserError(problems)
 
 
-def _axes(shape: ModelShape, network: nn.Module, layout: Layout) -> Iterator[Problem]:
+def _axis_problems(shape: ModelShape, network: nn.Module, layout: Layout) -> Iterator[Problem]:
     if layout.pipeline > 1 and not isinstance(network, Staged):
         yield Problem(
             where="parallel.pipeline",
@@ -321,7 +321,7 @@ def _axes(shape: ModelShape, network: nn.Module, layout: Layout) -> Iterator[Pro
             )
 
 
-def _tensors(network: nn.Module) -> Iterator[Problem]:
+def _tensor_problems(network: nn.Module) -> Iterator[Problem]:
     """Tensors that could be neither trained nor saved as what they are."""
     saved = _saved_tensors(network)
     for name, param in network.named_parameters():
@@ -365,7 +365,7 @@ def _tensors(network: nn.Module) -> Iterator[Problem]:
             )
 
 
-def _sharding(network: nn.Module, layout: Layout) -> Iterator[Problem]:
+def _sharding_problems(network: nn.Module, layout: Layout) -> Iterator[Problem]:
     """What FSDP2 cannot shard, or would silently make two of."""
     if not layout.zero:
         return
@@ -384,15 +384,16 @@ def _sharding(network: nn.Module, layout: Layout) -> Iterator[Problem]:
     first = {id(param): name for name, param in network.named_parameters()}
     for key, places in homes.items():
         if len(places) > 1:
+            shared = [place or "the rest of the network" for place in sorted(places)]
             yield Problem(
                 where=first[key],
-                what=f"is one parameter in {_few([place or 'the rest of the network' for place in sorted(places)])}",
+                what=f"is one parameter in {first_few(shared, SHOWN)}",
                 why=f"zero = {layout.zero} shards every block by itself, and would make two parameters of it",
                 fix="set parallel.zero = 0, or share it only within a block or only outside of blocks",
             )
 
 
-def _numerics(network: nn.Module, layout: Layout, *, compute: str, reproducible: bool) -> Iterator[Problem]:
+def _numeric_problems(network: nn.Module, layout: Layout, *, compute: str, reproducible: bool) -> Iterator[Problem]:
     for name, module in network.named_modules():
         tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
         if tracked and compute not in ("fp32", "fp64"):
@@ -409,7 +410,7 @@ def _numerics(network: nn.Module, layout: Layout, *, compute: str, reproducible:
                 why="its statistics follow the order of micro-batches, which is another on other ranks",
                 fix="set track_running_stats=False, or numerics.reproducible = false",
             )
-        if reproducible and _draws(module):
+        if reproducible and _draws_numbers(module):
             yield Problem(
                 where=name,
                 what=f"{type(module).__name__} with numerics.reproducible",
@@ -418,7 +419,7 @@ def _numerics(network: nn.Module, layout: Layout, *, compute: str, reproducible:
             )
 
 
-def _draws(module: nn.Module) -> bool:
+def _draws_numbers(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
     return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
@@ -478,11 +479,7 @@ def _shared_places(network: nn.Module) -> list[list[Place]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def _tie(shared: list[list[Place]]) -> None:
+def _tie_shared(shared: list[list[Place]]) -> None:
     for (module, name), *others in shared:
         for other, again in others:
             setattr(other, again, getattr(module, name))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

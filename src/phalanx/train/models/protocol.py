@@ -60,16 +60,16 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
             why="a job file somebody else wrote could do anything that way",
             fix="read that code, then say --allow-code",
         )
-    build = _find(shape.module, folder)
-    model = _call(build, shape, seed)
-    problems = list(_problems(model, shape.module))
+    build = _find_constructor(shape.module, folder)
+    model = _call_constructor(build, shape, seed)
+    problems = list(_model_problems(model, shape.module))
     if problems:
         raise UserError(problems)
     assert isinstance(model, nn.Module)
     return model
 
 
-def _find(name: str, folder: Path) -> Callable[..., object]:
+def _find_constructor(name: str, folder: Path) -> Callable[..., object]:
     place, _, function = name.rpartition(":")
     is_file = place.endswith(".py")
     if is_file and not (folder / place).is_file():
@@ -79,7 +79,7 @@ def _find(name: str, folder: Path) -> Callable[..., object]:
     try:
         module = load_module(str(folder / place) if is_file else place)
     except Exception as error:
-        raise _failed(name, "cannot be run" if is_file else "cannot be imported", error) from error
+        raise _constructor_failed(name, "cannot be run" if is_file else "cannot be imported", error) from error
     found = getattr(module, function, None)
     if not callable(found):
         close = nearest(function, vars(module))
@@ -87,7 +87,7 @@ def _find(name: str, folder: Path) -> Callable[..., object]:
     return found  # type: ignore[no-any-return]
 
 
-def _call(build: Callable[..., object], shape: ModelShape, seed: int) -> object:
+def _call_constructor(build: Callable[..., object], shape: ModelShape, seed: int) -> object:
     arguments = json.loads(shape.arguments) if shape.arguments else {}
     try:
         inspect.signature(build).bind(shape, **arguments)
@@ -95,15 +95,15 @@ def _call(build: Callable[..., object], shape: ModelShape, seed: int) -> object:
         raise mistake(
             "model.arguments", f"do not fit {shape.module}: {error}", why="it is called as build(shape, **arguments)"
         ) from error
-    with _seeded(seed):
+    with _seeded_generators(seed):
         try:
             return build(shape, **arguments)
         except Exception as error:
-            raise _failed(shape.module, "raised", error) from error
+            raise _constructor_failed(shape.module, "raised", error) from error
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded_generators(seed: int) -> Iterator[None]:
     """Every generator a constructor may draw from starts at `seed`, and afterwards goes on as if nothing had been.
 
     One thread: a product inside an initialisation (`nn.init.orthogonal_`) may round otherwise on another number of
@@ -124,13 +124,13 @@ def _seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def _failed(name: str, what: str, error: Exception) -> UserError:
+def _constructor_failed(name: str, what: str, error: Exception) -> UserError:
     """The user's own mistake, with the last line of the user's own code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return mistake(f"{last.filename}:{last.lineno}", f"{name} {what}: {type(error).__name__}: {error}"[:500])
 
 
-def _problems(model: object, name: str) -> Iterator[Problem]:
+def _model_problems(model: object, name: str) -> Iterator[Problem]:
     if not isinstance(model, nn.Module):
         yield Problem(where=name, what=f"returned {type(model).__name__}, not a torch.nn.Module")
         return

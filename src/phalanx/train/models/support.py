@@ -12,12 +12,12 @@ from phalanx.plan.trainable import model_problems
 
 def refuse_untrainable(shape: ModelShape) -> None:
     """Raises UserError with everything of this shape the trainer lacks."""
-    problems = list(_problems(shape))
+    problems = list(_shape_problems(shape))
     if problems:
         raise UserError(problems)
 
 
-def _problems(shape: ModelShape) -> Iterator[Problem]:
+def _shape_problems(shape: ModelShape) -> Iterator[Problem]:
     if shape.module:
         yield Problem(
             where=f"model {shape.name}",

@@ -45,7 +45,7 @@ class Adafactor:
         self._shards = list(shards)
         self._beta2 = beta2
         self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
-        self._factors = [_empty(shard) for shard in shards]
+        self._factors = [_empty_factors(shard) for shard in shards]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -53,58 +53,66 @@ class Adafactor:
         self.steps += 1
         keep = min(1.0 - self.steps**-GROWTH, self._beta2)
         self._take_means(keep)
-        scales = self._scales()
-        squares = [self._update(shard, f, scale).square().sum() for shard, f, scale in self._each(scales)]
-        totals = _sum_each(squares, [_all_groups(shard) for shard in self._shards])
-        for i, (shard, factors, scale) in enumerate(self._each(scales)):
+        scales = self._row_scales()
+        squares = [
+            self._shard_update(shard, f, scale).square().sum() for shard, f, scale in self._shards_with_scales(scales)
+        ]
+        groups = [tuple(group for dim in sorted(one.groups) for group in one.groups[dim]) for one in self._shards]
+        totals = _sum_each(squares, groups)
+        for i, (shard, factors, scale) in enumerate(self._shards_with_scales(scales)):
             rms = (totals[i] / max(1, shard.numel)).sqrt()
-            update = self._update(shard, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
+            update = self._shard_update(shard, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
             apply_update(shard, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
 
     def _take_means(self, keep: float) -> None:
         """Move the means towards this step's squared gradients."""
         kept = [(shard, f, f.column) for shard, f in zip(self._shards, self._factors, strict=True)]
-        rows = [_squares(shard) if column is None else _squares(shard).sum(-1) for shard, _, column in kept]
-        rows = _sum_each(rows, [() if column is None else _groups(shard, -1) for shard, _, column in kept])
+        rows = [
+            _squared_gradient(shard) if column is None else _squared_gradient(shard).sum(-1)
+            for shard, _, column in kept
+        ]
+        rows = _sum_each(rows, [() if column is None else _groups_along(shard, -1) for shard, _, column in kept])
         tall = [(shard, column) for shard, _, column in kept if column is not None]
-        columns = _sum_each([_squares(shard).sum(-2) for shard, _ in tall], [_groups(shard, -2) for shard, _ in tall])
+        columns = _sum_each(
+            [_squared_gradient(shard).sum(-2) for shard, _ in tall], [_groups_along(shard, -2) for shard, _ in tall]
+        )
         for (shard, factors, column), row in zip(kept, rows, strict=True):
             factors.row.lerp_(row if column is None else row / shard.shape[-1], 1.0 - keep)
         for (shard, column), total in zip(tall, columns, strict=True):
             column.lerp_(total / shard.shape[-2], 1.0 - keep)
 
-    def _scales(self) -> list[torch.Tensor]:
+    def _row_scales(self) -> list[torch.Tensor]:
         """The mean of each matrix's row means, over all its rows; 1 for a vector."""
         sums = [f.row.sum(-1, keepdim=True) if f.column is not None else torch.ones_like(f.row) for f in self._factors]
-        groups = [_groups(p, -2) if f.column is not None else () for p, f in self._both()]
+        groups = [_groups_along(p, -2) if f.column is not None else () for p, f in self._shards_with_factors()]
         totals = _sum_each(sums, groups)
         return [
             total / shard.shape[-2] if factors.column is not None else total
-            for total, (shard, factors) in zip(totals, self._both(), strict=True)
+            for total, (shard, factors) in zip(totals, self._shards_with_factors(), strict=True)
         ]
 
-    def _update(self, shard: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
+    def _shard_update(self, shard: TensorShard, factors: Factors, scale: torch.Tensor) -> torch.Tensor:
         """The gradient over the root of the second moment, which is row × column / mean of the rows."""
         grad = shard_gradient(shard).to(factors.row.dtype)
         if factors.column is None:
             return grad * factors.row.rsqrt()
         return grad * (factors.row / scale).rsqrt().unsqueeze(-1) * factors.column.rsqrt().unsqueeze(-2)
 
-    def _both(self) -> list[tuple[TensorShard, Factors]]:
+    def _shards_with_factors(self) -> list[tuple[TensorShard, Factors]]:
         return list(zip(self._shards, self._factors, strict=True))
 
-    def _each(self, scales: Sequence[torch.Tensor]) -> list[tuple[TensorShard, Factors, torch.Tensor]]:
+    def _shards_with_scales(self, scales: Sequence[torch.Tensor]) -> list[tuple[TensorShard, Factors, torch.Tensor]]:
         return list(zip(self._shards, self._factors, scales, strict=True))
 
     def state(self) -> list[TensorShard]:
         """The live means. A row mean is the same on all ranks that split the columns: more replicas, one owner."""
         found = []
-        for shard, factors in self._both():
+        for shard, factors in self._shards_with_factors():
             if factors.column is None:
                 found.append(replace(shard, name=f"{shard.name}#exp_avg_sq", tensor=factors.row))
             else:
-                found.append(_without(shard, -1, "row", factors.row))
-                found.append(_without(shard, -2, "column", factors.column))
+                found.append(_without_dim(shard, -1, "row", factors.row))
+                found.append(_without_dim(shard, -2, "column", factors.column))
         return found
 
     def stored(self) -> list[TensorShard]:
@@ -123,7 +131,7 @@ class Adafactor:
         return total_bytes([tensor for factors in self._factors for tensor in factors.tensors()])
 
 
-def _empty(shard: TensorShard) -> Factors:
+def _empty_factors(shard: TensorShard) -> Factors:
     shape, dtype = shard.tensor.shape, working_dtype(shard.tensor.dtype)
     if len(shape) < 2:
         return Factors(row=torch.zeros(shape, dtype=dtype, device=shard.tensor.device), column=None)
@@ -131,16 +139,12 @@ def _empty(shard: TensorShard) -> Factors:
     return Factors(row=row, column=row.new_zeros(*shape[:-2], shape[-1]))
 
 
-def _squares(shard: TensorShard) -> torch.Tensor:
+def _squared_gradient(shard: TensorShard) -> torch.Tensor:
     return shard_gradient(shard).to(working_dtype(shard.tensor.dtype)).square().add_(TINY)
 
 
-def _groups(shard: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
+def _groups_along(shard: TensorShard, dim: int) -> tuple[ProcessGroup, ...]:
     return shard.groups.get(dim % len(shard.shape), ())
-
-
-def _all_groups(shard: TensorShard) -> tuple[ProcessGroup, ...]:
-    return tuple(group for dim in sorted(shard.groups) for group in shard.groups[dim])
 
 
 def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGroup, ...]]) -> list[torch.Tensor]:
@@ -155,7 +159,7 @@ def _sum_each(tensors: Sequence[torch.Tensor], groups: Sequence[tuple[ProcessGro
     return sums
 
 
-def _without(shard: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
+def _without_dim(shard: TensorShard, dim: int, name: str, tensor: torch.Tensor) -> TensorShard:
     """A state shard that lacks one dimension of its parameter."""
     dim %= len(shard.shape)
     gone = shard.groups.get(dim, ())

@@ -30,7 +30,7 @@ class AdamW:
         self._betas, self._eps = betas, eps
         self._first = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
         self._second = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
-        self._groups = _group(self._shards, weight_decay, decays)
+        self._groups = _kernel_groups(self._shards, weight_decay, decays)
         self._state = [  # made once: the guard asks for it in every step
             state_shard(shard, name, tensor)
             for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
@@ -83,7 +83,7 @@ class AdamW:
         return total_bytes([*self._first, *self._second])
 
 
-def _group(
+def _kernel_groups(
     shards: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool]
 ) -> dict[tuple[torch.device, torch.dtype, float], list[int]]:
     """Positions of the shards one kernel call can take; a shard without elements needs none."""

@@ -45,12 +45,12 @@ def build_optimizer(
             weight_decay=optim.weight_decay,
             decays=decays,
             kind=state_dtype,
-            rest=_adamw([shard for shard in shards if not takes_muon(shard, tables)], optim, state_dtype, decays),
+            rest=_build_adamw([shard for shard in shards if not takes_muon(shard, tables)], optim, state_dtype, decays),
         )
-    return _adamw(shards, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
+    return _build_adamw(shards, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
 
 
-def _adamw(shards: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
+def _build_adamw(shards: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
     """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
     betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
     if kind == "fp32" and all(shard.tensor.dtype in (torch.float32, torch.float64) for shard in shards):

@@ -55,10 +55,10 @@ class CompactAdamW:
     def step(self, lr: float) -> None:
         """One update of every shard."""
         self.steps += 1
-        numbers, keys = self._numbers(lr)
+        numbers, keys = self._step_numbers(lr)
         for i, shard in enumerate(self._shards):
             weight, grad, count = shard.tensor.reshape(-1), shard_gradient(shard).reshape(-1), shard.tensor.numel()
-            advance, at_once = _advance(self._kind, compiled=shard.tensor.is_cuda), AT_ONCE[shard.tensor.is_cuda]
+            advance, at_once = _shard_update(self._kind, compiled=shard.tensor.is_cuda), AT_ONCE[shard.tensor.is_cuda]
             where = element_positions(shard) if count else weight
             for start in range(0, count, at_once):
                 stop = min(count, start + at_once)
@@ -69,7 +69,7 @@ class CompactAdamW:
             if not shard.tensor.is_contiguous():  # then reshape made a copy
                 shard.tensor.copy_(weight.view(shard.tensor.shape))
 
-    def _numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step_numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
         """What changes from step to step, a row per shard: as tensors, or each number would have a kernel compiled."""
         (beta1, beta2), t = self._betas, self.steps
         fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
@@ -115,7 +115,7 @@ class CompactAdamW:
 
 
 @cache
-def _advance(kind: str, *, compiled: bool) -> Advance:
+def _shard_update(kind: str, *, compiled: bool) -> Advance:
     """The arithmetic of one shard for one kind of moments; on a GPU fused into one kernel for all sizes."""
     forms = moment_format(kind, signed=True), moment_format(kind, signed=False)
 
@@ -133,17 +133,15 @@ def _advance(kind: str, *, compiled: bool) -> Advance:
         wide = grad.to(numbers.dtype)
         m = torch.lerp(forms[0].decode(first, numbers.dtype), wide, new1)
         v = beta2 * forms[1].decode(second, numbers.dtype) + (1.0 - beta2) * wide * wide
-        bits = mix_bits(where if where.dim() else where + _follow(weight), by)
+        if not where.dim():
+            where = where + torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
+        bits = mix_bits(where, by)
         copy_kept(first, forms[0].encode(m, low_bits(bits)))
         copy_kept(second, forms[1].encode(v, high_bits(bits)))
         wide = shrink * weight.to(numbers.dtype) - lr * (m / correct1) / ((v / correct2).sqrt() + eps)
         weight.copy_(to_bf16(wide, low_bits(mix_bits(bits, by))) if weight.dtype == torch.bfloat16 else wide)
 
     return torch.compile(advance, dynamic=True) if compiled else advance
-
-
-def _follow(flat: torch.Tensor) -> torch.Tensor:
-    return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
 def apply_update(shard: TensorShard, update: torch.Tensor, *, lr: float, weight_decay: float, step: int) -> None:

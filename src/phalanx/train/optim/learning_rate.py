@@ -19,24 +19,24 @@ def learning_rate(optim: Optim, *, tokens_seen: int, total_tokens: int) -> float
     """
     if tokens_seen < optim.warmup_tokens:
         return optim.lr * tokens_seen / optim.warmup_tokens
-    shape = _wsd if optim.schedule == "wsd" else _cosine
+    shape = _wsd_share if optim.schedule == "wsd" else _cosine_share
     left = shape(optim, tokens_seen, total_tokens)
     return optim.lr * (optim.final_lr + (1.0 - optim.final_lr) * left)
 
 
-def _wsd(optim: Optim, seen: int, total: int) -> float:
+def _wsd_share(optim: Optim, seen: int, total: int) -> float:
     """Share of the way from the last rate up to the peak: 1 - sqrt of the progress of the decay.
 
     Hägele et al. 2024 (arXiv:2405.18392) found 1-sqrt ahead of a linear decay, and this schedule level with cosine.
     """
     begin = max(optim.warmup_tokens, total - optim.decay * total)
-    return 1.0 - math.sqrt(_progress(seen, begin, total))
+    return 1.0 - math.sqrt(_share_done(seen, begin, total))
 
 
-def _cosine(optim: Optim, seen: int, total: int) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * _progress(seen, optim.warmup_tokens, total)))
+def _cosine_share(optim: Optim, seen: int, total: int) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * _share_done(seen, optim.warmup_tokens, total)))
 
 
-def _progress(seen: float, begin: float, end: float) -> float:
+def _share_done(seen: float, begin: float, end: float) -> float:
     """Share of the way from `begin` to `end`; none without a way, so that `decay = 0` keeps the peak."""
     return min(1.0, max(0.0, (seen - begin) / (end - begin))) if end > begin else 0.0

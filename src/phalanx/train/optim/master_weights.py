@@ -20,7 +20,7 @@ class MasterWeights:
 
     def __init__(self, parameters: Sequence[StageTensor], settings: Settings) -> None:
         self._offloaded = settings.layout.offload == "optimizer"
-        masters = [self._master(held, settings.master_dtype) for held in parameters]
+        masters = [self._master_copy(held, settings.master_dtype) for held in parameters]
         pairs = list(zip(parameters, masters, strict=True))
         self.copies = [(held.local, one) for held, one in pairs if one is not None]  # (the model's, the optimizer's)
         self.shards: list[TensorShard] = [held.shard(held.local if one is None else one) for held, one in pairs]
@@ -30,7 +30,7 @@ class MasterWeights:
         ]
         self._host_grads: list[torch.Tensor] = []
 
-    def _master(self, held: StageTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def _master_copy(self, held: StageTensor, dtype: torch.dtype) -> torch.Tensor | None:
         """A copy of the weight in the format and place the optimizer wants it; None where that is its own storage."""
         used = held.local
         place = torch.device("cpu") if self._offloaded else used.device

@@ -100,14 +100,14 @@ class Block8Moment:
         """Scale times 2^(distance from the largest code), with the code's sign."""
         code = kept[0].to(torch.float32)
         share = torch.exp2((code.abs() - self.levels) * self._step) * code.sign()
-        return (share * self._spread(kept[1], code.numel())).to(dtype)
+        return (share * self._spread_scales(kept[1], code.numel())).to(dtype)
 
     def encode(self, value: torch.Tensor, die: torch.Tensor) -> Kept:
         """Between two neighbouring codes, the upper one with the probability that keeps the mean."""
         wide = value.to(torch.float32)
         padded = torch.nn.functional.pad(wide, (0, -wide.numel() % BLOCK))
         scales = padded.view(-1, BLOCK).abs().amax(dim=1)
-        share = wide.abs() / self._spread(scales, wide.numel()).clamp_min(torch.finfo(torch.float32).tiny)
+        share = wide.abs() / self._spread_scales(scales, wide.numel()).clamp_min(torch.finfo(torch.float32).tiny)
         exact = torch.log2(share) / self._step + self.levels
         below = exact.floor()
         part = ((exact - below - SNAP) / (1.0 - 2.0 * SNAP)).clamp(0.0, 1.0)
@@ -123,7 +123,7 @@ class Block8Moment:
         """A slice of the codes and one of the scales."""
         return kept[0][start:stop], kept[1][start // BLOCK : -(-stop // BLOCK)]
 
-    def _spread(self, scales: torch.Tensor, count: int) -> torch.Tensor:
+    def _spread_scales(self, scales: torch.Tensor, count: int) -> torch.Tensor:
         return scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count]
 
 
@@ -165,7 +165,7 @@ def element_positions(shard: TensorShard) -> torch.Tensor:
     place = shard.tensor.device
     if tuple(shard.tensor.shape[1:]) == shard.shape[1:]:
         first = shard.start[0] * prod(shard.shape[1:]) if shard.shape else 0
-        return torch.full((), _wrapped(first), dtype=torch.int32, device=place)
+        return torch.full((), _wrapped_int32(first), dtype=torch.int32, device=place)
     found = torch.zeros((1,) * len(shard.shape), dtype=torch.int32, device=place)
     stride = 1
     for dim in reversed(range(len(shard.shape))):
@@ -186,10 +186,10 @@ def rounding_bits(shard: TensorShard, step: int) -> torch.Tensor:
 
 def dice_key(name: str, step: int) -> int:
     """What tells the dice of one tensor and step from those of another: an int32."""
-    return _wrapped(zlib.crc32(f"{name}#{step}".encode()))
+    return _wrapped_int32(zlib.crc32(f"{name}#{step}".encode()))
 
 
-def _wrapped(value: int) -> int:
+def _wrapped_int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 

@@ -56,7 +56,7 @@ class Muon:
         self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
         self._form = moment_format(kind, signed=True)
         self._momentum = [self._form.zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
-        self._alike = _alike(self._shards)
+        self._alike = _similar_shards(self._shards)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -64,7 +64,7 @@ class Muon:
         self.steps += 1
         for members in self._alike:
             updates = spread_work(
-                [self._ahead(i) for i in members], _matrix_cuts(self._shards[members[0]]), orthogonal_matrix
+                [self._momentum_ahead(i) for i in members], _matrix_cuts(self._shards[members[0]]), orthogonal_matrix
             )
             for i, update in zip(members, updates, strict=True):
                 scale = ADAM_RMS * max(self._shards[i].shape[-2:]) ** 0.5
@@ -72,7 +72,7 @@ class Muon:
                 apply_update(self._shards[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
         self._rest.step(lr)
 
-    def _ahead(self, i: int) -> torch.Tensor:
+    def _momentum_ahead(self, i: int) -> torch.Tensor:
         """Take the gradient into the momentum and look one step ahead (Nesterov)."""
         shard = self._shards[i]
         grad = shard_gradient(shard).to(working_dtype(shard.tensor.dtype))
@@ -129,7 +129,7 @@ def _matrix_cuts(shard: TensorShard) -> list[GroupSplit]:
     return [cut for cut in group_splits(shard) if cut.dim >= len(shard.shape) - 2]
 
 
-def _alike(shards: Sequence[TensorShard]) -> list[list[int]]:
+def _similar_shards(shards: Sequence[TensorShard]) -> list[list[int]]:
     """Positions of shards that can be worked on together."""
     found: dict[object, list[int]] = {}
     for i, shard in enumerate(shards):

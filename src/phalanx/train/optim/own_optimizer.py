@@ -43,13 +43,13 @@ class OwnOptimizer:
         factory = load_class_or_function(reference, kind="optimizer", allow_code=allow_code)
 
         def build(members: Sequence[tuple[TensorShard, torch.Tensor]]) -> torch.optim.Optimizer:
-            return _build(reference, factory, members, optim=optim, decays=decays, arguments=arguments)
+            return _build_own(reference, factory, members, optim=optim, decays=decays, arguments=arguments)
 
         self._inner = build([(one, one.tensor) for one in self._shards])
         self._ratios = [float(group["lr"]) / optim.lr for group in self._inner.param_groups]
         self._refuse_split()
         # Torch makes the state in the first step: what it will be is seen on a copy, one parameter at a time.
-        self._layouts = [self._layout(one, build) for one in self._shards]
+        self._layouts = [self._state_layout(one, build) for one in self._shards]
         self._count: Any = next((found[STEP] for found in self._layouts if STEP in found), None)
 
     def _refuse_split(self) -> None:
@@ -65,7 +65,7 @@ class OwnOptimizer:
                 fix="set elementwise = True in its class if it is so; else parallel.zero = 0 and parallel.tensor = 1",
             )
 
-    def _layout(self, shard: TensorShard, build: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    def _state_layout(self, shard: TensorShard, build: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
         """The state of one parameter after a step, by name: a tensor of its shape, or the count of steps."""
         copy = torch.zeros_like(shard.tensor)
         copy.grad = torch.zeros_like(copy)
@@ -130,7 +130,7 @@ class OwnOptimizer:
         return total_bytes([one.tensor for one in self.state()])
 
 
-def _build(
+def _build_own(
     reference: str,
     factory: Any,
     members: Sequence[tuple[TensorShard, torch.Tensor]],

@@ -120,15 +120,15 @@ def spread_work(boxes: Sequence[torch.Tensor], undo: Sequence[GroupSplit], work:
     counts = [len(range(rank, len(boxes), cut.ranks)) for rank in range(cut.ranks)]
     mine = [counts[me]] * cut.ranks
     sent = [pad_to_longest(box, cut) for rank in range(cut.ranks) for box in boxes[rank :: cut.ranks]]
-    came = _exchange(sent, counts, mine, like, cut)
+    came = _exchange_shards(sent, counts, mine, like, cut)
     wholes = [join_shards([came[rank][k] for rank in range(cut.ranks)], cut) for k in range(counts[me])]
     finished = spread_work(wholes, undo[1:], work)
     sent = [pad_to_longest(shard_of_rank(whole, cut, rank), cut) for rank in range(cut.ranks) for whole in finished]
-    came = _exchange(sent, mine, counts, like, cut)
+    came = _exchange_shards(sent, mine, counts, like, cut)
     return [came[i % cut.ranks][i // cut.ranks].narrow(cut.dim, 0, cut.length(me)) for i in range(len(boxes))]
 
 
-def _exchange(
+def _exchange_shards(
     tensors: Sequence[torch.Tensor], give: list[int], take: list[int], like: torch.Tensor, cut: GroupSplit
 ) -> list[torch.Tensor]:
     """Send the first `give[0]` tensors to rank 0, and so on; `take[r]` of them come from rank r, stacked."""

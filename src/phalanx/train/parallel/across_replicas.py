@@ -70,7 +70,7 @@ class AcrossReplicas:
             return False
         if self._group is None:  # the only replica left
             return True
-        for bucket in _buckets(tensors):
+        for bucket in _fill_buckets(tensors):
             flat = torch.cat([one.detach().reshape(-1) for one in bucket]).cpu()
             try:
                 self._group.allreduce([flat]).wait()
@@ -118,7 +118,7 @@ class AcrossReplicas:
         return True
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _fill_buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """In their order, of one format each, and none much larger than `BUCKET_BYTES`."""
     found: list[list[torch.Tensor]] = []
     room = 0

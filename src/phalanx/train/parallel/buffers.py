@@ -46,7 +46,7 @@ class BufferExchange:
 
     def __init__(self, models: Iterable[nn.Module], group: ProcessGroup) -> None:
         self._group = group if group.size() > 1 else None
-        self._slots = [slot for model in models for slot in _slots(model)]
+        self._slots = [slot for model in models for slot in _buffer_slots(model)]
         self._norms = list(_norms(self._slots)) if self._group is not None else []
         taken = {id(slot) for norm in self._norms for slot in norm.slots}
         self._others = [slot for slot in self._slots if id(slot) not in taken]
@@ -107,14 +107,14 @@ class BufferExchange:
         """Make them equal; names of those that are data rank 0's alone. Every data rank of the stage calls this."""
         if self._group is None or not self._digests:
             return []
-        moved = self._moved(self._others)
-        _combine(self._norms, self._group)
+        moved = self._moved_slots(self._others)
+        _combine_statistics(self._norms, self._group)
         if moved:
             _send_first(moved, self._group)
         self.remember()
         return [slot.name for slot in moved]
 
-    def _moved(self, slots: Sequence[BufferSlot]) -> list[BufferSlot]:
+    def _moved_slots(self, slots: Sequence[BufferSlot]) -> list[BufferSlot]:
         """Those that changed on some rank."""
         if not slots:
             return []
@@ -124,7 +124,7 @@ class BufferExchange:
         return [slot for slot, flag in zip(slots, flags.tolist(), strict=True) if flag]
 
 
-def _slots(model: nn.Module) -> list[BufferSlot]:
+def _buffer_slots(model: nn.Module) -> list[BufferSlot]:
     """Every buffer once, under its first name."""
     found: dict[int, BufferSlot] = {}
     for prefix, module in model.named_modules():
@@ -150,7 +150,7 @@ def _norms(slots: Sequence[BufferSlot]) -> Iterable[Statistics]:
             yield Statistics(norm=norm, slots=mine, before=tuple(slot.tensor.clone() for slot in mine))
 
 
-def _combine(norms: Sequence[Statistics], group: ProcessGroup) -> None:
+def _combine_statistics(norms: Sequence[Statistics], group: ProcessGroup) -> None:
     """Statistics as if one process had seen the micro-batches of rank 0, then those of rank 1, and so on.
 
     A rank's k batches turn a statistic s into a·s + b, with a = (1 - momentum)^k and b what is left: a chain of ranks

@@ -91,8 +91,8 @@ class Quantised:
         x_1n = pad_blocks(bucket.reshape(1, -1), sizes, block)
         x_Wm = F.pad(x_1n, (0, -x_1n.shape[1] % (ranks * block))).view(ranks, -1)
         whole_blocks = (x_Wm.shape[1],)
-        sum_m = self._summed(x_Wm, whole_blocks, group, f"{key}/parts")
-        message_1A = self._rounded(sum_m[None], whole_blocks, f"{key}/sum")
+        sum_m = self._sum_compressed(x_Wm, whole_blocks, group, f"{key}/parts")
+        message_1A = self._round_with_error(sum_m[None], whole_blocks, f"{key}/sum")
         whole_Wm = self._format.decode(wire.all_gather(message_1A[0], group), whole_blocks, sum_m.dtype)
         bucket.copy_(gather_up(whole_Wm.reshape(1, -1), sizes, block).view_as(bucket))
         self.bytes_sent += (ranks - 1) * message_1A.shape[1]
@@ -105,7 +105,9 @@ class Quantised:
             dist.reduce_scatter_tensor(output, bucket, group=group)
             return
         sizes = self._sizes.get(key, (output.numel(),))
-        output.copy_(self._summed(bucket.reshape(group.size(), -1), sizes, group, f"{key}/parts").view_as(output))
+        output.copy_(
+            self._sum_compressed(bucket.reshape(group.size(), -1), sizes, group, f"{key}/parts").view_as(output)
+        )
         self.bytes_raw += (group.size() - 1) * output.numel() * bucket.element_size()
 
     def state(self) -> dict[str, Tensor]:
@@ -121,13 +123,13 @@ class Quantised:
         for error in self._errors.values():
             error.mul_(factor)
 
-    def _summed(self, x_Wm: Tensor, sizes: Sequence[int], group: ProcessGroup, key: str) -> Tensor:
-        message_WA = self._rounded(x_Wm, sizes, key)
+    def _sum_compressed(self, x_Wm: Tensor, sizes: Sequence[int], group: ProcessGroup, key: str) -> Tensor:
+        message_WA = self._round_with_error(x_Wm, sizes, key)
         self.bytes_sent += (group.size() - 1) * message_WA.shape[1]
         received_WA = wire.all_to_all(message_WA, group)
         return self._format.decode(received_WA, sizes, wide_dtype(x_Wm)).sum(0)
 
-    def _rounded(self, x_Rm: Tensor, sizes: Sequence[int], key: str) -> Tensor:
+    def _round_with_error(self, x_Rm: Tensor, sizes: Sequence[int], key: str) -> Tensor:
         """The message for x plus the error carried so far; what it cannot carry becomes the new error."""
         error = self._errors.get(key)
         if error is None:

@@ -45,20 +45,20 @@ class PowerSgd:
         if self.is_off:
             dist.all_reduce(bucket, group=group)
             return
-        parts = self._parts(bucket, key)
+        parts = self._bucket_parts(bucket, key)
         thin = {f"{key}/{i}": part for i, part in enumerate(parts) if saves_bytes(part.shape, self._rank)}
         whole = [part for part in parts if not saves_bytes(part.shape, self._rank)]
         matrices = {name: self._with_error(name, part) for name, part in thin.items()}
-        left = {name: m_nm @ self._factor(name, m_nm) for name, m_nm in matrices.items()}
-        self._sum([*left.values(), *whole], group)
+        left = {name: m_nm @ self._last_factor(name, m_nm) for name, m_nm in matrices.items()}
+        self._sum_tensors([*left.values(), *whole], group)
         left = {name: torch.linalg.qr(p_nr).Q for name, p_nr in left.items()}
         right = {name: m_nm.mT @ left[name] for name, m_nm in matrices.items()}
         for name, m_nm in matrices.items():
             self._errors[name] = (m_nm - left[name] @ right[name].mT).nan_to_num_(0.0, 0.0, 0.0)
-        self._sum(list(right.values()), group)
+        self._sum_tensors(list(right.values()), group)
         for name, part in thin.items():
             part.copy_(left[name] @ right[name].mT)
-            self._keep(name, right[name])
+            self._keep_factor(name, right[name])
         self.bytes_raw += ring_bytes(bucket.numel() * bucket.element_size(), group)
 
     def state(self) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class PowerSgd:
         for error in self._errors.values():
             error.mul_(factor)
 
-    def _parts(self, bucket: Tensor, key: int) -> list[Tensor]:
+    def _bucket_parts(self, bucket: Tensor, key: int) -> list[Tensor]:
         shapes = self._shapes.get(key)
         if shapes is None:
             raise ValueError(f"bucket {key}: call prepare(key, shapes) before its first sum")
@@ -89,7 +89,7 @@ class PowerSgd:
         matrix = part.to(torch.promote_types(part.dtype, torch.float32))
         return matrix.clone() if error is None else matrix + error
 
-    def _factor(self, name: str, m_nm: Tensor) -> Tensor:
+    def _last_factor(self, name: str, m_nm: Tensor) -> Tensor:
         """The right factor of the last step: one power iteration a step is enough when it goes on from there."""
         if name not in self._factors:
             rows, columns = m_nm.shape
@@ -98,13 +98,13 @@ class PowerSgd:
             self._factors[name] = first.to(m_nm.device)
         return self._factors[name]
 
-    def _keep(self, name: str, q_mr: Tensor) -> None:
+    def _keep_factor(self, name: str, q_mr: Tensor) -> None:
         # Unit columns: products of small gradients would underflow. Not after a step that was not finite.
         tiny = torch.finfo(q_mr.dtype).tiny
         unit = q_mr / q_mr.norm(dim=0, keepdim=True).clamp_min(tiny)
         self._factors[name] = torch.where(q_mr.isfinite().all(), unit, self._factors[name])
 
-    def _sum(self, tensors: list[Tensor], group: ProcessGroup) -> None:
+    def _sum_tensors(self, tensors: list[Tensor], group: ProcessGroup) -> None:
         """Sum a list in place, as one message."""
         if not tensors:
             return

@@ -48,7 +48,7 @@ def check_heads(kind: str, heads: int, ranks: int) -> None:
         )
 
 
-def _ring(group: ProcessGroup) -> Core:
+def _ring_core(group: ProcessGroup) -> Core:
     def core(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         out: Tensor = RingAttention.apply(q_BNSH, k_BKSH, v_BKSH, group)  # type: ignore[no-untyped-call]
         return out
@@ -56,7 +56,7 @@ def _ring(group: ProcessGroup) -> Core:
     return core
 
 
-def _allgather(group: ProcessGroup) -> Core:
+def _allgather_core(group: ProcessGroup) -> Core:
     def core(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         out: Tensor = GatheredAttention.apply(q_BNSH, k_BKSH, v_BKSH, group)  # type: ignore[no-untyped-call]
         return out
@@ -64,7 +64,7 @@ def _allgather(group: ProcessGroup) -> Core:
     return core
 
 
-def _ulysses(group: ProcessGroup) -> Core:
+def _ulysses_core(group: ProcessGroup) -> Core:
     def core(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
         heads, ranks = q_BNSH.shape[1], group.size()
         check_heads("ulysses", heads, ranks)
@@ -99,7 +99,11 @@ def _to_sequence(x_BNLH: Tensor, group: ProcessGroup) -> Tensor:
     return parts_CBNSH.movedim(0, 1).flatten(1, 2)
 
 
-KINDS: Mapping[str, Callable[[ProcessGroup], Core]] = {"ring": _ring, "ulysses": _ulysses, "allgather": _allgather}
+KINDS: Mapping[str, Callable[[ProcessGroup], Core]] = {
+    "ring": _ring_core,
+    "ulysses": _ulysses_core,
+    "allgather": _allgather_core,
+}
 
 
 # Which part of a sequence each context rank holds: head and tail, so that causal attention costs every rank the same.
@@ -177,13 +181,13 @@ def attend_block(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, causal: bool
     if q_BNSH.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKSH, v_BKSH, 0.0, causal)
         return out, lse
-    if _flash(q_BNSH):
+    if _fits_flash(q_BNSH):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BNSH, k_BKSH, v_BKSH, 0.0, causal)
         return out, lse
-    s_BNST = _scores(q_BNSH, k_BKSH, causal=causal)
+    s_BNST = _attention_scores(q_BNSH, k_BKSH, causal=causal)
     lse = s_BNST.logsumexp(-1)
     p_BNST = (s_BNST - lse[..., None]).exp().to(v_BKSH.dtype)
-    return p_BNST @ _repeat(v_BKSH, q_BNSH.shape[1]), lse
+    return p_BNST @ _repeat_heads(v_BKSH, q_BNSH.shape[1]), lse
 
 
 def attend_backward(
@@ -201,7 +205,7 @@ def attend_backward(
     if q_BNSH.device.type == "cpu":
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*block, 0.0, causal)
         return dq, dk, dv
-    if _flash(q_BNSH):
+    if _fits_flash(q_BNSH):
         unused = torch.empty((), dtype=torch.uint64, device=q_BNSH.device)  # dropout's random state; there is none
         lengths = (None, None, q_BNSH.shape[2], k_BKSH.shape[2])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -211,20 +215,20 @@ def attend_backward(
     return _math_backward(*block, causal=causal)
 
 
-def _flash(q_BNSH: Tensor) -> bool:
+def _fits_flash(q_BNSH: Tensor) -> bool:
     multiple, most = _FLASH_HEADS
     size = q_BNSH.shape[-1]
     low = q_BNSH.dtype in (torch.bfloat16, torch.float16)
     return q_BNSH.device.type == "cuda" and low and size % multiple == 0 and size <= most
 
 
-def _repeat(x_BKSH: Tensor, heads: int) -> Tensor:
+def _repeat_heads(x_BKSH: Tensor, heads: int) -> Tensor:
     return x_BKSH.repeat_interleave(heads // x_BKSH.shape[1], dim=1)
 
 
-def _scores(q_BNSH: Tensor, k_BKSH: Tensor, *, causal: bool) -> Tensor:
+def _attention_scores(q_BNSH: Tensor, k_BKSH: Tensor, *, causal: bool) -> Tensor:
     wide = torch.promote_types(q_BNSH.dtype, torch.float32)
-    keys = _repeat(k_BKSH, q_BNSH.shape[1]).transpose(-1, -2)
+    keys = _repeat_heads(k_BKSH, q_BNSH.shape[1]).transpose(-1, -2)
     s_BNST: Tensor = (q_BNSH @ keys).to(wide) * q_BNSH.shape[-1] ** -0.5
     if causal:
         seen = torch.ones(s_BNST.shape[-2:], dtype=torch.bool, device=s_BNST.device).tril()
@@ -236,13 +240,13 @@ def _math_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, grouped = q.shape[1], (k.shape[0], k.shape[1], -1, k.shape[2], k.shape[3])
-    p_BNST = (_scores(q, k, causal=causal) - lse[..., None]).exp()
+    p_BNST = (_attention_scores(q, k, causal=causal) - lse[..., None]).exp()
     wide = p_BNST.dtype
-    dp_BNST = (grad @ _repeat(v, heads).transpose(-1, -2)).to(wide)
+    dp_BNST = (grad @ _repeat_heads(v, heads).transpose(-1, -2)).to(wide)
     shift_BNS1 = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     ds_BNST = (p_BNST * (dp_BNST - shift_BNS1) * q.shape[-1] ** -0.5).to(q.dtype)
     dk_BNSH, dv_BNSH = ds_BNST.transpose(-1, -2) @ q, p_BNST.to(q.dtype).transpose(-1, -2) @ grad
-    return ds_BNST @ _repeat(k, heads), dk_BNSH.view(grouped).sum(2), dv_BNSH.view(grouped).sum(2)
+    return ds_BNST @ _repeat_heads(k, heads), dk_BNSH.view(grouped).sum(2), dv_BNSH.view(grouped).sum(2)
 
 
 class _Merged:
@@ -260,7 +264,7 @@ class _Merged:
         before.copy_(both)
 
 
-def _seen(rank: int, distance: int, length: int) -> tuple[slice, slice]:
+def _seen_slices(rank: int, distance: int, length: int) -> tuple[slice, slice]:
     """Which of our queries see which keys of the rank `distance` places before us in the ring.
 
     The zigzag makes it half a block, unmasked: an earlier rank's first slice precedes all our queries and its second
@@ -281,7 +285,7 @@ class RingAttention(torch.autograd.Function):
         travel = _Travel(torch.stack([k_BKSH, v_BKSH]), group)
         merged = _Merged(*attend_block(q_BNSH, k_BKSH, v_BKSH, causal=True))
         for distance in range(1, group.size()):
-            queries, keys = _seen(group.rank(), distance, q_BNSH.shape[2])
+            queries, keys = _seen_slices(group.rank(), distance, q_BNSH.shape[2])
             k, v = travel.next()[:, :, :, keys]
             merged.add(*attend_block(q_BNSH[:, :, queries], k, v, causal=False), queries)
         out_BNSH = merged.out.to(q_BNSH.dtype)
@@ -297,7 +301,7 @@ class RingAttention(torch.autograd.Function):
         dq, dk, dv = attend_backward(grad_BNSH, q, k, v, out, lse, causal=True)
         dq, home = dq.to(lse.dtype), None
         for distance in range(1, group.size()):
-            queries, keys = _seen(group.rank(), distance, q.shape[2])
+            queries, keys = _seen_slices(group.rank(), distance, q.shape[2])
             k, v = travel.next()[:, :, :, keys]
             grads, outs = (grad_BNSH[:, :, queries], q[:, :, queries]), (out[:, :, queries], lse[:, :, queries])
             more_dq, *more = attend_backward(*grads, k, v, *outs, causal=False)
@@ -334,9 +338,9 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Tensor:
-        kv_XBKLH = _gather(k_BKSH, v_BKSH, group)
+        kv_XBKLH = _gather_pairs(k_BKSH, v_BKSH, group)
         merged = _Merged(*attend_block(q_BNSH, k_BKSH, v_BKSH, causal=True))
-        for queries, keys in _earlier(group, q_BNSH.shape[2]):
+        for queries, keys in _earlier_keys(group, q_BNSH.shape[2]):
             k, v = kv_XBKLH[:, :, :, keys]
             merged.add(*attend_block(q_BNSH[:, :, queries], k, v, causal=False), queries)
         out_BNSH = merged.out.to(q_BNSH.dtype)
@@ -348,11 +352,11 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BNSH: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         group: ProcessGroup = ctx.group
         q, k, v, out, lse = ctx.saved_tensors
-        kv_XBKLH = _gather(k, v, group)
+        kv_XBKLH = _gather_pairs(k, v, group)
         whole = torch.zeros_like(kv_XBKLH)
         dq, *own = attend_backward(grad_BNSH, q, k, v, out, lse, causal=True)
         dq = dq.to(lse.dtype)
-        for queries, keys in _earlier(group, q.shape[2]):
+        for queries, keys in _earlier_keys(group, q.shape[2]):
             k, v = kv_XBKLH[:, :, :, keys]
             grads, outs = (grad_BNSH[:, :, queries], q[:, :, queries]), (out[:, :, queries], lse[:, :, queries])
             more_dq, *more = attend_backward(*grads, k, v, *outs, causal=False)
@@ -364,11 +368,11 @@ class GatheredAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None
 
 
-def _gather(k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Tensor:
+def _gather_pairs(k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Tensor:
     return join_all(wire.all_gather(torch.stack([k_BKSH, v_BKSH]), group), dim=3)
 
 
-def _earlier(group: ProcessGroup, length: int) -> list[tuple[slice, slice]]:
+def _earlier_keys(group: ProcessGroup, length: int) -> list[tuple[slice, slice]]:
     """Keys of the whole sequence that our queries see besides those we hold ourselves, as contiguous runs."""
     half, first, second = length // 2, group.rank(), 2 * group.size() - 1 - group.rank()
     runs = [

@@ -104,10 +104,10 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
     """Create the groups. Every rank must call this, in the same order as its other collectives."""
     with without_tracing():
-        return _build(dims, device_type, experts=experts)
+        return _build_meshes(dims, device_type, experts=experts)
 
 
-def _build(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
+def _build_meshes(dims: ParallelDims, device_type: str, *, experts: bool) -> Meshes:
     ranks = torch.arange(dims.world)
     times: dict[str, GroupTime] = {}
 

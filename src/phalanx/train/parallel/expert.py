@@ -51,32 +51,32 @@ class ExpertExchange:
     def __call__(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """What the chosen experts make of every token."""
         if self.same is None:
-            return self._dispatch(experts, x_TD, choice_TK, weight_TK)
+            return self._dispatch_tokens(experts, x_TD, choice_TK, weight_TK)
         _check_tokens(len(x_TD), self.same.size())
         mine = choice_TK.chunk(self.same.size())[self.same.rank()]
         x_TD, weight_TK = (wire.split_tokens(one, self.same) for one in (x_TD, weight_TK))
-        return wire.join_tokens(self._dispatch(experts, x_TD, mine, weight_TK), self.same)
+        return wire.join_tokens(self._dispatch_tokens(experts, x_TD, mine, weight_TK), self.same)
 
     def offsets(self) -> Mapping[str, Offset]:
         """Which rows of the stacked experts this rank holds."""
         start = self.group.rank() * (self.num_experts // self.group.size())
         return dict.fromkeys(("gate", "up", "down"), (0, start, self.num_experts))
 
-    def _dispatch(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    def _dispatch_tokens(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if self.balanced:
             choice_TK = even_choice(choice_TK, self.num_experts)
         order_M = choice_TK.flatten().argsort(stable=True)
         back_M = order_M.argsort()
         leaving_PE = count_visits(choice_TK, self.num_experts).view(self.group.size(), -1)
         arriving_PE = wire.all_to_all(leaving_PE, self.group)
-        send, receive, held = self._sizes(leaving_PE, arriving_PE, choice_TK.numel())
+        send, receive, held = self._exchange_sizes(leaving_PE, arriving_PE, choice_TK.numel())
         x_MD = permute_rows(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
         x_RD = wire.exchange_rows(x_MD, self.group, send=send, receive=receive)
         y_RD = _run_arrived(experts, x_RD, arriving_PE, held)
         y_MD = wire.exchange_rows(y_RD, self.group, send=receive, receive=send)
         return weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK)
 
-    def _sizes(
+    def _exchange_sizes(
         self, leaving_PE: Tensor, arriving_PE: Tensor, visits: int
     ) -> tuple[list[int], list[int], Tensor | list[int]]:
         """Visits to and from every rank, on the host where the collective wants them, and to every expert held here."""
@@ -149,7 +149,7 @@ def split_experts(model: nn.Module, meshes: Meshes, *, sequence_parallel: bool) 
             moe.dispatch = ExpertSlices(group=tensor, width=width, sequence_parallel=sequence_parallel)
         else:
             continue
-        _cut(moe.experts, moe.dispatch)
+        _cut_experts(moe.experts, moe.dispatch)
         if tensor is not None and sequence_parallel:
             _sum_gradient(moe.router, tensor)
 
@@ -224,7 +224,7 @@ def even_sizes(visits: int, experts: int) -> list[int]:
     return [each + (expert < rest) for expert in range(experts)]
 
 
-def _cut(experts: Experts, dispatch: ExpertExchange | ExpertSlices) -> None:
+def _cut_experts(experts: Experts, dispatch: ExpertExchange | ExpertSlices) -> None:
     offsets, ranks = dispatch.offsets(), dispatch.group.size()
     for name, parameter in list(experts.named_parameters()):
         dim, start, whole = offsets[name]

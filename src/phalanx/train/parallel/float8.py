@@ -56,7 +56,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ, and the bias."""
-        out = _split_product(x, self.weight) if isinstance(self.weight, DTensor) else _product(x, self.weight)
+        out = _split_fp8_product(x, self.weight) if isinstance(self.weight, DTensor) else _product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
 
@@ -68,11 +68,11 @@ def _split_product(x: Tensor, weight: DTensor) -> DTensor:
     assert x.placements == ((Replicate(),) if by_column else (Shard(x.ndim - 1),))
     # Every rank's columns add to the gradient of a whole input.
     local_x = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()
-    out = _product(local_x, weight.to_local())
+    out = _fp8_product(local_x, weight.to_local())
     return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_column else Partial()], run_check=False)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def _fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     out: Tensor = _Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return out
 
@@ -87,26 +87,26 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        return _multiply(x_TI, weight_OI)
+        return _multiply_fp8(x_TI, weight_OI)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad_TO,) = grads
         x_TI, weight_OI = ctx.saved_tensors
-        return _multiply(grad_TO, weight_OI.t()), grad_TO.t() @ x_TI
+        return _multiply_fp8(grad_TO, weight_OI.t()), grad_TO.t() @ x_TI
 
 
-def _multiply(left_MK: Tensor, right_NK: Tensor) -> Tensor:
+def _multiply_fp8(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     """left rightᵀ, both rounded to fp8 with one scale per row."""
-    left, left_scale = _round(left_MK)
-    right, right_scale = _round(right_NK)
+    left, left_scale = _round_rows(left_MK)
+    right, right_scale = _round_rows(right_NK)
     out: Tensor = torch._scaled_mm(
         left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=left_MK.dtype, use_fast_accum=True
     )
     return out
 
 
-def _round(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = rows.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12)
     scale = largest / MOST
     return (rows.float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous(), scale

@@ -65,21 +65,21 @@ def shard_params(
             sharers = expert_mesh["shard"].size()
             fully_shard(
                 block.mlp.experts,
-                mesh=_flat(expert_mesh),
+                mesh=_flat_mesh(expert_mesh),
                 shard_placement_fn=partial(_expert_placement, sharers=sharers),
                 **settings,
             )
-        fully_shard(block, mesh=_flat(mesh), **settings)
+        fully_shard(block, mesh=_flat_mesh(mesh), **settings)
     tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.tokens.weight
     if not tied:
         if model.embed is not None:
-            embed = fully_shard(model.embed, mesh=_flat(mesh), **settings)
+            embed = fully_shard(model.embed, mesh=_flat_mesh(mesh), **settings)
             if _only_looks_up(model.embed):
                 embed.set_unshard_in_backward(False)
         if model.head is not None:
             assert model.norm is not None
-            fully_shard([model.norm, model.head], mesh=_flat(mesh), **(settings | KEPT))
-    fully_shard(model, mesh=_flat(mesh), **(settings | KEPT))
+            fully_shard([model.norm, model.head], mesh=_flat_mesh(mesh), **(settings | KEPT))
+    fully_shard(model, mesh=_flat_mesh(mesh), **(settings | KEPT))
     for module in sharded_modules(model):
         # Our loss is already divided by the tokens of the whole batch, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)
@@ -137,6 +137,6 @@ def set_gradient_sync(model: FSDPModule, *, zero: int, last: bool) -> None:
     model.set_is_last_backward(True)
 
 
-def _flat(mesh: DeviceMesh) -> DeviceMesh:
+def _flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """FSDP2 reads a 1-D mesh as sharding and a 2-D one as HSDP: drop the copies axis when there is one copy."""
     return mesh["shard"] if mesh["copies"].size() == 1 else mesh

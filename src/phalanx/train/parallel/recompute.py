@@ -84,7 +84,7 @@ def offload_activations(blocks: Iterable[nn.Module]) -> None:
 
 def _on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, lambda back: back()):
             return forward(*args)
 
     return run
@@ -108,11 +108,7 @@ def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: host if host.device == device else host.to(device, non_blocking=True)
 
 
-def _from_host(back: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return back()
-
-
-def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del args, kwargs
     keep = op in EXPENSIVE or getattr(op, "namespace", "") in COLLECTIVES
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -126,7 +122,7 @@ def _policy_of(block: nn.Module) -> Callable[..., CheckpointPolicy]:
     """
     recurrent = [one for one in block.modules() if isinstance(one, nn.RNNBase | nn.RNNCellBase)]
     if not recurrent:
-        return _policy
+        return _keep_policy
     running: list[nn.Module] = []
 
     def around(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,6 +139,6 @@ def _policy_of(block: nn.Module) -> Callable[..., CheckpointPolicy]:
         one.forward = around(one, one.forward)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE if running else _policy(context, op, *args, **kwargs)
+        return CheckpointPolicy.PREFER_RECOMPUTE if running else _keep_policy(context, op, *args, **kwargs)
 
     return policy

@@ -92,7 +92,7 @@ class Replicas:
     ) -> None:
         self._group = group if group is not None and group.size() > 1 else None
         self._codec = codec
-        self.buckets = _fill(params, reduce, bucket_bytes)
+        self.buckets = _fill_buckets(params, reduce, bucket_bytes)
         self._home = {id(p): (b, i) for b, bucket in enumerate(self.buckets) for i, p in enumerate(bucket.params)}
         self._launched = 0
         self._ear: Ear | None = None
@@ -104,7 +104,7 @@ class Replicas:
             for key, bucket in enumerate(self.buckets):
                 codec.prepare(key, [view.shape for view in bucket.views])
         for param in params:
-            param.register_post_accumulate_grad_hook(self._arrived)
+            param.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def listen(self, ear: Ear, *, each: bool) -> bool:
         """Let `ear` hear every bucket before it is summed, or with `each` every gradient of every micro-batch."""
@@ -126,7 +126,7 @@ class Replicas:
         untold = [bucket.close() for bucket in self.buckets[self._launched :]]
         if self._ear is not None and self._hears_each and any(untold):
             self._ear.miss()
-        self._launch(everything=True)
+        self._launch_buckets(everything=True)
         for work in self._pending:
             if isinstance(work, Future):
                 work.result()
@@ -139,7 +139,7 @@ class Replicas:
         bucket, place = self._home[id(param)]
         return self.buckets[bucket].views[place]
 
-    def _arrived(self, param: torch.Tensor) -> None:
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
         index, place = self._home[id(param)]
         bucket = self.buckets[index]
         grad = bucket.add(place)
@@ -147,9 +147,9 @@ class Replicas:
             self._ear.hear(id(param), [grad])
         bucket.waiting -= 1
         if bucket.waiting == 0:
-            self._launch(everything=False)
+            self._launch_buckets(everything=False)
 
-    def _launch(self, *, everything: bool) -> None:
+    def _launch_buckets(self, *, everything: bool) -> None:
         # Strictly in order: a bucket that filled early waits for its predecessors, or ranks would pair the wrong ones.
         while self._launched < len(self.buckets):
             bucket = self.buckets[self._launched]
@@ -158,10 +158,10 @@ class Replicas:
             if self._ear is not None and not self._hears_each:
                 self._ear.hear(id(bucket), bucket.heard(self._ear))
             if self._group is not None:
-                self._pending.append(self._sum(bucket.flat, self._group, self._launched))
+                self._pending.append(self._sum_bucket(bucket.flat, self._group, self._launched))
             self._launched += 1
 
-    def _sum(self, flat: torch.Tensor, group: ProcessGroup, key: int) -> Any:
+    def _sum_bucket(self, flat: torch.Tensor, group: ProcessGroup, key: int) -> Any:
         if self._codec is not None and flat.is_cuda:
             return self._codec.all_reduce(flat, group, key)  # asynchronous by itself: the stream goes on
         if self._codec is not None and self._thread is not None:
@@ -174,7 +174,7 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
 
-def _fill(params: Sequence[torch.Tensor], dtype: torch.dtype, bucket_bytes: int) -> list[Bucket]:
+def _fill_buckets(params: Sequence[torch.Tensor], dtype: torch.dtype, bucket_bytes: int) -> list[Bucket]:
     """Last parameters first: their gradients are ready first."""
     groups: list[list[torch.Tensor]] = []
     room = 0

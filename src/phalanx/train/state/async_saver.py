@@ -86,16 +86,18 @@ class AsyncSaver:
         The step of the save before is not written again, so that a final save may come at any step.
         """
         began = time.monotonic()
-        error = self._join()
+        error = self._join_save()
         if step != self._step:
             copies = self._copies.take(shards)
-            self._start(partial(self._save, step=step, shards=copies, meta=dict(meta), rank_meta=dict(rank_meta or {})))
+            self._start_save(
+                partial(self._save, step=step, shards=copies, meta=dict(meta), rank_meta=dict(rank_meta or {}))
+            )
             self._step = step
         if error is not None:
             raise error
         return time.monotonic() - began
 
-    def _start(self, job: Callable[..., SavedCheckpoint]) -> None:
+    def _start_save(self, job: Callable[..., SavedCheckpoint]) -> None:
         # Numbered, as on every rank: what a failed save left behind is never taken for a part of the next.
         self._started += 1
         self._current = _SaveThread(partial(job, attempt=f"{self._attempt}.{self._started}"))
@@ -108,12 +110,12 @@ class AsyncSaver:
 
     def wait(self) -> SavedCheckpoint | None:
         """Wait until nothing is being written and raise what went wrong; the last finished save of this rank."""
-        error = self._join()
+        error = self._join_save()
         if error is not None:
             raise error
         return self._saved
 
-    def _join(self) -> BaseException | None:
+    def _join_save(self) -> BaseException | None:
         job, self._current = self._current, None
         if job is None:
             return None
@@ -170,7 +172,7 @@ class HostCopies:
         mine = owned_shards(shards)
         old, self._tensors = self._tensors, {}
         for shard in mine:
-            copy = _fitting(old.pop(shard.name, None), shard.tensor)
+            copy = _fitting_buffer(old.pop(shard.name, None), shard.tensor)
             copy.copy_(shard.tensor.detach(), non_blocking=copy.is_pinned())
             self._tensors[shard.name] = copy
         for device in {shard.tensor.device for shard in mine if shard.tensor.is_cuda}:
@@ -182,7 +184,7 @@ class HostCopies:
         self._tensors = {}
 
 
-def _fitting(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def _fitting_buffer(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """The buffer of the save before where it fits: touching fresh memory costs more than the copy into it."""
     if old is not None and old.shape == like.shape and old.dtype == like.dtype:
         return old

@@ -83,8 +83,8 @@ class InMemoryCheckpointer:
     def reserve(self, shards: Sequence[TensorShard]) -> None:
         """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
-        while len(taken) < 2 and (generation := self._free(-1, busy=taken)) is not None:
-            self._take(generation, shards, {}, {})
+        while len(taken) < 2 and (generation := self._free_segment(-1, busy=taken)) is not None:
+            self._take_copy(generation, shards, {}, {})
             taken.append(generation)
 
     def put(
@@ -108,14 +108,14 @@ class InMemoryCheckpointer:
         self._tell_changes(step, is_skipped=is_full)
         if is_full:
             return time.monotonic() - began_s
-        generation = self._free(held, busy=tuple(self._busy.values()))
+        generation = self._free_segment(held, busy=tuple(self._busy.values()))
         assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
-        draft = self._take(generation, shards, meta, rank_meta or {})
+        draft = self._take_copy(generation, shards, meta, rank_meta or {})
         self._check()
         self._kept.append(step)
         self._busy[step] = generation
         self._sequence += 1
-        self._sealer.do(partial(self._seal, draft, step, self._sequence, held))
+        self._sealer.do(partial(self._seal_copy, draft, step, self._sequence, held))
         return time.monotonic() - began_s
 
     def _tell_changes(self, step: int, *, is_skipped: bool) -> None:
@@ -126,28 +126,28 @@ class InMemoryCheckpointer:
             trouble = redact(now[0], os.environ)  # the text of a library, or of another host
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
-    def _free(self, held: int, *, busy: Collection[int]) -> int | None:
+    def _free_segment(self, held: int, *, busy: Collection[int]) -> int | None:
         needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
         return next_free_buffer(self._segments, needs, busy=busy)
 
-    def _take(
+    def _take_copy(
         self, generation: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> SnapshotDraft:
         return take_snapshot(self._segments[generation], shards, rank=self._rank, meta=meta, rank_meta=rank_meta)
 
-    def _seal(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
+    def _seal_copy(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
         seal_snapshot(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
         if self._replica is None:
-            self._done(step)
+            self._copy_done(step)
         else:
-            self._sender.do(partial(self._send, self._replica, draft.segment, step, held))
+            self._sender.do(partial(self._send_copy, self._replica, draft.segment, step, held))
 
-    def _send(self, replica: ReplicaSender, segment: MemorySegment, step: int, held: int) -> None:
+    def _send_copy(self, replica: ReplicaSender, segment: MemorySegment, step: int, held: int) -> None:
         needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
         if replica.send(segment, needs):
-            self._done(step)
+            self._copy_done(step)
 
-    def _done(self, step: int) -> None:
+    def _copy_done(self, step: int) -> None:
         self._safe = step
         self._busy.pop(step, None)
 
@@ -186,7 +186,7 @@ class ReplicaSender:
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
             try:
-                answer = self._try(segment, needs)
+                answer = self._try_send(segment, needs)
             except (OSError, TimeoutError) as error:
                 self.hang_up()
                 self.trouble = f"{self._peer.host} does not take a copy: {error}"
@@ -198,7 +198,7 @@ class ReplicaSender:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return False
 
-    def _try(self, segment: MemorySegment, needs: NeededReplicas) -> dict[str, Any]:
+    def _try_send(self, segment: MemorySegment, needs: NeededReplicas) -> dict[str, Any]:
         header = segment.header()
         if header is None:
             return {"op": "refused", "why": f"{segment.name} was wiped before it was sent"}
@@ -253,7 +253,7 @@ class JobThread:
         self._idle = threading.Condition()
         self._open = 0
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         self._thread.start()
 
     def do(self, job: Callable[[], None]) -> None:
@@ -275,7 +275,7 @@ class JobThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 if self._error is None:

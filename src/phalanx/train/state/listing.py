@@ -48,7 +48,7 @@ def _look_at(place: Location, *, verify: bool) -> CheckpointEntry:
     try:
         manifest = read_manifest(open_folder(place))
     except DamagedCheckpoint as error:
-        return CheckpointEntry(path=place, step=step, damage=_texts(error))
+        return CheckpointEntry(path=place, step=step, damage=_damage_texts(error))
     damage: tuple[str, ...] = ()
     try:
         if verify:
@@ -56,7 +56,7 @@ def _look_at(place: Location, *, verify: bool) -> CheckpointEntry:
         elif isinstance(place, Path):
             _check_sizes(place, manifest)
     except DamagedCheckpoint as error:
-        damage = _texts(error)
+        damage = _damage_texts(error)
     tokens = manifest.meta.get("tokens")
     return CheckpointEntry(
         path=place,
@@ -71,7 +71,7 @@ def _look_at(place: Location, *, verify: bool) -> CheckpointEntry:
     )
 
 
-def _texts(error: DamagedCheckpoint) -> tuple[str, ...]:
+def _damage_texts(error: DamagedCheckpoint) -> tuple[str, ...]:
     return tuple(problem.render().splitlines()[0] for problem in error.problems)
 
 

@@ -115,7 +115,7 @@ class ObjectFolder:
 
     def names(self) -> set[str]:
         """Objects right under the prefix."""
-        return {name for name, kind in _listed(self._store, self.location).items() if kind == "file"}
+        return {name for name, kind in _list_prefix(self._store, self.location).items() if kind == "file"}
 
     def rank_files(self, attempt: str) -> ObjectFolder:
         """The prefix of the attempt that the manifest names, which `read_manifest` has looked at."""
@@ -171,10 +171,10 @@ class ObjectDraft:
     def tidy(self) -> None:
         """Notes, and the files of attempts that no longer count."""
         with suppress(OSError):
-            _remove(self._store, self._notes.key)
-            for name, kind in _listed(self._store, self._commit).items():
+            _remove_key(self._store, self._notes.key)
+            for name, kind in _list_prefix(self._store, self._commit).items():
                 if kind == "directory" and name != self._attempt:
-                    _remove(self._store, (self._commit / name).key)
+                    _remove_key(self._store, (self._commit / name).key)
 
     def withdraw(self, names: Iterable[str]) -> None:
         """Delete objects of the attempt."""
@@ -185,7 +185,7 @@ class ObjectDraft:
 
     def discard(self) -> None:
         """Delete the attempt."""
-        _remove(self._store, self.location.key)
+        _remove_key(self._store, self.location.key)
 
     def is_gone(self) -> bool:
         """A prefix cannot be taken away from those who still write under it."""
@@ -204,10 +204,10 @@ class ObjectStorage:
 
     def commits(self) -> list[Location]:
         """Steps with a manifest, newest first; files without one are somebody's unfinished work."""
-        return [location for location in self._steps() if self._is_committed(location)]
+        return [location for location in self._step_prefixes() if self._is_committed(location)]
 
-    def _steps(self) -> list[Url]:
-        found = map(paths.commit_step, _listed(self._store, self.root))
+    def _step_prefixes(self) -> list[Url]:
+        found = map(paths.commit_step, _list_prefix(self._store, self.root))
         steps = sorted((step for step in found if step is not None), reverse=True)
         return [self.root / paths.commit_name(step) for step in steps]
 
@@ -224,15 +224,15 @@ class ObjectStorage:
         key = (self.root / commit.name).key
         with suppress(OSError), as_os_errors():
             self._store.rm_file(f"{key}/{paths.MANIFEST}")
-            _remove(self._store, key)
+            _remove_key(self._store, key)
 
     def sweep(self, older_than_s: float, *, spare: str = "") -> None:
         """Steps without a manifest that nobody has written to for so long."""
         with suppress(OSError):
-            for location in self._steps():
-                alive = spare in map(paths.attempt_family, _listed(self._store, location))
+            for location in self._step_prefixes():
+                alive = spare in map(paths.attempt_family, _list_prefix(self._store, location))
                 if not alive and not self._is_committed(location) and self._age_s(location) >= older_than_s:
-                    _remove(self._store, location.key)
+                    _remove_key(self._store, location.key)
 
     def _age_s(self, location: Url) -> float:
         with as_os_errors():
@@ -246,7 +246,7 @@ def _written_s(entry: dict[str, Any]) -> float:
     return when.timestamp() if isinstance(when, datetime) else time.time()  # unknown: somebody may still write it
 
 
-def _listed(store: Any, location: Url) -> dict[str, str]:
+def _list_prefix(store: Any, location: Url) -> dict[str, str]:
     """Names right under a prefix, each with whether it is a file or a directory; none when there is no such prefix."""
     try:
         with as_os_errors():
@@ -256,6 +256,6 @@ def _listed(store: Any, location: Url) -> dict[str, str]:
     return {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in found}
 
 
-def _remove(store: Any, key: str) -> None:
+def _remove_key(store: Any, key: str) -> None:
     with suppress(OSError), as_os_errors():
         store.rm(key, recursive=True)

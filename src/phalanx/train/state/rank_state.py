@@ -60,9 +60,9 @@ def _private_prefix(rank: int) -> str:
 
 def capture_random_state(device: torch.device) -> dict[str, JSON]:
     """torch's generators of the CPU and of this rank's device, for `rank_meta`: 10 kB of hexadecimal digits."""
-    state: dict[str, JSON] = {"cpu": _text(torch.get_rng_state())}
+    state: dict[str, JSON] = {"cpu": _tensor_text(torch.get_rng_state())}
     if device.type == "cuda":
-        state["cuda"] = _text(torch.cuda.get_rng_state(device))
+        state["cuda"] = _tensor_text(torch.cuda.get_rng_state(device))
     return {RANDOM_KEY: state}
 
 
@@ -81,18 +81,18 @@ def restore_random_state(source: StateSource, *, rank: int, world: int, device: 
         torch.manual_seed(_seed_from(f"random state of rank {rank} of {world} at step {source.step}"))  # of all devices
         return
     try:
-        torch.set_rng_state(_tensor(state["cpu"]))
+        torch.set_rng_state(_text_tensor(state["cpu"]))
         if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+            torch.cuda.set_rng_state(_text_tensor(state["cuda"]), device)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise damaged_checkpoint(source.where, f"the random state of rank {rank} is not one: {error}") from error
 
 
-def _text(state: torch.Tensor) -> str:
+def _tensor_text(state: torch.Tensor) -> str:
     return state.numpy().tobytes().hex()
 
 
-def _tensor(text: Any) -> torch.Tensor:
+def _text_tensor(text: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)
 
 

@@ -162,7 +162,7 @@ class RankFileReader:
         try:
             self._file = folder.open(self._path.name)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable_file(error) from error
 
     def check(self, shards: Iterable[StoredShard]) -> None:
         """Compare size, header and these shards with their digests; raises DamagedCheckpoint, naming the tensor."""
@@ -172,9 +172,9 @@ class RankFileReader:
             raise damaged_checkpoint(self._path, what, why="it was cut, or is another rank's file")
         self._check_header()
         for shard in shards:
-            self._compare(shard, self._digest(shard.offset, shard.size_bytes))
+            self._compare_digest(shard, self._range_digest(shard.offset, shard.size_bytes))
 
-    def _compare(self, shard: StoredShard, digest: str) -> None:
+    def _compare_digest(self, shard: StoredShard, digest: str) -> None:
         if digest != shard.sha256:
             what = f"holds another {shard.name} than was written: its digest differs"
             raise damaged_checkpoint(self._path, what, why="training would go on with wrong numbers")
@@ -186,7 +186,7 @@ class RankFileReader:
         if index.header_bytes != len(header) or hashlib.sha256(header).hexdigest() != index.header_sha256:
             what = f"has a header of {index.header_bytes:,} bytes that is not the header of its tensors"
             raise damaged_checkpoint(self._path, what, why="other programs would read something else")
-        if self._digest(0, index.header_bytes) != index.header_sha256:
+        if self._range_digest(0, index.header_bytes) != index.header_sha256:
             raise damaged_checkpoint(self._path, "has another header than was written: its digest differs")
 
     def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
@@ -221,13 +221,13 @@ class RankFileReader:
             try:
                 self._file.read_into(chunk, shard.offset + at)
             except OSError as error:
-                raise self._unreadable(error) from error
+                raise self._unreadable_file(error) from error
             digest.update(chunk)
             at += count
-        self._compare(shard, digest.hexdigest())
+        self._compare_digest(shard, digest.hexdigest())
         return wanted
 
-    def _digest(self, offset: int, size_bytes: int) -> str:
+    def _range_digest(self, offset: int, size_bytes: int) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
         try:
             for begin in range(0, size_bytes, CHUNK_BYTES):
@@ -235,10 +235,10 @@ class RankFileReader:
                 self._file.read_into(chunk, offset + begin)
                 digest.update(chunk)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable_file(error) from error
         return digest.hexdigest()
 
-    def _unreadable(self, error: OSError) -> DamagedCheckpoint:
+    def _unreadable_file(self, error: OSError) -> DamagedCheckpoint:
         return damaged_checkpoint(self._path, f"cannot be read: {os_error_text(error)}")
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ def newest_checkpoint(root: Location | str, *, verify: bool = False) -> Committe
             problems += list(error.problems)
             continue
         warnings = tuple(problem.render() for problem in problems)
-        return replace(_committed(location, manifest), warnings=warnings)
+        return replace(_committed_checkpoint(location, manifest), warnings=warnings)
     if problems:
         raise DamagedCheckpoint(problems)
     return None
@@ -308,7 +308,7 @@ def sound_checkpoints(root: Location | str, damaged: list[str] | None = None) ->
             if damaged is not None:
                 damaged.append(str(error))
             continue
-        yield _committed(location, manifest)
+        yield _committed_checkpoint(location, manifest)
 
 
 def own_first(
@@ -329,7 +329,7 @@ def own_first(
     return [*own, *others], said
 
 
-def _committed(location: Location, found: Manifest) -> CommittedCheckpoint:
+def _committed_checkpoint(location: Location, found: Manifest) -> CommittedCheckpoint:
     return CommittedCheckpoint(path=location, step=found.step, world=found.world, meta=found.meta, epoch=found.epoch)
 
 

@@ -82,7 +82,7 @@ class RemoteReplica:
 
     def index(self) -> bytes:
         """The text of its index; raises UnusableReplica."""
-        message = self._ask({"op": "index"})
+        message = self._ask_peer({"op": "index"})
         text = bytearray(message["data_bytes"])
         crc32 = self._read(text)
         check_crc32("its index", crc32, f"{message['index_crc32']:08x}")
@@ -91,7 +91,7 @@ class RemoteReplica:
     def tensor(self, shard: StoredShard) -> torch.Tensor:
         """A shard in fresh memory; raises UnusableReplica."""
         data = torch.empty(shard.size_bytes, dtype=torch.uint8)
-        message = self._ask({"op": "read", "begin": shard.offset, "bytes": shard.size_bytes})
+        message = self._ask_peer({"op": "read", "begin": shard.offset, "bytes": shard.size_bytes})
         if message.get("data_bytes") != shard.size_bytes:
             raise UnusableReplica(
                 f"{shard.name} came with {message.get('data_bytes')} bytes instead of {shard.size_bytes}"
@@ -99,7 +99,7 @@ class RemoteReplica:
         check_crc32(shard.name, self._read(data.numpy().data), shard.sha256)
         return data.view(STORED_DTYPES[shard.dtype].torch).view(shard.region.size)
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _ask_peer(self, question: dict[str, Any]) -> dict[str, Any]:
         place = {"kind": self._place.kind, "slot": self._place.slot, "generation": self._place.generation}
         wanted = {"epoch": self._wanted.epoch, "step": self._wanted.step, "rank": self._wanted.rank}
         try:
@@ -192,7 +192,7 @@ class ReplicaSource:
         # Any rank will do; a thousand ranks that all asked the host of rank 0 would keep it busy.
         wanted = (self._choice.epoch, self._choice.step)
         near = (one.rank for one in self._access.replica_store.held() if (one.epoch, one.step) == wanted)
-        return self._contents(next(near, 0)).meta
+        return self._rank_contents(next(near, 0)).meta
 
     def count(self, rank: int) -> int:
         """How many shards a rank wrote; 1 where only that it did is known."""
@@ -202,10 +202,10 @@ class ReplicaSource:
 
     def index(self, rank: int) -> RankIndex:
         """What a rank wrote; raises DamagedCheckpoint."""
-        found = self._contents(rank)
+        found = self._rank_contents(rank)
         return RankIndex(rank=rank, header_bytes=0, header_sha256="", shards=found.shards, meta=found.rank_meta)
 
-    def _contents(self, rank: int) -> SnapshotIndex:
+    def _rank_contents(self, rank: int) -> SnapshotIndex:
         with self.open(rank) as snapshot:
             return snapshot.contents()
 
@@ -239,37 +239,37 @@ class SnapshotReader:
         with self._lock:
             if self._index is None:
                 self._index = decode_snapshot_index(
-                    self._first("the index", lambda copy: copy.index()), self._wanted.rank
+                    self._first_copy("the index", lambda copy: copy.index()), self._wanted.rank
                 )
             return self._index
 
     def check(self, shards: Iterable[StoredShard]) -> None:
         """Compare these shards with their checksums; raises DamagedCheckpoint when every copy of one is wrong."""
         for shard in shards:
-            self._whole(shard)
+            self._whole_shard(shard)
 
     def read(self, shard: StoredShard, part: Region) -> torch.Tensor:
         """The elements of `part`, which lies inside the shard's region."""
-        return self._whole(shard)[part.within(shard.region)]
+        return self._whole_shard(shard)[part.within(shard.region)]
 
-    def _whole(self, shard: StoredShard) -> torch.Tensor:
+    def _whole_shard(self, shard: StoredShard) -> torch.Tensor:
         with self._lock:
             if shard.name not in self._read:
-                self._read[shard.name] = self._first(shard.name, lambda copy: copy.tensor(shard))
+                self._read[shard.name] = self._first_copy(shard.name, lambda copy: copy.tensor(shard))
             return self._read[shard.name]
 
-    def _first(self, what: str, read: Callable[[SnapshotCopy], T]) -> T:
+    def _first_copy(self, what: str, read: Callable[[SnapshotCopy], T]) -> T:
         """What the first sound copy gives."""
         reasons = []
         for place in self._places:
             try:
-                return read(self._copy(place))
+                return read(self._open_copy(place))
             except UnusableReplica as error:
                 reasons.append(f"{place.host}: {error}")
         what = f"holds no sound copy of {what} of rank {self._wanted.rank}: {'; '.join(reasons)}"
         raise damaged_checkpoint(self._where, what, why="training would go on with wrong numbers")
 
-    def _copy(self, place: ReplicaPlace) -> SnapshotCopy:
+    def _open_copy(self, place: ReplicaPlace) -> SnapshotCopy:
         if place.host == self._access.local_host:
             return LocalReplica(
                 self._access.replica_store.segment(place.kind, place.slot, place.generation), self._wanted

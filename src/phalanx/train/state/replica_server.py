@@ -44,7 +44,7 @@ class ReplicaServer:
         self._epoch = -1
         self._channels: set[Channel] = set()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="replica-server", daemon=True)
+        self._thread = threading.Thread(target=self._listen_for_peers, name="replica-server", daemon=True)
         self._thread.start()
 
     def admit(self, epoch: int) -> None:
@@ -60,19 +60,19 @@ class ReplicaServer:
             pass  # wakes the thread
         self._thread.join()
 
-    def _listen(self) -> None:
+    def _listen_for_peers(self) -> None:
         while not self._closing.is_set():
             for channel in self._listener.pump(LOOK_S):
                 # A thread each: the peers are few (one that copies, some that restore) and each moves gigabytes.
-                threading.Thread(target=self._serve, args=(channel,), name="replica-peer", daemon=True).start()
+                threading.Thread(target=self._serve_peer, args=(channel,), name="replica-peer", daemon=True).start()
         self._listener.close()
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve_peer(self, channel: Channel) -> None:
         operations: dict[str, Callable[[Channel, Message], None]] = {
-            "put": self._put,
-            "list": self._list,
-            "index": self._index,
-            "read": self._read,
+            "put": self._answer_put,
+            "list": self._answer_list,
+            "index": self._answer_index,
+            "read": self._answer_read,
         }
         self._channels.add(channel)
         try:
@@ -85,26 +85,26 @@ class ReplicaServer:
             self._channels.discard(channel)
             channel.close()
 
-    def _list(self, channel: Channel, message: Message) -> None:
+    def _answer_list(self, channel: Channel, message: Message) -> None:
         channel.send({"op": "held", "held": [one.to_json() for one in self._replica_store.held()]})
 
-    def _index(self, channel: Channel, message: Message) -> None:
-        segment, header = self._find(message)
+    def _answer_index(self, channel: Channel, message: Message) -> None:
+        segment, header = self._find_segment(message)
         if header is None:
             channel.send({"op": "gone"})
         else:
             text = segment.view()[header.index_at : header.end]
             channel.send({"op": "index", "index_crc32": header.index_crc32}, text)
 
-    def _read(self, channel: Channel, message: Message) -> None:
-        segment, header = self._find(message)
+    def _answer_read(self, channel: Channel, message: Message) -> None:
+        segment, header = self._find_segment(message)
         begin, end = int(message["begin"]), int(message["begin"]) + int(message["bytes"])
         if header is None or not 0 <= begin <= end <= header.end:
             channel.send({"op": "gone"})
         else:
             channel.send({"op": "data"}, segment.view()[begin:end])
 
-    def _find(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
+    def _find_segment(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
         """The segment asked for, with its header when it still holds the snapshot that is meant."""
         segment = self._replica_store.segment(kind_of(message), int(message["slot"]), int(message["generation"]))
         header = segment.header()
@@ -112,9 +112,9 @@ class ReplicaServer:
             return segment, None
         return segment, header
 
-    def _put(self, channel: Channel, message: Message) -> None:
-        needs, header = _needs(message["needs"]), SegmentHeader(**message["header"])
-        text = bytearray(_bounded(message["data_bytes"], MOST_INDEX_BYTES))
+    def _answer_put(self, channel: Channel, message: Message) -> None:
+        needs, header = _needed_replicas(message["needs"]), SegmentHeader(**message["header"])
+        text = bytearray(_bounded_size(message["data_bytes"], MOST_INDEX_BYTES))
         channel.read_into(text)
         segments = self._replica_store.generations("guest", int(message["slot"]))
         newest = max([self._epoch, *(found.epoch for one in segments if (found := one.header()) is not None)])
@@ -122,27 +122,27 @@ class ReplicaServer:
             why = f"a replica of generation {needs.epoch} came after generation {newest} had begun"
             channel.send({"op": "refused", "why": why})
             return
-        with _claim(segments, needs) as segment:
+        with _claim_segment(segments, needs) as segment:
             if segment is None:
                 channel.send({"op": "busy", "why": "another copy is being written in its place"})
             else:
-                _receive(channel, segment, header, bytes(text), next_sequence_number(segments))
+                _receive_copy(channel, segment, header, bytes(text), next_sequence_number(segments))
 
 
-def _needs(message: Message) -> NeededReplicas:
+def _needed_replicas(message: Message) -> NeededReplicas:
     restored = message["restored"]
     pair = None if restored is None else (int(restored[0]), int(restored[1]))
     return NeededReplicas(epoch=int(message["epoch"]), restored=pair, held=int(message["held"]))
 
 
-def _bounded(size_bytes: int, most_bytes: int) -> int:
+def _bounded_size(size_bytes: int, most_bytes: int) -> int:
     if not 0 <= size_bytes <= most_bytes:
         raise ValueError(f"{size_bytes} bytes, and {most_bytes} are the most")
     return size_bytes
 
 
 @contextmanager
-def _claim(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterator[MemorySegment | None]:
+def _claim_segment(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterator[MemorySegment | None]:
     """A generation nobody needs and nobody writes to, for the length of the block; None when there is none."""
     busy: set[int] = set()
     while (place := next_free_buffer(segments, needs, busy=busy)) is not None:
@@ -154,11 +154,11 @@ def _claim(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterat
     yield None
 
 
-def _receive(channel: Channel, segment: MemorySegment, header: SegmentHeader, text: bytes, sequence: int) -> None:
+def _receive_copy(channel: Channel, segment: MemorySegment, header: SegmentHeader, text: bytes, sequence: int) -> None:
     """Take the bytes of every tensor, checked on the way, and only then let the copy count."""
     segment.wipe()
     try:
-        view = segment.reserve(_bounded(header.end, MOST_BYTES))
+        view = segment.reserve(_bounded_size(header.end, MOST_BYTES))
     except SystemFailure as error:
         channel.send({"op": "busy", "why": error.problems[0].what})
         return

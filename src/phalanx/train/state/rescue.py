@@ -106,10 +106,10 @@ def _copies_to_write(
     folder.mkdir(exist_ok=True)
     places = {name: index for index, name in enumerate(order.hosts)}
     replace_text(
-        _file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in replica_store.held()])
+        _rescue_file(folder, order, "held", places[host]), json.dumps([one.to_json() for one in replica_store.held()])
     )
     if host == order.hosts[0]:
-        files = {name: _file(folder, order, "held", place) for name, place in places.items()}
+        files = {name: _rescue_file(folder, order, "held", place) for name, place in places.items()}
         _wait_for(list(files.values()), OTHERS_S)
         held = {
             name: [ReplicaInfo.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
@@ -117,8 +117,10 @@ def _copies_to_write(
             if path.exists()
         }
         for name, copies in _copies_by_host(held, order, newer_than).items():
-            replace_text(_file(folder, order, "write", places[name]), json.dumps([asdict(one) for one in copies]))
-    mine = _file(folder, order, "write", places[host])
+            replace_text(
+                _rescue_file(folder, order, "write", places[name]), json.dumps([asdict(one) for one in copies])
+            )
+    mine = _rescue_file(folder, order, "write", places[host])
     if not _wait_for([mine], 2 * OTHERS_S):
         return []
     return [_decode_copy(row) for row in json.loads(mine.read_text(encoding="utf-8"))]
@@ -151,7 +153,7 @@ def _decode_copy(row: Mapping[str, Any]) -> _RankCopy:
     )
 
 
-def _file(folder: Path, order: RescueOrder, what: str, place: int) -> Path:
+def _rescue_file(folder: Path, order: RescueOrder, what: str, place: int) -> Path:
     return folder / f"{what}-{order.generation}-{place}.json"
 
 

@@ -160,13 +160,13 @@ def _refuse_other_model(where: str, wanted: Sequence[_WantedShard], indexes: dic
             close = nearest(one.target.name, known)
             why = f"it holds {close}" if close else f"it holds {len(known)} tensors of other names"
             problems.append(Problem(where=where, what=f"holds no {one.target.name}", why=why))
-        elif problem := _mismatch(where, one.first, one.target, cast):
+        elif problem := _shard_mismatch(where, one.first, one.target, cast):
             problems.append(problem)
     if problems:
         raise UserError(problems)
 
 
-def _mismatch(where: str, stored: StoredShard, target: TensorShard, cast: bool) -> Problem | None:
+def _shard_mismatch(where: str, stored: StoredShard, target: TensorShard, cast: bool) -> Problem | None:
     if stored.shape != tuple(target.shape):
         what = f"{target.name} is {list(stored.shape)} there and {list(target.shape)} in this model"
         return Problem(where=where, what=what, fix="resume with the job file of the run that wrote it")

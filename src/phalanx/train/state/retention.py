@@ -45,7 +45,7 @@ def prune_commits(storage: CheckpointStorage, *, keep: int, stale_s: float, spar
     storage.sweep(stale_s, spare=spare)
     try:
         commits = storage.commits()
-        kept = [place for place in commits if _sound(storage.folder(place))][: max(keep, 1)]
+        kept = [place for place in commits if _is_intact(storage.folder(place))][: max(keep, 1)]
     except OSError:  # what will not go away costs space, not the run
         return []
     gone = commits[commits.index(kept[-1]) + 1 :] if kept else []
@@ -65,7 +65,7 @@ def make_room(storage: CheckpointStorage, fence: Callable[[], AbstractContextMan
         return []
     try:
         commits = storage.commits()
-        newest = next((place for place in commits if _sound(storage.folder(place))), None)
+        newest = next((place for place in commits if _is_intact(storage.folder(place))), None)
         if newest is None:
             return []
         ranks = read_manifest(storage.folder(newest)).ranks
@@ -82,7 +82,7 @@ def make_room(storage: CheckpointStorage, fence: Callable[[], AbstractContextMan
     return gone
 
 
-def _sound(folder: CheckpointFolder) -> bool:
+def _is_intact(folder: CheckpointFolder) -> bool:
     try:
         read_manifest(folder)
     except DamagedCheckpoint:
@@ -124,14 +124,14 @@ class CheckpointInterval:
         """A save began at `now_s` and held the training up for `blocked_s`."""
         self._began_s = now_s
         self._blocked_s.append(blocked_s)
-        self._update()
+        self._update_interval()
 
     def persisted(self, seconds: float) -> None:
         """The save was committed `seconds` after it began: the next may not begin sooner."""
         self._persist_s.append(seconds)
-        self._update()
+        self._update_interval()
 
-    def _update(self) -> None:
+    def _update_interval(self) -> None:
         if self._measured and self._blocked_s:
             best_s = daly_interval(median(self._blocked_s), self._mtbf_s)
             self.interval_s = max(best_s, median(self._persist_s) if self._persist_s else 0.0)

@@ -38,6 +38,7 @@ from phalanx.train.state.paths import CHUNK_BYTES, Location, os_error_text
 from phalanx.train.state.retention import make_room, prune_commits
 from phalanx.train.state.shards import lay_out_shards, owned_shards, tensor_bytes
 from phalanx.train.state.storage import CheckpointDraft, CheckpointStorage, open_storage
+from phalanx.units import first_few
 
 # Longest wait of rank 0 for the slowest rank. BLOOM's 2.3 TB took 40 s on 384 GPUs; storage under load has bad days.
 SAVE_TIMEOUT_S = 600.0
@@ -115,7 +116,7 @@ def save_checkpoint(
             manifest = Manifest(
                 step=step, world=world, attempt=attempt, epoch=epoch, code=_code_version(), meta=meta, ranks=ranks
             )
-            _commit(draft, manifest, fence, abandoned, point)
+            _commit_draft(draft, manifest, fence, abandoned, point)
     except BaseException as error:
         _clean_up(draft, rank, error)
         if isinstance(error, OSError):
@@ -251,7 +252,7 @@ def wait_for_ranks(
 
 
 def _ranks_late(draft: CheckpointDraft, step: int, missing: Sequence[int], timeout_s: float) -> SystemFailure:
-    some = ", ".join(map(str, missing[:4])) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    some = first_few(missing, 4)
     return SystemFailure(
         Problem(
             where=str(draft.location),
@@ -262,7 +263,7 @@ def _ranks_late(draft: CheckpointDraft, step: int, missing: Sequence[int], timeo
     )
 
 
-def _commit(
+def _commit_draft(
     draft: CheckpointDraft,
     manifest: Manifest,
     fence: CommitFence,

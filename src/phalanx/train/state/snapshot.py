@@ -104,19 +104,23 @@ def pin_segment(segment: MemorySegment, view: memoryview) -> None:
     unmapped: CUDA goes on writing to the old pages of an address that it was not told is gone, whatever lies there by
     then. Memory that cannot be pinned is written to all the same, only slower.
     """
-    if segment.pinned is not None and _address(segment.pinned) == _address(view) and len(segment.pinned) >= len(view):
+    if (
+        segment.pinned is not None
+        and _view_address(segment.pinned) == _view_address(view)
+        and len(segment.pinned) >= len(view)
+    ):
         return
     runtime, failed = torch.cuda.cudart(), 0
     if segment.pinned is not None:
-        failed = int(runtime.cudaHostUnregister(_address(segment.pinned)))
-    failed |= int(runtime.cudaHostRegister(_address(view), len(view), 0))
+        failed = int(runtime.cudaHostUnregister(_view_address(segment.pinned)))
+    failed |= int(runtime.cudaHostRegister(_view_address(view), len(view), 0))
     segment.pinned = view
     if failed:
         with suppress(RuntimeError):  # the failure would be told again, by the next kernel that is launched
             torch.zeros(1, device="cuda")
 
 
-def _address(view: memoryview) -> int:
+def _view_address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 

@@ -272,9 +272,9 @@ class PosixStorage:
             for path in list(self.root.iterdir()):
                 with suppress(OSError):
                     if paths.attempt_family(paths.draft_attempt(path.name) or "") != spare or not spare:
-                        self._sweep(path, older_than_s)
+                        self._sweep_path(path, older_than_s)
 
-    def _sweep(self, path: Path, older_than_s: float) -> None:
+    def _sweep_path(self, path: Path, older_than_s: float) -> None:
         step = paths.outgoing_step(path.name)
         if step is None and not path.name.startswith(paths.DRAFT):
             return
@@ -305,10 +305,10 @@ class PosixWriter:
         """Append all of `data`; raises OSError when the disk is full."""
         while data:
             written = os.write(self._descriptor, data[:CHUNK_BYTES])
-            self._push(written)
+            self._start_write_back(written)
             data = data[written:]
 
-    def _push(self, written: int) -> None:
+    def _start_write_back(self, written: int) -> None:
         """Have the kernel start on full chunks now, not at fsync: DONTNEED begins the write-back of dirty pages."""
         begin = self.size_bytes // CHUNK_BYTES * CHUNK_BYTES
         self.size_bytes += written

@@ -75,7 +75,7 @@ def checkpoint_rank_meta(engine: Engine) -> dict[str, Any]:
 
 def restore_from_replicas(engine: Engine, source: StateSource) -> RestoredRun:
     """Load the replicas that memory holds; with warnings when a rank could not. All ranks must call this."""
-    failure = _load(engine, lambda: source, cast=False)
+    failure = _load_state(engine, lambda: source, cast=False)
     if failure:
         return RestoredRun(warnings=(failure,))
     return RestoredRun(step=source.step, data=str(source.meta.get("data", "")))
@@ -93,7 +93,7 @@ def restore_newest_checkpoint(
     found = [one for one in sound_checkpoints(root, warnings) if at_most is None or one.step <= at_most]
     found, foreign = own_first(found, run_id)
     for checkpoint in found:
-        failure = _load(engine, lambda place=checkpoint.path: CheckpointReader(place), cast=True)  # type: ignore[misc]
+        failure = _load_state(engine, lambda place=checkpoint.path: CheckpointReader(place), cast=True)  # type: ignore[misc]
         if not failure:
             data = str(checkpoint.meta.get("data", ""))
             said = [text for one, text in foreign.items() if one.step > checkpoint.step or one is checkpoint]
@@ -104,7 +104,7 @@ def restore_newest_checkpoint(
     return RestoredRun()
 
 
-def _load(engine: Engine, find: Callable[[], StateSource], *, cast: bool) -> str:
+def _load_state(engine: Engine, find: Callable[[], StateSource], *, cast: bool) -> str:
     """Fill the engine from a source; empty when every rank has done so, else why it was not to be.
 
     Nothing has changed where the source was found wanting; where reading failed later, everything may have.

@@ -187,7 +187,7 @@ class DeviceClock:
 
     def __init__(self, mark: Callable[[], Mark] = cuda_mark) -> None:
         self._mark = mark
-        self._begin = self._settled = self._laid()
+        self._begin = self._settled = self._lay_mark()
         self._phases: list[tuple[str, Mark, Mark]] = []
         self._stalls: list[tuple[Mark, Mark]] = []
         self._late: list[tuple[str, Mark, Mark]] = []  # of this step's end, not passed when it is over
@@ -200,7 +200,7 @@ class DeviceClock:
         """Nothing to hear: the host's waits say nothing about the device."""
         return nullcontext()
 
-    def _laid(self) -> Mark:
+    def _lay_mark(self) -> Mark:
         mark = self._mark()
         mark.record()
         return mark
@@ -208,20 +208,20 @@ class DeviceClock:
     def begin(self) -> None:
         """The step begins."""
         self._phases, self._stalls, self._closing, self._depth = [], [], False, 0
-        self._begin = self._laid()
+        self._begin = self._lay_mark()
         self._began_core_s = self._core_wait()
 
     @contextmanager
     def phase(self, kind: str) -> Iterator[None]:
         """Around a piece of work; after `settle` its marks are read with the next step's."""
         into = self._late if self._closing else self._phases
-        start = self._laid()
+        start = self._lay_mark()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            into.append((kind, start, self._laid()))
+            into.append((kind, start, self._lay_mark()))
 
     @contextmanager
     def stall(self) -> Iterator[None]:
@@ -229,25 +229,28 @@ class DeviceClock:
         if not self._depth:
             yield
             return
-        start = self._laid()
+        start = self._lay_mark()
         try:
             yield
         finally:
-            self._stalls.append((start, self._laid()))
+            self._stalls.append((start, self._lay_mark()))
 
     def settle(self) -> None:
         """Before the numbers of the step are read: everything before this mark has passed when they are there."""
-        self._settled = self._laid()
+        self._settled = self._lay_mark()
         self._before, self._late, self._closing = self._late, [], True
 
     def end(self) -> StepTime:
         """After the read."""
-        phases = [self._phase(*one) for one in self._phases]
-        stalls_s = sum(_seconds(start, end) for start, end in self._stalls)
-        late_s = sum(_seconds(start, end) for _, start, end in self._before)
-        total_s = _seconds(self._begin, self._settled)
+        phases = [
+            Phase(kind=kind, start_s=_seconds_between(self._begin, start), duration_s=_seconds_between(start, end))
+            for kind, start, end in self._phases
+        ]
+        stalls_s = sum(_seconds_between(start, end) for start, end in self._stalls)
+        late_s = sum(_seconds_between(start, end) for _, start, end in self._before)
+        total_s = _seconds_between(self._begin, self._settled)
         worked_s = max(0.0, sum(phase.duration_s for phase in phases) - stalls_s)
-        phases += self._updates(total_s)
+        phases += self._update_phases(total_s)
         core_s, before_s = self._core_wait(), self._began_core_s
         return StepTime(
             compute_s=worked_s + late_s,
@@ -256,18 +259,15 @@ class DeviceClock:
             core_wait_s=core_s - before_s if core_s is not None and before_s is not None else None,
         )
 
-    def _phase(self, kind: str, start: Mark, end: Mark) -> Phase:
-        return Phase(kind=kind, start_s=_seconds(self._begin, start), duration_s=_seconds(start, end))
-
-    def _updates(self, from_s: float) -> Iterator[Phase]:
+    def _update_phases(self, from_s: float) -> Iterator[Phase]:
         """The last step's update, where this step's will be."""
         for kind, start, end in self._before:
-            length_s = _seconds(start, end)
+            length_s = _seconds_between(start, end)
             yield Phase(kind=kind, start_s=from_s, duration_s=length_s)
             from_s += length_s
 
 
-def _seconds(start: Mark, end: Mark) -> float:
+def _seconds_between(start: Mark, end: Mark) -> float:
     return start.elapsed_time(end) / 1e3
 
 
@@ -283,16 +283,16 @@ def time_stage(stage: PipelineStage, clock: StepClock) -> None:
         ("backward_one_chunk", "backward"),
         ("backward_weight_one_chunk", "backward"),
     ):
-        _wrap(stage, name, partial(clock.phase, kind))
+        _wrap_method(stage, name, partial(clock.phase, kind))
 
 
 def time_gathers(groups: Iterable[Any], clock: StepClock) -> None:
     """Mark where FSDP2 waits for gathered weights."""
     for group in groups:
-        _wrap(group, "wait_for_unshard", clock.stall)
+        _wrap_method(group, "wait_for_unshard", clock.stall)
 
 
-def _wrap(owner: Any, name: str, mark: Callable[[], AbstractContextManager[None]]) -> None:
+def _wrap_method(owner: Any, name: str, mark: Callable[[], AbstractContextManager[None]]) -> None:
     """Put a mark around a method of one object.
 
     Weakly: an object that held itself would outlive its last user, a stage with all its receive buffers.

@@ -94,12 +94,12 @@ class CollectiveTap:
 
         try:
             for name in METHODS:
-                put(ProcessGroup, name, partial(self._method, _word(name)))
-            put(Work, "wait", self._wait)
+                put(ProcessGroup, name, partial(self._tap_method, _operation_name(name)))
+            put(Work, "wait", self._tap_wait)
             if self._functional:
                 space = torch.ops._c10d_functional
                 for name in FUNCTIONAL:
-                    put(space, name, partial(self._function, _word(name)))
+                    put(space, name, partial(self._tap_function, _operation_name(name)))
                 put(space, "wait_tensor", self._wait_tensor)
             yield
         finally:
@@ -107,46 +107,46 @@ class CollectiveTap:
                 setattr(place, name, whole)
             self._waited.clear()
 
-    def _begin(self, op: str, group: str, args: Any, out: Any) -> TappedCollective:
+    def _begin_call(self, op: str, group: str, args: Any, out: Any) -> TappedCollective:
         now_s = self._now()
         call = TappedCollective(op=op, nbytes=payload_of(args, out)[0], group=group, start_s=now_s, end_s=now_s)
         self.calls.append(call)
         return call
 
-    def _end(self, call: TappedCollective) -> None:
+    def _end_call(self, call: TappedCollective) -> None:
         call.end_s = self._now()
 
-    def _method(self, op: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def _tap_method(self, op: str, whole: Callable[..., Any]) -> Callable[..., Any]:
         def run(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            call = self._begin(op, group.group_name, args or tuple(kwargs.values()), None)
+            call = self._begin_call(op, group.group_name, args or tuple(kwargs.values()), None)
             work = whole(group, *args, **kwargs)
-            self._end(call)
+            self._end_call(call)
             if work is not None:
                 self._waited[id(work)] = call
                 with suppress(RuntimeError, ValueError):  # sends and receives have no future: their wait tells
-                    work.get_future().add_done_callback(lambda _: self._end(call))
+                    work.get_future().add_done_callback(lambda _: self._end_call(call))
             return work
 
         return run
 
-    def _wait(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def _tap_wait(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         def run(work: Any, *args: Any, **kwargs: Any) -> Any:
             done = whole(work, *args, **kwargs)
             call = self._waited.pop(id(work), None)
             if call is not None and call.op in ("send", "receive"):
-                self._end(call)
+                self._end_call(call)
             return done
 
         return run
 
-    def _function(self, op: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def _tap_function(self, op: str, whole: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             names = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
             group = _resolve_process_group(names[-1]).group_name if names else ""  # type: ignore[arg-type]
-            call = self._begin(op, group, args, None)
+            call = self._begin_call(op, group, args, None)
             out = whole(*args, **kwargs)
             call.nbytes = payload_of(args, out)[0]
-            self._end(call)
+            self._end_call(call)
             for tensor in tensors_of(out):
                 self._waited[tensor.data_ptr()] = call
             return out
@@ -158,7 +158,7 @@ class CollectiveTap:
             done = whole(tensor)
             call = self._waited.pop(tensor.data_ptr(), None)
             if call is not None:
-                self._end(call)
+                self._end_call(call)
             return done
 
         return _Packet(whole, run)
@@ -209,7 +209,7 @@ class _Packet:
         return getattr(self._whole, name)
 
 
-def _word(name: str) -> str:
+def _operation_name(name: str) -> str:
     plain = name.replace("_", "")
     return next(word for part, word in WORDS if part in plain)
 

@@ -24,6 +24,7 @@ from phalanx.elastic.gpus import loaded_nccl
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import GroupTime
+from phalanx.units import first_few
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 MOST_VARIABLES, MOST_VALUE = 200, 300  # an event is one line
@@ -90,7 +91,7 @@ def name_differences(first: Mapping[str, str], others: Mapping[int, Mapping[str,
     found = []
     for (name, value), ranks in reported.items():
         mine = first.get(name)
-        few = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+        few = first_few(ranks, 8)
         found.append(
             f"{name} is {mine if mine is not None else 'not set'} on rank 0 and "
             f"{value if value is not None else 'not set'} on rank{'s' if len(ranks) > 1 else ''} {few}"

@@ -83,7 +83,7 @@ def listen_for_noise(
         norms.every = EVERY
     if meshes.dims.zero > 1 and meshes.dims.pipeline == 1:
         norms.every = EVERY
-    for group, module in _sharded(models):
+    for group, module in _sharded_groups(models):
         inner = getattr(group, "_reduce_scatter_comm", None) or DefaultReduceScatter()
         module.set_custom_reduce_scatter(MeasuredReduceScatter(inner, module, norms))  # type: ignore[arg-type]
     return NoiseListener(norms, heard)
@@ -116,12 +116,12 @@ class MeasuredReduceScatter:
         async_op: bool = False,
     ) -> Any:
         """The sum itself is not touched."""
-        self._norms.hear(self, self._counted(input_tensor, group.size()))
+        self._norms.hear(self, self._counted_parts(input_tensor, group.size()))
         return self._inner(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
         )
 
-    def _counted(self, flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    def _counted_parts(self, flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
         """The buffer is a row per rank, in each a part of every parameter, padded with zeros."""
         fsdp_params = (param for group in _groups_of(self._module) for param in group.fsdp_params)
         params = [param for param in fsdp_params if param.sharded_param.requires_grad]  # frozen ones are not reduced
@@ -134,10 +134,10 @@ class MeasuredReduceScatter:
 
 def fsdp_groups(models: Iterable[torch.nn.Module]) -> list[Any]:
     """FSDP2's own records of what it gathers and reduces together."""
-    return [group for group, _ in _sharded(models)]
+    return [group for group, _ in _sharded_groups(models)]
 
 
-def _sharded(models: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, FSDPModule]]:
+def _sharded_groups(models: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, FSDPModule]]:
     """Each such record once, with a module it is of: several modules may share one."""
     seen: set[int] = set()
     for model in models:

@@ -25,7 +25,7 @@ from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import ParallelDims
 from phalanx.train.telemetry.peers import Peers
-from phalanx.train.telemetry.sensors import SensorReading, Sensors, sensors_of
+from phalanx.train.telemetry.sensors import Sensors, sensors_of
 from phalanx.train.telemetry.sharing import (
     SECRET_BYTES,
     DeviceCard,
@@ -56,7 +56,7 @@ class Monitor:
         self._energy_j: float | None = None  # of this membership, with the time before it in which nobody looked
         self._closing, self._abandoned = threading.Event(), False
         self.trouble = ""  # the first thing that went wrong
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="monitor", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
@@ -69,25 +69,22 @@ class Monitor:
             self._thread.join(LEAVE_S)
         self._abandoned = True
 
-    def _run(self) -> None:
-        found = self._tried(self._sensors)
+    def _run_thread(self) -> None:
+        found = self._try_once(self._sensors)
         while found is not None:
             ended = self._closing.wait(min(self._interval_s, threading.TIMEOUT_MAX))
-            self._tried(lambda: self._sample(found))
+            self._try_once(lambda: self._write_sample(found))
             if ended:
                 return
 
-    def _sample(self, sensors: Sensors) -> None:
-        fields = self._fields(sensors.read(self._sharers))
-        if not self._abandoned:
-            self._events.write("monitor", epoch=self._epoch, **fields)
-
-    def _fields(self, reading: SensorReading) -> dict[str, Any]:
+    def _write_sample(self, sensors: Sensors) -> None:
+        reading = sensors.read(self._sharers)
         if reading.energy_j is not None:
             self._energy_j = (self._energy_j or 0.0) + reading.energy_j
-        return {**asdict(reading), "energy_j": self._energy_j}
+        if not self._abandoned:
+            self._events.write("monitor", epoch=self._epoch, **{**asdict(reading), "energy_j": self._energy_j})
 
-    def _tried(self, act: Callable[[], Any]) -> Any:
+    def _try_once(self, act: Callable[[], Any]) -> Any:
         """Do it; whatever goes wrong is told once in the rank's log, and the training goes on."""
         try:
             return act()
@@ -187,14 +184,14 @@ def meet_peers(
     secret = cards[0].secret
     # A launcher that starts its ranks again may keep the store, and in it the addresses of the ranks before.
     attempt = hashlib.sha256(secret).hexdigest()[:16]
-    address = _reachable(card, cards)
+    address = _reachable_address(card, cards)
     if is_loopback(address) and any(one.host != card.host for one in cards):
         text = f"{master} leads to {address} here, which no other host reaches: pings from there will be lost"
         events.write("remark", step=None, text=text)
     return PeerRendezvous(store=PrefixStore(attempt, store), secret=secret, address=address), count_sharers(card, cards)
 
 
-def _reachable(card: DeviceCard, cards: Sequence[DeviceCard]) -> str:
+def _reachable_address(card: DeviceCard, cards: Sequence[DeviceCard]) -> str:
     """This rank's address for the others.
 
     The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is then the one that leads

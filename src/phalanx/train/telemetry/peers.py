@@ -87,7 +87,7 @@ class Packet:
     def encode(self, key: bytes) -> bytes:
         """Signed bytes."""
         body = BODY.pack(MAGIC, self.kind, self.epoch, self.source, self.target, self.nonce, self.held_ns)
-        return body + _mac(key, body)
+        return body + _packet_mac(key, body)
 
     @classmethod
     def decode(cls, data: bytes, key: bytes) -> Packet | None:
@@ -95,13 +95,13 @@ class Packet:
         if len(data) != PACKET_BYTES or data[:4] != MAGIC:
             return None
         body, mac = data[: BODY.size], data[BODY.size :]
-        if not hmac.compare_digest(mac, _mac(key, body)):
+        if not hmac.compare_digest(mac, _packet_mac(key, body)):
             return None
         _, kind, epoch, source, target, nonce, held_ns = BODY.unpack(body)
         return cls(kind=kind, epoch=epoch, source=source, target=target, nonce=nonce, held_ns=held_ns)
 
 
-def _mac(key: bytes, body: bytes) -> bytes:
+def _packet_mac(key: bytes, body: bytes) -> bytes:
     return hmac.digest(key, body, "sha256")[:MAC_BYTES]
 
 
@@ -135,14 +135,14 @@ class PeerPair:
         """As JSON, and begin anew; pings that are still under way belong to the next report."""
         times, lost = sorted(self.round_trips_s), self.lost
         self.round_trips_s, self.lost = [], 0
-        p50_s, p99_s, count = quantile(times, 0.5), quantile(times, 0.99), len(times)
+        p50_s, p99_s, count = round_trip_quantile(times, 0.5), round_trip_quantile(times, 0.99), len(times)
         return {"peer": self.peer, "axis": self.axis, "count": count, "p50_s": p50_s, "p99_s": p99_s, "lost": lost}
 
 
-def quantile(ordered: list[float], share: float) -> float | None:
+def round_trip_quantile(ordered: list[float], share: float) -> float | None:
     """The smallest value that at least `share` of them do not exceed.
 
-    >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
+    >>> round_trip_quantile([1.0, 2.0, 3.0, 4.0], 0.5), round_trip_quantile([], 0.5)
     (2.0, None)
     """
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
@@ -167,12 +167,12 @@ class Peers:
         self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
         self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
         self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in ring_neighbours(rank, dims).items()}
-        self._sock = _open(address)
+        self._sock = _open_socket(address)
         self._ours, self._wake = socket.socketpair()
         self._until_s = time.monotonic() + FIND_S
         self._closing, self._abandoned = threading.Event(), False
         self.strangers = 0  # datagrams that were not authentic
-        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="peers", daemon=True)
 
     def start(self) -> None:
         """Tell the others where we listen, and begin."""
@@ -191,14 +191,14 @@ class Peers:
         for one in (self._sock, self._ours, self._wake):
             one.close()
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            self._serve()
+            self._serve_until_closed()
         except Exception as error:  # the store or the socket is gone: mostly the membership is over
             if not self._closing.is_set():
                 print(f"peers: latency is not measured any more ({error}); training goes on", file=sys.stderr)
 
-    def _serve(self) -> None:
+    def _serve_until_closed(self) -> None:
         poll = select.poll()
         for one in (self._sock, self._ours):
             poll.register(one, select.POLLIN)
@@ -206,24 +206,24 @@ class Peers:
         next_ping_s, next_event_s = began_s + self._pause_s, began_s + self._every_s
         while not self._closing.is_set():
             poll.poll(max(0.0, min(next_ping_s, next_event_s) - time.monotonic()) * 1000)
-            self._take()
+            self._take_packets()
             now_s = time.monotonic()
             if now_s >= next_ping_s:
-                self._ping()
+                self._ping_peers()
                 next_ping_s = now_s + self._pause_s
             if now_s >= next_event_s and not self._closing.is_set():
-                self._tell()
+                self._write_report()
                 next_event_s = now_s + self._every_s
         if any(pair.round_trips_s for pair in self._pairs.values()):
-            self._tell()
+            self._write_report()
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         pairs = [pair.report() for pair in self._pairs.values()]
         if not self._abandoned:
             self._events.write("peers", epoch=self._epoch, pairs=pairs)
 
-    def _ping(self) -> None:
-        self._find()
+    def _ping_peers(self) -> None:
+        self._find_peers()
         late_ns = time.time_ns() - int(LOST_S * 1e9)
         for pair in self._pairs.values():
             pair.give_up(late_ns)
@@ -231,21 +231,21 @@ class Peers:
                 continue
             for _ in range(VOLLEY):
                 nonce = secrets.token_bytes(16)
-                packet = self._packet(PING, pair.peer, nonce).encode(self._key)
+                packet = self._make_packet(PING, pair.peer, nonce).encode(self._key)
                 pair.sent_ns[nonce] = time.time_ns()
                 with suppress(OSError):  # no route, a full buffer: an answer that never comes
                     self._sock.sendto(packet, pair.where)
 
-    def _find(self) -> None:
+    def _find_peers(self) -> None:
         """Look up neighbours that have said where they listen, without ever waiting: the training shares the store."""
         if time.monotonic() > self._until_s:
             return
         for pair in self._pairs.values():
             key = f"peers/{pair.peer}"
             if pair.where is None and self._directory.check([key]):
-                pair.where = _parse(self._directory.get(key).decode("ascii", "replace"))
+                pair.where = _parse_address(self._directory.get(key).decode("ascii", "replace"))
 
-    def _take(self) -> None:
+    def _take_packets(self) -> None:
         """Answer pings and count answers; at most a burst of them, and fewer when strangers send any."""
         strangers = self.strangers
         for _ in range(BURST):
@@ -259,23 +259,23 @@ class Peers:
             if packet is None or packet.epoch != self._epoch or packet.target != self._rank:
                 self.strangers += 1
                 continue
-            self._handle(packet, _stamp(notes), sender)
+            self._handle_packet(packet, _arrival_ns(notes), sender)
         if self.strangers > strangers:
             self._closing.wait(PENANCE_S)
 
-    def _handle(self, packet: Packet, arrived_ns: int, sender: Any) -> None:
+    def _handle_packet(self, packet: Packet, arrived_ns: int, sender: Any) -> None:
         if packet.kind == PING:
-            answer = self._packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
+            answer = self._make_packet(PONG, packet.source, packet.nonce, held_ns=max(0, time.time_ns() - arrived_ns))
             with suppress(OSError):
                 self._sock.sendto(answer.encode(self._key), sender)
         elif packet.source in self._pairs:
             self._pairs[packet.source].answered(packet.nonce, arrived_ns, packet.held_ns)
 
-    def _packet(self, kind: int, target: int, nonce: bytes, *, held_ns: int = 0) -> Packet:
+    def _make_packet(self, kind: int, target: int, nonce: bytes, *, held_ns: int = 0) -> Packet:
         return Packet(kind=kind, epoch=self._epoch, source=self._rank, target=target, nonce=nonce, held_ns=held_ns)
 
 
-def _open(address: str) -> socket.socket:
+def _open_socket(address: str) -> socket.socket:
     """A socket on our own address only, that notes when each datagram arrived."""
     family, _, _, _, place = socket.getaddrinfo(address or "127.0.0.1", 0, type=socket.SOCK_DGRAM)[0]
     sock = socket.socket(family, socket.SOCK_DGRAM)
@@ -286,7 +286,7 @@ def _open(address: str) -> socket.socket:
     return sock
 
 
-def _stamp(notes: list[tuple[int, int, bytes]]) -> int:
+def _arrival_ns(notes: list[tuple[int, int, bytes]]) -> int:
     """When the kernel saw it, in ns of Unix time; where it does not say, now."""
     for level, kind, data in notes:
         if (level, kind, len(data)) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS, _TIMESPEC.size):
@@ -295,7 +295,7 @@ def _stamp(notes: list[tuple[int, int, bytes]]) -> int:
     return time.time_ns()
 
 
-def _parse(text: str) -> tuple[Any, ...] | None:
+def _parse_address(text: str) -> tuple[Any, ...] | None:
     """An address out of the store, as a socket takes it; None for anything else."""
     port, _, host = text.partition(" ")
     if not port.isdigit() or not 0 < int(port) < 65536:

@@ -82,7 +82,7 @@ class GpuSensors:
         """Memory is what the allocator holds; the pressure is the share of the GPU that anybody holds."""
         utilization = self._activity.share(sharers.host)
         stats = torch.cuda.memory_stats(self._device)
-        used_bytes, limit_bytes, source = self._memory()
+        used_bytes, limit_bytes, source = self._memory_bytes()
         taken_j, mean_w = self._energy.read(utilization, sharers.device)
         return SensorReading(
             utilization=utilization,
@@ -98,7 +98,7 @@ class GpuSensors:
             temperature_c=self._meter.temperature_c(),
         )
 
-    def _memory(self) -> tuple[int, int, str]:
+    def _memory_bytes(self) -> tuple[int, int, str]:
         found = self._meter.memory_bytes()
         if found is not None:
             return *found, "nvml"

@@ -40,7 +40,7 @@ class DeviceCard:
 
     def encode(self) -> bytes:
         """Bytes; an address that is none becomes ::."""
-        return self.host + self.device + _packed(self.address) + self.secret
+        return self.host + self.device + _packed_address(self.address) + self.secret
 
     @classmethod
     def decode(cls, data: bytes) -> DeviceCard:
@@ -62,7 +62,9 @@ def card_of(device: torch.device, *, address: str, secret: bytes) -> DeviceCard:
     with suppress(Exception):  # the others wait for this card
         uuid = gpu_uuid(device) if device.type == "cuda" else ""
     # A UUID is the device's on whatever host; where there is none, the host's number of it must do.
-    return DeviceCard(host=_digest(host), device=_digest(uuid or f"{host} {device}"), address=address, secret=secret)
+    return DeviceCard(
+        host=_text_digest(host), device=_text_digest(uuid or f"{host} {device}"), address=address, secret=secret
+    )
 
 
 def exchange_cards(card: DeviceCard) -> list[DeviceCard]:
@@ -102,12 +104,12 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def _packed(address: str) -> bytes:
+def _packed_address(address: str) -> bytes:
     with suppress(ValueError):
         place = ipaddress.ip_address(address.partition("%")[0])
         return place.packed if place.version == 6 else b"\0" * 10 + b"\xff\xff" + place.packed
     return bytes(ADDRESS_BYTES)
 
 
-def _digest(text: str) -> bytes:
+def _text_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]

@@ -53,7 +53,7 @@ class Sample:
         for the batch.
         """
         spans: list[Span] = [("data", "batch", before_s - data_s, data_s, None, None)]
-        for phase, name in zip(phases, _numbered(phases), strict=True):
+        for phase, name in zip(phases, _numbered_names(phases), strict=True):
             spans.append((phase.kind, name, before_s + phase.start_s, phase.duration_s, None, None))
         for call in self._calls:
             start_s = before_s + call.start_s - self._began_s
@@ -62,9 +62,9 @@ class Sample:
             )
         kept, dropped = longest_spans(merge_spans(sorted(spans, key=lambda span: span[2])))
         rounded = [[*span[:2], round(span[2], 6), round(span[3], 6), *span[4:]] for span in kept]
-        return {"spans": rounded, "dropped": dropped, "collectives": self._collectives()}
+        return {"spans": rounded, "dropped": dropped, "collectives": self._collective_rows()}
 
-    def _collectives(self) -> list[dict[str, Any]]:
+    def _collective_rows(self) -> list[dict[str, Any]]:
         found: dict[tuple[str, str | None], dict[str, Any]] = {}
         for call in self._calls:
             key = call.op, self._axes(call)
@@ -84,7 +84,7 @@ class Inside:
     timeline: dict[str, Any] | None = None  # fields of the event
 
 
-def _numbered(phases: Sequence[Phase]) -> Iterator[str]:
+def _numbered_names(phases: Sequence[Phase]) -> Iterator[str]:
     """forward 1, forward 2, …; what happens once has no number."""
     kinds = [phase.kind for phase in phases]
     seen: dict[str, int] = {}
@@ -162,7 +162,7 @@ class TimelineSampler:
         try:
             if self._every:
                 calls = timed_by(kernels, tap.calls, began_s=began_s) if self._device.type == "cuda" else tap.calls
-                found.append(Sample(calls, began_s, self._axis))
+                found.append(Sample(calls, began_s, self._axis_of))
         except Exception as error:
             self._give_up(error)
         self._spent_s += time.perf_counter() - ended_s + self.opening_s
@@ -199,7 +199,7 @@ class TimelineSampler:
         lines = redact(str(error), os.environ).splitlines()
         self._tell(f"no more timelines: {type(error).__name__}: {lines[0] if lines else 'no message'}")
 
-    def _axis(self, call: TappedCollective) -> str | None:
+    def _axis_of(self, call: TappedCollective) -> str | None:
         if not call.group:
             return None
         whole = str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else ""

@@ -45,16 +45,16 @@ def compare_twins(traces: Sequence[RankTrace]) -> TraceHang | None:
         other = first.setdefault(trace.stages, trace)
         length = max(len(trace.operations), len(other.operations))
         for index in range(length):
-            mine, theirs = _at(trace.operations, index), _at(other.operations, index)
+            mine, theirs = _operation_at(trace.operations, index), _operation_at(other.operations, index)
             if mine is None or theirs is None or mine.signature != theirs.signature:
-                return _differs(other, trace, index)
+                return _difference_hang(other, trace, index)
     return None
 
 
-def _differs(one: RankTrace, other: RankTrace, index: int) -> TraceHang:
-    waiting, missing = (one, other) if _at(one.operations, index) is not None else (other, one)
+def _difference_hang(one: RankTrace, other: RankTrace, index: int) -> TraceHang:
+    waiting, missing = (one, other) if _operation_at(one.operations, index) is not None else (other, one)
     operation = waiting.operations[index]
-    does = _at(missing.operations, index)
+    does = _operation_at(missing.operations, index)
     return TraceHang(
         rank=waiting.rank,
         index=index,
@@ -66,7 +66,7 @@ def _differs(one: RankTrace, other: RankTrace, index: int) -> TraceHang:
     )
 
 
-def _at(operations: Sequence[TracedOperation], index: int) -> TracedOperation | None:
+def _operation_at(operations: Sequence[TracedOperation], index: int) -> TracedOperation | None:
     return operations[index] if index < len(operations) else None
 
 
@@ -98,25 +98,25 @@ class _Play:
         ready = deque(self._logs)
         while ready:
             rank = ready.popleft()
-            moved = self._move(rank)
+            moved = self._move_rank(rank)
             if isinstance(moved, TraceHang):
                 return moved
             ready.extend(other for other in moved if other not in ready)
-        return self._stuck() or self._unread()
+        return self._stuck_cycle() or self._unread_message()
 
-    def _move(self, rank: int) -> set[int] | TraceHang:
+    def _move_rank(self, rank: int) -> set[int] | TraceHang:
         """Advance one rank until it waits; gives the ranks that may go on now."""
         freed: set[int] = set()
-        while (operation := self._next(rank)) is not None:
+        while (operation := self._next_operation(rank)) is not None:
             if operation.is_message:
-                self._post(rank, freed)
-                done = self._receive(rank, operation)
+                self._post_sends(rank, freed)
+                done = self._receive_message(rank, operation)
                 if isinstance(done, TraceHang):
                     return done
                 if not done:
                     return freed
             else:
-                met = self._meet(rank, operation)
+                met = self._meet_group(rank, operation)
                 if isinstance(met, TraceHang):
                     return met
                 if not met:
@@ -124,10 +124,10 @@ class _Play:
                 freed |= met - {rank}
         return freed
 
-    def _next(self, rank: int) -> TracedOperation | None:
-        return _at(self._logs[rank], self._at[rank])
+    def _next_operation(self, rank: int) -> TracedOperation | None:
+        return _operation_at(self._logs[rank], self._at[rank])
 
-    def _post(self, rank: int, freed: set[int]) -> None:
+    def _post_sends(self, rank: int, freed: set[int]) -> None:
         """All sends of the batch leave before the first receive of it is waited for."""
         log, index = self._logs[rank], self._at[rank]
         batch = log[index].batch
@@ -139,33 +139,33 @@ class _Play:
                 freed.add(one.peer)
             index += 1
 
-    def _receive(self, rank: int, operation: TracedOperation) -> bool | TraceHang:
+    def _receive_message(self, rank: int, operation: TracedOperation) -> bool | TraceHang:
         if operation.kind == "receive" and operation.peer in self._logs:
             mail = self._mail[operation.peer, rank, operation.group.axis]
             if not mail:
                 return False
             _, sent = mail.popleft()
             if (sent.nbytes, sent.dtype) != (operation.nbytes, operation.dtype):
-                return self._hang(rank, operation, operation.peer, f"sends {describe_operation(sent)}")
+                return self._make_hang(rank, operation, operation.peer, f"sends {describe_operation(sent)}")
         self._at[rank] += 1
         return True
 
-    def _meet(self, rank: int, operation: TracedOperation) -> set[int] | TraceHang:
+    def _meet_group(self, rank: int, operation: TracedOperation) -> set[int] | TraceHang:
         """The members that went on, when all of them have come; empty while some are missing."""
         members = [other for other in operation.group.ranks if other in self._logs]
         for other in members:
-            does = self._next(other)
+            does = self._next_operation(other)
             here = does is not None and not does.is_message and does.group == operation.group
             if here and does is not None and does.signature != operation.signature:
-                return self._hang(rank, operation, other, f"calls {describe_operation(does)} there")
+                return self._make_hang(rank, operation, other, f"calls {describe_operation(does)} there")
             if not here:
                 return set()
         for other in members:
             self._at[other] += 1
         return set(members)
 
-    def _hang(self, rank: int, operation: TracedOperation, other: int, instead: str) -> TraceHang:
-        waiting = sum(self._next(one) is not None for one in self._logs) - 1
+    def _make_hang(self, rank: int, operation: TracedOperation, other: int, instead: str) -> TraceHang:
+        waiting = sum(self._next_operation(one) is not None for one in self._logs) - 1
         return TraceHang(
             rank=rank,
             index=self._at[rank],
@@ -175,44 +175,46 @@ class _Play:
             others=max(waiting - 1, 0),
         )
 
-    def _stuck(self) -> TraceHang | None:
+    def _stuck_cycle(self) -> TraceHang | None:
         """Follow who waits for whom to one that does not wait, or round a circle."""
-        waiting = [rank for rank in self._logs if self._next(rank) is not None]
+        waiting = [rank for rank in self._logs if self._next_operation(rank) is not None]
         if not waiting:
             return None
         rank, path = waiting[0], list[int]()
         while rank not in path:
             path.append(rank)
-            operation = self._next(rank)
+            operation = self._next_operation(rank)
             assert operation is not None
-            other = self._missing(rank, operation)
-            if self._next(other) is None:
-                return self._hang(rank, operation, other, "has finished its step without it")
+            other = self._missing_member(rank, operation)
+            if self._next_operation(other) is None:
+                return self._make_hang(rank, operation, other, "has finished its step without it")
             rank = other
         # A circle: the one that came least far is where to look, and a message says more than a meeting of many.
         rank = min(path[path.index(rank) :], key=lambda one: (self._at[one], not self._awaits_message(one)))
-        operation = self._next(rank)
+        operation = self._next_operation(rank)
         assert operation is not None
-        other = self._missing(rank, operation)
-        does = self._next(other)
+        other = self._missing_member(rank, operation)
+        does = self._next_operation(other)
         assert does is not None
-        return self._hang(rank, operation, other, f"waits in {describe_operation(does)}, operation {self._at[other]:,}")
+        return self._make_hang(
+            rank, operation, other, f"waits in {describe_operation(does)}, operation {self._at[other]:,}"
+        )
 
     def _awaits_message(self, rank: int) -> bool:
-        operation = self._next(rank)
+        operation = self._next_operation(rank)
         return operation is not None and operation.is_message
 
-    def _missing(self, rank: int, operation: TracedOperation) -> int:
+    def _missing_member(self, rank: int, operation: TracedOperation) -> int:
         if operation.is_message:
             return operation.peer
         members = [other for other in operation.group.ranks if other in self._logs and other != rank]
         return next(other for other in members if not self._is_at(other, operation))
 
     def _is_at(self, rank: int, operation: TracedOperation) -> bool:
-        does = self._next(rank)
+        does = self._next_operation(rank)
         return does is not None and not does.is_message and does.group == operation.group
 
-    def _unread(self) -> TraceHang | None:
+    def _unread_message(self) -> TraceHang | None:
         for (sender, receiver, _), mail in self._mail.items():
             if mail:
                 index, sent = mail[0]

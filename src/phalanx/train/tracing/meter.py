@@ -36,7 +36,7 @@ class StorageMeter:
     def see(self, tensor: torch.Tensor, part: str = "") -> None:
         """Note a tensor's storage; `part` is what it is taken for, unless something has claimed it."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        self._note(local.untyped_storage(), part)
+        self._note_storage(local.untyped_storage(), part)
 
     def claim(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say what these tensors are, from now on."""
@@ -53,7 +53,7 @@ class StorageMeter:
     def begin(self) -> None:
         """Forget the peak so far."""
         self.peak_bytes, self._looked, self.peak_parts = 0, 0.0, {}
-        self._mark()
+        self._mark_peak()
 
     def __enter__(self) -> StorageMeter:
         # FSDP2 frees and refills the gathered weights by resizing their storage, which no operator shows.
@@ -62,7 +62,7 @@ class StorageMeter:
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
             result = original(storage, nbytes)
-            meter._note(storage, "gathered")
+            meter._note_storage(storage, "gathered")
             meter._part[storage._cdata] = "gathered"
             return result
 
@@ -73,13 +73,13 @@ class StorageMeter:
     def __exit__(self, *_: object) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign,assignment]
 
-    def _note(self, storage: torch.UntypedStorage, part: str) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage, part: str) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         before = self._size.get(key)
         if before is None:
             self._size[key] = nbytes
             self._part[key] = part or BORN.get(self.phase, "working")
-            weakref.finalize(storage, self._gone, key)
+            weakref.finalize(storage, self._forget_storage, key)
             self.live_bytes += nbytes
         elif before != nbytes:
             self._size[key] = nbytes
@@ -88,9 +88,9 @@ class StorageMeter:
             else:
                 self.live_bytes += nbytes - before
         if self.live_bytes > self.peak_bytes:
-            self._mark()
+            self._mark_peak()
 
-    def _gone(self, key: int) -> None:
+    def _forget_storage(self, key: int) -> None:
         nbytes = self._size.pop(key, 0)
         self._part.pop(key, None)
         if key in self._host:
@@ -99,14 +99,14 @@ class StorageMeter:
         else:
             self.live_bytes -= nbytes
 
-    def _mark(self) -> None:
+    def _mark_peak(self) -> None:
         self.peak_bytes, self.peak_phase = self.live_bytes, self.phase
         if self.peak_bytes > self._looked * RESOLUTION:
             self._looked = self.peak_bytes
             self.peak_parts = self._by_part()
 
     def _by_part(self) -> dict[str, int]:
-        now = {_key(tensor): part for part, tensor in self.look()}
+        now = {_storage_key(tensor): part for part, tensor in self.look()}
         found = dict.fromkeys(MEMORY_PARTS, 0)
         for key, nbytes in self._size.items():
             if key not in self._host:
@@ -114,6 +114,6 @@ class StorageMeter:
         return found
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return int(local.untyped_storage()._cdata)

@@ -77,36 +77,36 @@ def peer_of(args: Sequence[Any], group: ProcessGroup) -> int:
 aten = torch.ops.aten
 
 
-def _products(q: torch.Tensor, k: torch.Tensor, *, count: int, causal: bool) -> int:
+def _score_products(q: torch.Tensor, k: torch.Tensor, *, count: int, causal: bool) -> int:
     """`count` products over the S × T scores; a causal kernel computes half of them."""
     batch, heads, queries, head = q.shape
     whole = 2 * count * batch * heads * queries * k.shape[2] * head
     return whole // 2 if causal else whole
 
 
-def _flag(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> bool:
+def _is_causal(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> bool:
     return bool(args[place] if len(args) > place else kwargs.get("is_causal", False))
 
 
-def _forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _forward_flops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Scores, and their product with the values."""
-    return _products(args[0], args[1], count=2, causal=_flag(args, kwargs, 4))
+    return _score_products(args[0], args[1], count=2, causal=_is_causal(args, kwargs, 4))
 
 
 def _backward_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Scores again, and a product for each of dv, dp, dq, dk."""
-    return _products(args[1], args[2], count=5, causal=_flag(args, kwargs, 7))
+    return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 7))
 
 
 def _backward_gpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    return _products(args[1], args[2], count=5, causal=_flag(args, kwargs, 11))
+    return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 11))
 
 
 # torch's own table lacks the CPU kernel and counts causal attention as if it were not.
 ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _forward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _forward_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward_cpu,
-    aten._scaled_dot_product_flash_attention.default: _forward,
+    aten._scaled_dot_product_flash_attention.default: _forward_flops,
     aten._scaled_dot_product_flash_attention_backward.default: _backward_gpu,
 }
 

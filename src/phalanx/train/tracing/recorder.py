@@ -67,8 +67,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             part.model.register_forward_pre_hook(self._forward_begins)
             for block in part.model.layers.values():
                 for inner in block.children():
-                    inner.register_forward_pre_hook(self._deeper)
-                    inner.register_forward_hook(self._higher, always_call=True)
+                    inner.register_forward_pre_hook(self._enter_module)
+                    inner.register_forward_hook(self._leave_module, always_call=True)
         whole = engine._forward_backward
 
         def forward_backward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         self.meter.__enter__()
         self._whole = ShardingPropagator._propagate_tensor_meta_non_cached
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._unheard(self._whole)  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._without_recording(self._whole)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ShardingPropagator._propagate_tensor_meta_non_cached = self._whole  # type: ignore[method-assign]
         self.meter.__exit__()
 
-    def _unheard(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _without_recording(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """DTensor runs operators on the shapes of the whole model to learn what they give: no rank computes that."""
 
         def run(*args: Any) -> Any:
@@ -151,11 +151,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return op(*args, **named)
         if op is WHERE:  # every second call of a step: there is nothing to hear in it
             return self._run(op, args, named)
-        self.meter.phase = self._phase()
+        self.meter.phase = self._current_phase()
         out = self._run(op, args, named)
         kind = kind_of(op)
         if kind:
-            self._called(kind, op, args, out)
+            self._record_call(kind, op, args, out)
             return out
         self._in_batch = False
         for tensor in tensors_of(out):
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._flops[self.meter.phase][what] += count_flops(op, args, named, out)
         return out
 
-    def _phase(self) -> str:
+    def _current_phase(self) -> str:
         """Backward is told from forward by autograd's own count; recompute runs inside backward, with gradients on."""
         if self._updating:
             return "optimizer"
@@ -177,18 +177,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Own autograd functions switch gradients off in their forward: there the module that runs tells.
         return "recompute" if torch.is_grad_enabled() or self._depth else "backward"
 
-    def _deeper(self, *_: Any) -> None:
+    def _enter_module(self, *_: Any) -> None:
         self._depth += 1
 
-    def _higher(self, *_: Any) -> None:
+    def _leave_module(self, *_: Any) -> None:
         self._depth -= 1
 
     def _forward_begins(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1 and not self._updating:
             self.meter.phase = "forward"
 
-    def _called(self, kind: str, op: Any, args: tuple[Any, ...], out: Any) -> None:
-        group = self._group(group_of(op, args), kind)
+    def _record_call(self, kind: str, op: Any, args: tuple[Any, ...], out: Any) -> None:
+        group = self._trace_group(group_of(op, args), kind)
         part = "exchange" if group.axis in EXCHANGED else ""
         for tensor in tensors_of([args, out]):
             self.meter.see(tensor, part)
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
 
-    def _group(self, group: ProcessGroup, kind: str) -> TraceGroup:
+    def _trace_group(self, group: ProcessGroup, kind: str) -> TraceGroup:
         key = (group.group_name, kind)
         if key not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))

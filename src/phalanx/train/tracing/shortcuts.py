@@ -48,25 +48,25 @@ class Shortcuts:
         """What `op(*args, **named)` gives."""
         way = self._ways.get(op)
         if way is None:
-            way = self._ways[op] = self._way(op)
+            way = self._ways[op] = self._choose_way(op)
         return way(op, args, named)
 
-    def _way(self, op: Any) -> RunOperator:
+    def _choose_way(self, op: Any) -> RunOperator:
         if op is torch.ops.prim.device.default:
-            return _place
+            return _run_device
         if op in BESIDE:
-            return _beside
+            return _run_undispatched
         if op is torch.ops._c10d_functional.wait_tensor.default:
-            return _same
+            return _run_identity
         if op.namespace not in ("aten", "_c10d_functional") or _is_composed(op) or UNREPEATABLE.intersection(op.tags):
             return run_plainly
         if op.is_view or op is torch.ops.aten._unsafe_view.default:  # a view that does not say so
-            return self._view
+            return self._run_view
         if not op._schema.is_mutable:
-            return self._new
-        return _write if op._schema.name.removeprefix("aten::") in IN_PLACE else run_plainly
+            return self._run_from_recipe
+        return _run_in_place if op._schema.name.removeprefix("aten::") in IN_PLACE else run_plainly
 
-    def _view(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _run_view(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The kernel for shapes alone is C++, and its result shares the storage as it must."""
         if named or not _is_plain(args[0]):
             return op(*args, **named)
@@ -76,22 +76,22 @@ class Shortcuts:
             return FakeTensor(self._mode, found, CPU)
         return [FakeTensor(self._mode, one, CPU) for one in found]
 
-    def _new(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _run_from_recipe(self, op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         parts: list[Any] = [op]
-        if not (_describe(args, parts) and _describe([*named, *named.values()], parts)):
+        if not (_describe_values(args, parts) and _describe_values([*named, *named.values()], parts)):
             return op(*args, **named)
         key = tuple(parts)
         if key not in self._recipes:
             found = op(*args, **named)
-            self._recipes[key] = _recipe(found, args)
+            self._recipes[key] = _result_recipe(found, args)
             return found
         recipe = self._recipes[key]
         if recipe is None:
             return op(*args, **named)
-        made = [self._make(one) for one in recipe]
+        made = [self._make_tensor(one) for one in recipe]
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _make(self, one: Shape) -> FakeTensor:
+    def _make_tensor(self, one: Shape) -> FakeTensor:
         shape, strides, dtype = one
         with in_kernel_invocation_manager(self._mode):
             bare = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -103,22 +103,22 @@ def run_plainly(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return op(*args, **named)
 
 
-def _place(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _run_device(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Half of all calls of a step: autograd asks every tensor where it is."""
     return args[0].fake_device if type(args[0]) is FakeTensor else op(*args, **named)
 
 
-def _beside(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _run_undispatched(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return op(*args, **named)
 
 
-def _same(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _run_identity(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What is waited for is the tensor itself; torch's fake one is another, which a recompute would keep beside it."""
     return args[0] if type(args[0]) is FakeTensor else op(*args, **named)
 
 
-def _write(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _run_in_place(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Nobody holds the values that would change."""
     return args[0] if _is_plain(args[0]) else op(*args, **named)
 
@@ -133,7 +133,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) is FakeTensor and value.constant is None
 
 
-def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
+def _describe_values(values: Iterable[Any], parts: list[Any]) -> bool:
     """Append all that the shape of a result depends on; False where that is not plain."""
     for value in values:
         kind = type(value)
@@ -143,7 +143,7 @@ def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
             parts += (value.shape, value.stride(), value.dtype)
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            if not _describe(value, parts):
+            if not _describe_values(value, parts):
                 return False
         elif kind in SIMPLE:
             parts += (kind, value)  # the kind, for 1 == 1.0 == True
@@ -152,7 +152,7 @@ def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
     return True
 
 
-def _recipe(found: Any, args: tuple[Any, ...]) -> Recipe | None:
+def _result_recipe(found: Any, args: tuple[Any, ...]) -> Recipe | None:
     """How to make the same again; None where it is not new tensors, each on a storage of its own."""
     several = type(found) is tuple and len(found) > 1
     taken = {one.untyped_storage()._cdata for one in tensors_of(args)}

@@ -24,12 +24,12 @@ from phalanx.units import format_bytes, format_count, format_seconds
 def render_rank(trace: RankTrace) -> str:
     """One rank: messages, FLOPs, memory."""
     place = ", ".join(f"{axis} {index} of {size}" for axis, (index, size) in trace.place.items() if size > 1)
-    layers = _ranges(trace.layers)
+    layers = _range_text(trace.layers)
     lines = [
         f"rank {trace.rank}" + (f" ({place})" if place else "") + f": layers {layers}",
-        *_messages(trace),
-        *_flops(trace),
-        *_memory(trace),
+        *_message_lines(trace),
+        *_phase_flop_lines(trace),
+        *_peak_lines(trace),
         f"  traced in {format_seconds(trace.seconds)} with {format_bytes(trace.rss_bytes)} of this machine's memory",
     ]
     return "\n".join(lines)
@@ -43,11 +43,11 @@ def render_ranks(traces: Sequence[RankTrace]) -> list[str]:
     rows = [
         (
             f"{one.rank:,}",
-            _ranges(one.stages),
+            _range_text(one.stages),
             str(len(one.layers)),
             f"{len(one.operations):,}",
             format_bytes(sum(operation.sent_bytes for operation in one.operations)),
-            _pflop(one.total_flops),
+            _flop_text(one.total_flops),
             format_bytes(one.peak.nbytes),
             one.peak.phase,
             format_seconds(one.seconds),
@@ -86,7 +86,7 @@ def render_fit(fit: TracedFit, *, recompute: str) -> str:
     )
 
 
-def _messages(trace: RankTrace) -> list[str]:
+def _message_lines(trace: RankTrace) -> list[str]:
     table = message_rows(trace)
     if not table:
         return ["", "  MESSAGES  none: one rank"]
@@ -109,16 +109,16 @@ def _messages(trace: RankTrace) -> list[str]:
     return ["", "MESSAGES PER STEP", *text_table([head, *rows, last], right=(1, 2, 5, 6, 7), indent=2)]
 
 
-def _flops(trace: RankTrace) -> list[str]:
+def _phase_flop_lines(trace: RankTrace) -> list[str]:
     rows = [
-        (phase, ", ".join(f"{kind} {_pflop(count)}" for kind, count in kinds.items()))
+        (phase, ", ".join(f"{kind} {_flop_text(count)}" for kind, count in kinds.items()))
         for phase, kinds in trace.flops.items()
         if any(kinds.values())
     ]
-    return ["", "FLOPS PER STEP", *text_table([*rows, ("all", _pflop(trace.total_flops))], indent=2)]
+    return ["", "FLOPS PER STEP", *text_table([*rows, ("all", _flop_text(trace.total_flops))], indent=2)]
 
 
-def _memory(trace: RankTrace) -> list[str]:
+def _peak_lines(trace: RankTrace) -> list[str]:
     peak = trace.peak
     parts = [(part, size) for part in MEMORY_PARTS if (size := peak.parts_bytes.get(part))]
     rows = [(part, format_bytes(size), f"{size / peak.nbytes:.1%}") for part, size in parts]
@@ -129,14 +129,14 @@ def _memory(trace: RankTrace) -> list[str]:
     return ["", f"PEAK MEMORY, in {peak.phase}", *table, notes]
 
 
-def _pflop(value: float) -> str:
+def _flop_text(value: float) -> str:
     for suffix, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
         if value >= scale:
             return f"{value / scale:.2f} {suffix}"
     return f"{value / 1e6:.2f} MFLOP"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _range_text(numbers: Sequence[int]) -> str:
     """0-3, 16-19"""
     found: list[list[int]] = []
     for number in numbers:
@@ -205,10 +205,14 @@ def against_plan(request: PlanRequest, layout: Layout, traces: Sequence[RankTrac
     """Every line of the comparison; `traces` holds one rank of every pipeline place."""
     stages = list({trace.stages: trace for trace in reversed(traces)}.values())
     _, memory = predict_layout(request, layout)
-    return [*_traffic(request, layout, stages), *_flop_lines(request, layout, stages), *_memory_lines(memory, stages)]
+    return [
+        *_traffic_lines(request, layout, stages),
+        *_flop_lines(request, layout, stages),
+        *_memory_lines(memory, stages),
+    ]
 
 
-def _traffic(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
+def _traffic_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
     lines = []
     for use in map_axes(request, layout):
         sent = [trace.sent_bytes(use.axis) for trace in stages]

@@ -77,7 +77,7 @@ def trace_ranks(
     `still` is told now and then which ranks are being traced, and for how long this has been going on.
     """
     if len(ranks) == 1:
-        found = [_trace(step, ranks[0])]
+        found = [_trace_rank(step, ranks[0])]
         done(found[0])
         return found
     workers = min(workers or os.cpu_count() or 1, len(ranks))
@@ -110,7 +110,7 @@ class _Worker:
         )  # torch is imported once, not by every worker
         self.rank = rank
         self.answers, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(theirs, step, rank), daemon=True)
+        self._process = context.Process(target=_serve_parent, args=(theirs, step, rank), daemon=True)
         with _without_interrupts():  # the fork server, started here, would answer Ctrl-C with a traceback
             self._process.start()
         theirs.close()
@@ -143,14 +143,14 @@ class _Worker:
         self.answers.close()
 
 
-def _serve(pipe: Connection, step: TracedStep, rank: int) -> None:
+def _serve_parent(pipe: Connection, step: TracedStep, rank: int) -> None:
     """The life of a worker. Ctrl-C reaches the whole terminal: the parent answers it, and ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found: RankTrace | tuple[Problem, ...] | str
     try:
-        found = _trace(step, rank)
+        found = _trace_rank(step, rank)
     except UserError as error:
         found = error.problems
     except Exception as error:
@@ -198,7 +198,7 @@ def _ends_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _trace(step: TracedStep, rank: int) -> RankTrace:
+def _trace_rank(step: TracedStep, rank: int) -> RankTrace:
     from phalanx.train.tracing.traced_step import trace_rank
 
     return trace_rank(step.shape, step.settings, step.optim, rank=rank, state_dtype=step.state_dtype)

@@ -115,23 +115,23 @@ def record_step(
             engine.micro_batches.loss = fused_loss
         recorder.attach(engine)
         if dry:
-            _run(engine, _few(layout), dry=True)
+            _run_steps(engine, _warm_up_count(layout), dry=True)
             engine.micro_batches.clear_schedules()  # and the receive buffers of so many micro-batches
         else:
             engine.initialise()
-            _run(engine, layout.accumulation, dry=False)
+            _run_steps(engine, layout.accumulation, dry=False)
         recorder.begin()
-        _run(engine, layout.accumulation, dry=dry)
+        _run_steps(engine, layout.accumulation, dry=dry)
         return recorder.finish()
 
 
-def _few(layout: Layout) -> int:
+def _warm_up_count(layout: Layout) -> int:
     """Micro-batches that warm everything up: two, so that one of them is not the last; 1F1B wants one per stage."""
     least = layout.pipeline if layout.virtual_pipeline == 1 else 2
     return min(layout.accumulation, max(least, 2))
 
 
-def _run(engine: Engine, micro_batches: int, *, dry: bool) -> None:
+def _run_steps(engine: Engine, micro_batches: int, *, dry: bool) -> None:
     layout = engine.settings.layout
     if dry and layout.pipeline > 1:
         assume_static(engine.micro_batches.schedule(micro_batches)[0])
@@ -168,10 +168,10 @@ def record_ranks(step: TracedStep, *, limit_s: float = LIMIT_S) -> list[RankTrac
 
     Experts take tokens in turn, as in a dry trace.
     """
-    return run_ranks(_record, step.settings.layout.devices, step, limit_s=limit_s)
+    return run_ranks(_record_rank, step.settings.layout.devices, step, limit_s=limit_s)
 
 
-def _record(_: int, step: TracedStep) -> RankTrace:
+def _record_rank(_: int, step: TracedStep) -> RankTrace:
 
     return record_step(
         step.shape, traceable_settings(step.settings), step.optim, state_dtype=step.state_dtype, fakes=None

@@ -101,7 +101,7 @@ class OutcomeComparison:
 
 def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = Bounds()) -> OutcomeComparison:  # noqa: B008 (frozen)
     """How far `found` is from `wanted`; shares of the value where the bounds are such."""
-    last = _apart(found.params[-1], wanted.params[-1]) if wanted.params else {}
+    last = _largest_differences(found.params[-1], wanted.params[-1]) if wanted.params else {}
     worst = max(last, key=lambda name: last[name], default="")
     relative = bool(bounds.rounding)
     if relative:
@@ -109,22 +109,22 @@ def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds =
         gradient = max(shares.values(), default=0.0)
     else:
         pairs = zip(found.grads, wanted.grads, strict=False)
-        gradient = max((max(_apart(a, b).values(), default=0.0) for a, b in pairs), default=0.0)
+        gradient = max((max(_largest_differences(a, b).values(), default=0.0) for a, b in pairs), default=0.0)
     return OutcomeComparison(
-        loss=_most(found.losses, wanted.losses, relative=relative),
-        norm=_most(found.norms, wanted.norms, relative=relative),
-        evaluation=_most(*(_per_token(one.evaluations) for one in (found, wanted)), relative=relative),
+        loss=_most_apart(found.losses, wanted.losses, relative=relative),
+        norm=_most_apart(found.norms, wanted.norms, relative=relative),
+        evaluation=_most_apart(*(_per_token(one.evaluations) for one in (found, wanted)), relative=relative),
         gradient=gradient,
         parameter=last[worst] if worst else 0.0,
         worst_parameter=worst,
-        first=next(_differences(found, wanted, bounds), None),
+        first=next(_outcome_differences(found, wanted, bounds), None),
     )
 
 
-def _differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds) -> Iterator[OutcomeDifference]:
+def _outcome_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds) -> Iterator[OutcomeDifference]:
     """In the order in which a step computes: the first is nearest to the cause."""
     pairs = zip(_per_token(found.evaluations), _per_token(wanted.evaluations), strict=True)
-    before = [_size(a, b, bounds) for a, b in pairs]
+    before = [_difference_size(a, b, bounds) for a, b in pairs]
     if before and not before[0] <= bounds.loss:
         yield OutcomeDifference(what="held-out loss", kind="value", step=0, size=before[0])
     for index in range(len(wanted.losses)):
@@ -139,33 +139,36 @@ def _step_differences(
     found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds, index: int
 ) -> Iterator[OutcomeDifference]:
     step, more = index + 1, bounds.later if index else 1.0
-    if not (size := _size(found.losses[index], wanted.losses[index], bounds)) <= bounds.loss * more:
+    if not (size := _difference_size(found.losses[index], wanted.losses[index], bounds)) <= bounds.loss * more:
         yield OutcomeDifference(what="loss", kind="value", step=step, size=size)
     if index < min(len(found.grads), len(wanted.grads)):
         if not bounds.rounding:
             reference = wanted.grads[index]
-            limits = {n: bounds.gradient * _largest(v) + bounds.gradient_floor for n, v in reference.items()}
-            yield from _tensor_difference("gradient", _apart(found.grads[index], reference), limits, step)
+            largest = {name: float(np.abs(values).max(initial=0.0)) for name, values in reference.items()}
+            limits = {name: bounds.gradient * size + bounds.gradient_floor for name, size in largest.items()}
+            yield from _tensor_difference("gradient", _largest_differences(found.grads[index], reference), limits, step)
         elif not index:
             shares = _first_shares(found.grads[0], wanted.grads[0], bounds)
             yield from _tensor_difference("gradient", shares, dict.fromkeys(shares, bounds.gradient), step)
-    if not (size := _size(found.norms[index], wanted.norms[index], bounds)) <= bounds.norm * more:
+    if not (size := _difference_size(found.norms[index], wanted.norms[index], bounds)) <= bounds.norm * more:
         yield OutcomeDifference(what="gradient norm", kind="value", step=step, size=size)
     if bounds.parameter is not None:
         limits = dict.fromkeys(wanted.params[index], bounds.parameter)
-        yield from _tensor_difference("parameter", _apart(found.params[index], wanted.params[index]), limits, step)
+        yield from _tensor_difference(
+            "parameter", _largest_differences(found.params[index], wanted.params[index]), limits, step
+        )
 
 
 def _first_shares(found: Mapping[str, Array], wanted: Mapping[str, Array], bounds: Bounds) -> dict[str, float]:
     """How far each tensor's gradient as a whole is off, of its own length; what is next to nothing may be rounding."""
-    floor = bounds.gradient_floor * math.hypot(*(_length(values) for values in wanted.values()))
+    floor = bounds.gradient_floor * math.hypot(*(_vector_length(values) for values in wanted.values()))
     return {
-        name: max(_length_apart(found.get(name), values) - floor, 0.0) / max(_length(values), 1e-300)
+        name: max(_length_apart(found.get(name), values) - floor, 0.0) / max(_vector_length(values), 1e-300)
         for name, values in wanted.items()
     }
 
 
-def _size(found: float, wanted: float, bounds: Bounds) -> float:
+def _difference_size(found: float, wanted: float, bounds: Bounds) -> float:
     """How far apart two numbers are; as a share of the wanted one where bounds are shares."""
     size = abs(found - wanted)
     return size / abs(wanted) if bounds.rounding and wanted else size
@@ -182,32 +185,28 @@ def _tensor_difference(
         )
 
 
-def _length(values: Array) -> float:
+def _vector_length(values: Array) -> float:
     return float(np.linalg.norm(values.astype(np.float64).ravel()))
 
 
 def _length_apart(found: Array | None, wanted: Array) -> float:
     if found is None or found.shape != wanted.shape:
         return float("inf")
-    return _length(found.astype(np.float64) - wanted)
+    return _vector_length(found.astype(np.float64) - wanted)
 
 
-def _apart(found: Mapping[str, Array], wanted: Mapping[str, Array]) -> dict[str, float]:
+def _largest_differences(found: Mapping[str, Array], wanted: Mapping[str, Array]) -> dict[str, float]:
     """The largest difference of each tensor; infinite for one that is missing or of another shape."""
-    return {name: _distance(found.get(name), values) for name, values in wanted.items()}
+    return {name: _largest_difference(found.get(name), values) for name, values in wanted.items()}
 
 
-def _distance(found: Array | None, wanted: Array) -> float:
+def _largest_difference(found: Array | None, wanted: Array) -> float:
     if found is None or found.shape != wanted.shape:
         return float("inf")
     return float(np.abs(found.astype(np.float64) - wanted).max(initial=0.0))
 
 
-def _largest(values: Array) -> float:
-    return float(np.abs(values).max(initial=0.0))
-
-
-def _most(a: Sequence[float], b: Sequence[float], *, relative: bool = False) -> float:
+def _most_apart(a: Sequence[float], b: Sequence[float], *, relative: bool = False) -> float:
     sizes = (abs(x - y) / (abs(y) if relative and y else 1.0) for x, y in zip(a, b, strict=True))
     return max(sizes, default=0.0)
 

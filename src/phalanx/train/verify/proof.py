@@ -140,15 +140,15 @@ AXES = ("tensor", "context", "pipeline", "virtual_pipeline", "data", "shard", "e
 def render_proof(proof: LayoutProof) -> str:
     """The proof as a person reads it: the verdict, what was split how far, what differed how much."""
     blocks = [
-        [f"{proof.job}: {proof.model}, {proof.layout.name}", _verdict(proof)],
-        _axes(proof),
-        _differences(proof),
-        _notes(proof),
+        [f"{proof.job}: {proof.model}, {proof.layout.name}", _verdict_line(proof)],
+        _axis_lines(proof),
+        _difference_lines(proof),
+        _note_lines(proof),
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _verdict(proof: LayoutProof) -> str:
+def _verdict_line(proof: LayoutProof) -> str:
     what = f"{plural(proof.ranks, 'rank')} against one process"
     if proof.gpus:
         what += f" on {plural(proof.gpus, 'GPU')} over NCCL"
@@ -166,7 +166,7 @@ def _verdict(proof: LayoutProof) -> str:
     return f"PROVEN: {what}, {how}, give the same{twice}"
 
 
-def _axes(proof: LayoutProof) -> list[str]:
+def _axis_lines(proof: LayoutProof) -> list[str]:
     shown = [name for name in AXES if getattr(proof.layout, name) > 1 or name == "data"]
     rows = [(name, getattr(proof.layout, name), getattr(proof.small, name)) for name in shown]
     rows.append(("ranks", proof.layout.devices, proof.small.devices))
@@ -174,35 +174,35 @@ def _axes(proof: LayoutProof) -> list[str]:
     return text_table([("axis", "real", "proven"), *cells], right=(1, 2), indent=2)
 
 
-def _differences(proof: LayoutProof) -> list[str]:
+def _difference_lines(proof: LayoutProof) -> list[str]:
     """How far apart, and how far is allowed; of both starts the worse."""
     bounds = proof.bounds
     rows = [
-        ("loss", "loss", _allowed(bounds.loss, bounds)),
-        ("held-out loss", "evaluation", _allowed(bounds.loss, bounds)),
-        ("gradient norm", "norm", _allowed(bounds.norm, bounds)),
+        ("loss", "loss", _allowed_text(bounds.loss, bounds)),
+        ("held-out loss", "evaluation", _allowed_text(bounds.loss, bounds)),
+        ("gradient norm", "norm", _allowed_text(bounds.norm, bounds)),
     ]
     if not proof.terms.full_size:
         of = "each tensor, first step" if bounds.rounding else "each tensor's largest"
-        rows.append(("gradients", "gradient", f"{_number(bounds.gradient, bounds)} of {of}"))
+        rows.append(("gradients", "gradient", f"{_size_text(bounds.gradient, bounds)} of {of}"))
         if bounds.parameter is not None:
-            rows.append(("parameters", "parameter", _number(bounds.parameter, bounds)))
+            rows.append(("parameters", "parameter", _size_text(bounds.parameter, bounds)))
     head = "relative difference" if bounds.rounding else "largest difference"
     runs = [one for one in (proof.comparison, proof.again) if one is not None]
     cells = [(name, f"{max(getattr(one, key) for one in runs):.0e}", allowed) for name, key, allowed in rows]
     return text_table([(head, "found", "allowed"), *cells], right=(1,), indent=2)
 
 
-def _allowed(size: float, bounds: Bounds) -> str:
+def _allowed_text(size: float, bounds: Bounds) -> str:
     later = f" (later steps {size * bounds.later:.1e})" if bounds.rounding else ""
-    return f"{_number(size, bounds)}{later}"
+    return f"{_size_text(size, bounds)}{later}"
 
 
-def _number(size: float, bounds: Bounds) -> str:
+def _size_text(size: float, bounds: Bounds) -> str:
     return f"{size:.1e}" if bounds.rounding else f"{size:.0e}"
 
 
-def _notes(proof: LayoutProof) -> list[str]:
+def _note_lines(proof: LayoutProof) -> list[str]:
     lines = []
     if proof.changes:
         small = ", ".join(f"{one.name} {one.real:,} → {one.small:,}" for one in proof.changes)

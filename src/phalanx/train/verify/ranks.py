@@ -87,7 +87,7 @@ def warm_up() -> None:
     """
     from multiprocessing import forkserver, resource_tracker
 
-    _context()
+    _forkserver_context()
     resource_tracker.ensure_running()  # first: it unblocks SIGINT itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; ours arrives afterwards
     ours = {name: value for name, value in SERVER.items() if name not in os.environ} | {server.CALLER: str(os.getpid())}
@@ -129,21 +129,21 @@ def run_ranks(
             )
             for rank in range(world)
         ]
-        return _collect([stack.enter_context(_process(order)) for order in orders], limit_s)
+        return _collect_answers([stack.enter_context(_rank_process(order)) for order in orders], limit_s)
 
 
-def _context() -> ForkServerContext:
+def _forkserver_context() -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
 
 
 @contextmanager
-def _process(order: RankTask) -> Any:
+def _rank_process(order: RankTask) -> Any:
     """One rank; gone when this ends, however it ends."""
-    context = _context()
+    context = _forkserver_context()
     ours, theirs = context.Pipe(duplex=False)
-    worker = context.Process(target=_serve, args=(theirs, order), daemon=True)
+    worker = context.Process(target=_serve_rank, args=(theirs, order), daemon=True)
     worker.start()
     theirs.close()
     try:
@@ -156,7 +156,7 @@ def _process(order: RankTask) -> Any:
         ours.close()
 
 
-def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: float) -> list[Any]:
+def _collect_answers(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: float) -> list[Any]:
     answers: dict[int, Any] = {}
     failed: list[tuple[int, RankFailure]] = []
     deadline = time.monotonic() + limit_s
@@ -168,18 +168,18 @@ def _collect(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: flo
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting[pipe]
-            answers[rank] = _receive(ranks[rank][0], pipe)
+            answers[rank] = _receive_answer(ranks[rank][0], pipe)
             if isinstance(answers[rank], RankFailure):
                 failed.append((rank, answers[rank]))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failed:
-        raise _headline(failed, len(ranks))
+        raise _headline_failure(failed, len(ranks))
     if len(answers) < len(ranks):
-        raise _silent([rank for rank in range(len(ranks)) if rank not in answers], len(ranks), limit_s)
+        raise _silent_ranks([rank for rank in range(len(ranks)) if rank not in answers], len(ranks), limit_s)
     return [answers[rank] for rank in range(len(ranks))]
 
 
-def _receive(worker: ForkServerProcess, pipe: Connection) -> Any:
+def _receive_answer(worker: ForkServerProcess, pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except (EOFError, OSError):
@@ -189,7 +189,7 @@ def _receive(worker: ForkServerProcess, pipe: Connection) -> Any:
         return RankFailure(user=False, died=True, problems=(Problem(where="", what=f"its process {how}"),))
 
 
-def _headline(failed: Sequence[tuple[int, RankFailure]], world: int) -> PhalanxError:
+def _headline_failure(failed: Sequence[tuple[int, RankFailure]], world: int) -> PhalanxError:
     """A wrong job before a dead process before its neighbours' broken connections; among equals the first to fail."""
     rank, first = min(failed, key=lambda one: (not one[1].user, not one[1].died))
     if first.user:
@@ -199,7 +199,7 @@ def _headline(failed: Sequence[tuple[int, RankFailure]], world: int) -> PhalanxE
     return SystemFailure(Problem(where=f"rank {rank} of {world}", what=problem.what, why=others, fix=problem.fix))
 
 
-def _silent(ranks: Sequence[int], world: int, limit_s: float) -> SystemFailure:
+def _silent_ranks(ranks: Sequence[int], world: int, limit_s: float) -> SystemFailure:
     names = ", ".join(str(rank) for rank in ranks)
     return SystemFailure(
         Problem(
@@ -210,7 +210,7 @@ def _silent(ranks: Sequence[int], world: int, limit_s: float) -> SystemFailure:
     )
 
 
-def _serve(pipe: Connection, order: RankTask) -> None:
+def _serve_rank(pipe: Connection, order: RankTask) -> None:
     """What a rank does with its life."""
     # The server ends with the caller, however that ends; it may have before we came so far, and then our parent is
     # another process, which lives.
@@ -220,10 +220,10 @@ def _serve(pipe: Connection, order: RankTask) -> None:
         os.dup2(silence, 1)
         os.dup2(silence, 2)
     with suppress(BrokenPipeError):
-        pipe.send(_answer(order))
+        pipe.send(_rank_answer(order))
 
 
-def _answer(order: RankTask) -> Any:
+def _rank_answer(order: RankTask) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -252,7 +252,9 @@ def _answer(order: RankTask) -> Any:
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).strip().replace("\n", "\n  ")
         advice = trace if order.debug else "PHALANX_DEBUG=1 shows the trace of that rank"
-        return RankFailure(user=False, died=False, problems=(Problem(where="", what=_cause(error), fix=advice),))
+        return RankFailure(
+            user=False, died=False, problems=(Problem(where="", what=_innermost_cause(error), fix=advice),)
+        )
 
 
 def _take_device(order: RankTask) -> Any:
@@ -268,7 +270,7 @@ def _take_device(order: RankTask) -> Any:
     return device
 
 
-def _cause(error: BaseException) -> str:
+def _innermost_cause(error: BaseException) -> str:
     """The innermost exception, its first line: torch wraps what went wrong in what it was doing."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -60,7 +60,7 @@ def make_small_trial(
     else:
         small = shrink_layout(job.model, layout, ranks=terms.ranks)
         shape = shrink_model(job.model, layout, small, ulysses=kind == "ulysses")
-        sequence = _up(SEQUENCE, 2 * small.context * small.tensor)
+        sequence = _round_up(SEQUENCE, 2 * small.context * small.tensor)
         recompute_layers = 1 if some else None
         if some:  # one of two layers is recomputed on every stage
             shape = replace(shape, layers=max(shape.layers, 2 * small.pipeline * small.virtual_pipeline))
@@ -130,7 +130,7 @@ def eager_trial(trial: Trial) -> Trial:
 
 def size_changes(job: Job, layout: Layout, trial: Trial) -> list[SizeChange]:
     """Everything of the model and of the batch that is smaller in the copy."""
-    return [change for change in _pairs(job, layout, trial) if change.real != change.small]
+    return [change for change in _size_changes(job, layout, trial) if change.real != change.small]
 
 
 def features_left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool, on_gpu: bool) -> list[str]:
@@ -181,9 +181,9 @@ def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Lay
         replicas = real.data * real.context
         if real.zero and 1 < real.shard < replicas and sizes["data"] * sizes["context"] < 4:
             sizes["data" if real.data >= 4 else "context"] = 4
-        expert = _expert(shape, real, sizes)
+        expert = _expert_degree(shape, real, sizes)
         if expert == 1:  # where experts lie across tensor and context groups, those keep their proportions
-            _grow(real, sizes, ranks)
+            _grow_degrees(real, sizes, ranks)
     replicas = real.data * real.context
     data, context, tensor = sizes["data"], sizes["context"], sizes["tensor"]
     shard = 1
@@ -210,14 +210,14 @@ def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Lay
     )
 
 
-def _grow(real: Layout, sizes: dict[str, int], ranks: int) -> None:
+def _grow_degrees(real: Layout, sizes: dict[str, int], ranks: int) -> None:
     """Double degrees towards the real ones while there are ranks."""
     for name in ("context", "tensor", "pipeline"):
         while getattr(real, name) % (2 * sizes[name]) == 0 and 2 * math.prod(sizes.values()) <= ranks:
             sizes[name] *= 2
 
 
-def _expert(shape: ModelShape, real: Layout, sizes: dict[str, int]) -> int:
+def _expert_degree(shape: ModelShape, real: Layout, sizes: dict[str, int]) -> int:
     """Expert ranks: above the tensor ranks if they were, below the stage's ranks if they were. May double the data."""
     if real.expert == 1 or not shape.is_moe:
         return 1
@@ -254,12 +254,12 @@ def shrink_model(shape: ModelShape, real: Layout, small: Layout, *, ulysses: boo
         shape,
         name=f"{shape.name}, small",
         layers=min(shape.layers, max(2, stages, dense + 1) + uneven),
-        hidden=_alike(HIDDEN, shape.hidden, parts, real_parts),
+        hidden=_same_remainder(HIDDEN, shape.hidden, parts, real_parts),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=HEAD,
-        ffn=_up(FFN, small.tensor),
-        vocab=_alike(VOCAB, shape.vocab, parts, real_parts),
+        ffn=_round_up(FFN, small.tensor),
+        vocab=_same_remainder(VOCAB, shape.vocab, parts, real_parts),
         max_positions=SEQUENCE if shape.positions == "learned" else shape.max_positions,
         rope_original_positions=SEQUENCE // 2 if shape.rope_original_positions else 0,
         dense_layers=dense,
@@ -276,22 +276,22 @@ def _shrink_experts(shape: ModelShape, real: Layout, small: Layout) -> ModelShap
         shape,
         experts=experts,
         experts_per_token=chosen,
-        expert_ffn=_up(EXPERT_FFN, small.tensor),
+        expert_ffn=_round_up(EXPERT_FFN, small.tensor),
         shared_experts=min(shape.shared_experts, 1),
     )
 
 
-def _alike(small: int, real: int, parts: int, real_parts: int) -> int:
+def _same_remainder(small: int, real: int, parts: int, real_parts: int) -> int:
     """`small`, or one less where the real size leaves a remainder too."""
     return small if real % real_parts == 0 or parts == 1 else small - 1
 
 
-def _up(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     """The next multiple of a unit."""
     return -(-size // unit) * unit
 
 
-def _pairs(job: Job, layout: Layout, trial: Trial) -> Iterator[SizeChange]:
+def _size_changes(job: Job, layout: Layout, trial: Trial) -> Iterator[SizeChange]:
     names = ["layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"]
     names += ["experts", "experts_per_token", "expert_ffn", "shared_experts"] if job.model.is_moe else []
     for name in names:

@@ -135,7 +135,10 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     device = torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
     engine = Engine(trial.shape, trial.settings, trial.optim, device=device, state_dtype=trial.state_dtype)
-    first = _restored(engine, trial.resume) if trial.resume else 0
+    first = 0
+    if trial.resume:
+        engine.initialise_unsaved()  # what the checkpoint does not hold
+        first = restore_newest_checkpoint(engine, Path(trial.resume)).step
     if not first:
         engine.initialise()
     if trial.loss_scale and engine.loss_scale is not None:
@@ -148,7 +151,7 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
     results, params = [], []
     for step in range(first, first + trial.steps):
         results.append(engine.step(*rank_batch(engine, trial, step), lr=trial.lr))
-        params.append([_part(shard, shard.tensor) for shard in engine.shards] if trial.tensors else [])
+        params.append([_outcome_shard(shard, shard.tensor) for shard in engine.shards] if trial.tensors else [])
     if trial.evaluate:
         evaluations.append(engine.evaluate(*rank_batch(engine, trial, HELD_OUT)))
     if trial.save:
@@ -163,11 +166,11 @@ def run_trial_rank(rank: int, trial: Trial) -> RankOutcome:
         params=params,
         loss_scale=engine.loss_scale.scale if engine.loss_scale is not None else 1.0,
         seconds=time.perf_counter() - began_s,
-        graphs=_graphs() if trial.settings.compile else (0, 0),
+        graphs=_count_graphs() if trial.settings.compile else (0, 0),
     )
 
 
-def _graphs() -> tuple[int, int]:
+def _count_graphs() -> tuple[int, int]:
     """Compiled graphs of this process that were in torch's compile cache, and that were not."""
     from torch._dynamo.utils import counters
 
@@ -184,12 +187,6 @@ def rank_batch(engine: Engine, trial: Trial, step: int) -> tuple[torch.Tensor, t
     return tokens_BS, targets_BS
 
 
-def _restored(engine: Engine, root: str) -> int:
-    """The step of the newest checkpoint, with everything in place that it does not hold; 0 where there is none."""
-    engine.initialise_unsaved()
-    return restore_newest_checkpoint(engine, Path(root)).step
-
-
 class WatchedOptimizer:
     """An optimizer that remembers the gradients it was given."""
 
@@ -200,7 +197,9 @@ class WatchedOptimizer:
 
     def step(self, lr: float) -> None:
         """Note the gradients, then update."""
-        self.grads.append([_part(shard, shard.tensor.grad) for shard in self._shards if shard.tensor.grad is not None])
+        self.grads.append(
+            [_outcome_shard(shard, shard.tensor.grad) for shard in self._shards if shard.tensor.grad is not None]
+        )
         self._inner.step(lr)
         self.steps = self._inner.steps
 
@@ -221,7 +220,7 @@ class WatchedOptimizer:
         return self._inner.state_bytes()
 
 
-def _part(shard: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
+def _outcome_shard(shard: TensorShard, tensor: torch.Tensor) -> OutcomeShard:
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         values = values.float()
@@ -270,14 +269,16 @@ def save_trial_state(engine: Engine, root: Path, *, step: int, rank: int) -> Non
 def join_rank_outcomes(ranks: Sequence[RankOutcome]) -> TrialOutcome:
     """One outcome of the whole job; where ranks contradict each other, their quarrels are listed."""
     first = ranks[0]
-    quarrels = [f"rank {rank} saw other losses than rank 0" for rank, one in enumerate(ranks) if not _agree(first, one)]
+    quarrels = [
+        f"rank {rank} saw other losses than rank 0" for rank, one in enumerate(ranks) if not _outcomes_agree(first, one)
+    ]
     grads, params = [], []
     for step in range(len(first.params)):
-        whole, found = _whole([one.params[step] for one in ranks])
+        whole, found = _whole_tensors([one.params[step] for one in ranks])
         params.append(whole)
         quarrels += [f"step {step + 1}: {text}" for text in found]
     for number in range(len(first.grads)):
-        grads.append(_whole([one.grads[number] for one in ranks])[0])
+        grads.append(_whole_tensors([one.grads[number] for one in ranks])[0])
     return TrialOutcome(
         losses=first.losses,
         norms=first.norms,
@@ -293,12 +294,12 @@ def join_rank_outcomes(ranks: Sequence[RankOutcome]) -> TrialOutcome:
     )
 
 
-def _agree(a: RankOutcome, b: RankOutcome) -> bool:
+def _outcomes_agree(a: RankOutcome, b: RankOutcome) -> bool:
     same = all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a.losses, b.losses, strict=True))
     return same and a.skipped == b.skipped and a.evaluations == b.evaluations and a.loss_scale == b.loss_scale
 
 
-def _whole(ranks: Sequence[Sequence[OutcomeShard]]) -> tuple[dict[str, Array], list[str]]:
+def _whole_tensors(ranks: Sequence[Sequence[OutcomeShard]]) -> tuple[dict[str, Array], list[str]]:
     """Whole tensors by name, and what is wrong with the boxes: copies that differ, places no rank holds."""
     whole: dict[str, Array] = {}
     digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}

@@ -8,7 +8,7 @@ import torch
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import Lineage, ReplicaInfo, RestorePoint, find_restore_points
 from phalanx.train.state.in_memory import ReplicaPeer, replica_peer_of
-from phalanx.train.state.replica_server import _claim
+from phalanx.train.state.replica_server import _claim_segment
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
@@ -35,7 +35,7 @@ class Neighbour:
         self.segments = replica_store.generations("guest", slot)
 
     def send(self, segment, needs):
-        with _claim(self.segments, needs) as taken:
+        with _claim_segment(self.segments, needs) as taken:
             assert taken is not None
             header = segment.header()
             taken.wipe()

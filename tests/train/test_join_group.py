@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.plan.plan import Plan
-from phalanx.train import worker
+from phalanx.train import join_group
 from phalanx.train.prepare import load_job, plan_for_run
 
 JOB = Path(__file__).parents[2] / "examples" / "first-run.toml"
@@ -32,7 +32,7 @@ def test_the_job_says_how_gpus_reduce_and_how_long_all_wait(
 ) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setenv("NCCL_ALGO", "mine")
-    monkeypatch.setattr(worker.dist, "init_process_group", lambda backend, **rest: given.update(rest))
+    monkeypatch.setattr(join_group.dist, "init_process_group", lambda backend, **rest: given.update(rest))
     job = replace(plan.job, comm=replace(plan.job.comm, algorithm=algorithm))
-    worker._join(replace(plan, job=job), torch.device(device), rank=0, world=1, store=None)
+    join_group.join_group(replace(plan, job=job), torch.device(device), rank=0, world=1, store=None)
     assert (os.environ["NCCL_ALGO"], given["timeout"]) == (told, timedelta(seconds=77))

@@ -1,0 +1,165 @@
+"""The files of a run folder: read and written whole, and which ranks have events in it by the names of its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.files import FileTooLargeError, read_bounded, replace_text
+from phalanx.io.values import at, integer
+from phalanx.record.events import SETTLED_NS
+from phalanx.record.host_file import session_counts
+
+EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
+PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
+BEYOND = 10**9  # more ranks than any run has
+MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file of a run; raises UserError when it is missing or damaged."""
+    try:
+        if not path.is_file() and path.exists():  # a pipe would be waited for for ever
+            raise mistake(str(path), "is not a file", why="the run is damaged")
+        data = json.loads(read_bounded(path, MOST_JSON_BYTES).decode())
+    except OSError as error:
+        raise mistake(str(path), f"cannot be read: {error.strerror or error}", why="the run is damaged") from error
+    except FileTooLargeError as error:
+        raise mistake(str(path), str(error), why="the run is damaged") from error
+    except (ValueError, RecursionError) as error:
+        raise mistake(str(path), "is not JSON", why="the run is damaged") from error
+    if not isinstance(data, dict):
+        raise mistake(str(path), "is not a JSON object", why="the run is damaged")
+    return data
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace a JSON file of a run; raises SystemFailure where it cannot be written."""
+    write_run_file(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_run_file(path: Path, text: str) -> None:
+    """Replace a file of a run; raises SystemFailure where it cannot be written."""
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> SystemFailure:
+    """What to say of a file that was not written."""
+    what = f"cannot be written: {error.strerror or error}"
+    return SystemFailure(Problem(where=str(path), what=what, fix="free some space, or use another --runs"))
+
+
+# ---- which files there are -------------------------------------------------------------------------------------------
+
+
+def list_event_parts(folder: Path) -> tuple[dict[int, list[int]], int]:
+    """Every rank with events and the numbers of its closed parts, in order; files of ranks that the run never had."""
+    try:
+        names = list_names(folder)
+    except OSError:
+        return {}, 0
+    parts, counts = names.parts, names.counts
+    if sessions := session_counts(folder):
+        parts, counts = _with_sessions(names, sessions)
+    most = _most_ranks(folder, names.settings)
+    if not parts or next(reversed(parts)) < most:
+        return parts, 0
+    found = {rank: closed for rank, closed in parts.items() if rank < most}
+    strays = sum(counts[rank] for rank in parts if rank >= most)
+    return found, strays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedNames:
+    """What the folder of a run holds, as far as its names tell. Nobody changes it."""
+
+    parts: dict[int, list[int]]  # of every rank with events, in order, the numbers of closed parts
+    counts: dict[int, int]  # event files of each
+    settings: tuple[str, ...]  # plans and launch.json
+    live: frozenset[int] = frozenset()  # ranks with a file of their own that grows
+
+
+def _with_sessions(names: ListedNames, sessions: Mapping[int, int]) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Parts and counts, those in the files of hosts added: every session but the newest is a closed part."""
+    parts, counts = dict(names.parts), dict(names.counts)
+    for rank, count in sessions.items():
+        closed = count - (rank not in names.live)
+        known = parts.get(rank)
+        parts[rank] = sorted({*known, *range(1, closed + 1)}) if known else list(range(1, closed + 1))
+        counts[rank] = counts.get(rank, 0) + count
+    return dict(sorted(parts.items())), counts
+
+
+def list_names(folder: Path) -> ListedNames:
+    """A folder that has not changed for a while is listed once, however often it is asked for."""
+    found = os.stat(folder)
+    is_settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
+    listed = _read_names if is_settled else _read_names.__wrapped__
+    return listed(os.fspath(folder), found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
+    names = os.listdir(folder)
+    found: dict[int, list[int]] = {}
+    counts: dict[int, int] = {}
+    live: set[int] = set()
+    for name in names:
+        if not name.startswith("events-") or (match := EVENTS.fullmatch(name)) is None:
+            continue
+        rank = int(match.group(1))
+        closed = found.setdefault(rank, [])
+        counts[rank] = counts.get(rank, 0) + 1
+        if match.group(2):
+            closed.append(int(match.group(2)))
+        else:
+            live.add(rank)
+    settings = tuple(name for name in names if name == "launch.json" or PLAN.fullmatch(name))
+    parts = {rank: sorted(found[rank]) for rank in sorted(found)}
+    return ListedNames(parts=parts, counts=counts, settings=settings, live=frozenset(live))
+
+
+def _most_ranks(folder: Path, names: Sequence[str]) -> int:
+    """The largest world of any plan or launch; beyond all ranks where one of them cannot be read."""
+    worlds = [_world_in(folder / name) for name in names if PLAN.fullmatch(name)]
+    if "launch.json" in names:
+        worlds.append(_world_in(folder / "launch.json"))
+    return max(worlds) if worlds and "plan.json" in names else BEYOND
+
+
+def _world_in(path: Path) -> int:
+    """The ranks that a plan or launch tells of; BEYOND where it tells none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return BEYOND
+    return _read_world(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=256)  # of a file as it is: whoever follows a run asks twice a second
+def _read_world(path: str, inode: int, changed_ns: int, size: int) -> int:
+    try:
+        values = read_json(Path(path))
+    except UserError:
+        return BEYOND
+    if Path(path).name == "launch.json":
+        return max(0, integer(values, "world") or 0)
+    return layout_world(at(values, "layout")) or BEYOND
+
+
+def layout_world(layout: Any) -> int | None:
+    """Devices of a layout; None where it is none."""
+    axes = ("data", "tensor", "context", "pipeline")
+    return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None

@@ -1,0 +1,206 @@
+"""A rank's training in one membership: the engine is built, the run's state taken up, and the loop run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.job.dataset import MANIFEST
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run
+from phalanx.train.engine import Engine
+from phalanx.train.guard.spikes import SpikeDetector
+from phalanx.train.listeners import listening_sockets, refuse_strangers
+from phalanx.train.loop import TrainingLoop
+from phalanx.train.memory import MemoryMeter
+from phalanx.train.models.own_model import build_outline, differs_from_shape
+from phalanx.train.plugins import load_plugins, refuse_plugins
+from phalanx.train.rank_control import RankControl
+from phalanx.train.settings import Settings
+from phalanx.train.state.paths import commit_step
+from phalanx.train.state.rank_state import seed_random_state
+from phalanx.train.state.reader import list_commits
+from phalanx.train.state.replica_reader import ReplicaSource
+from phalanx.train.state.retention import delete_commits_after, remove_drafts
+from phalanx.train.state.training_state import (
+    RestoredRun,
+    checkpoint_shards,
+    load_hf_weights,
+    restore_from_replicas,
+    restore_newest_checkpoint,
+)
+from phalanx.train.telemetry.communicators import tell_communicators
+
+
+def train_rank(
+    folder: Run,
+    plan: Plan,
+    device: torch.device,
+    events: EventWriter,
+    control: RankControl,
+    *,
+    copies: ReplicaSource | None = None,
+    at_most: int | None = None,
+    store: Store | None = None,
+    joined_s: float = 0.0,
+    notes: Sequence[str] = (),
+    allow_code: bool = False,
+    built: Callable[[], None] | None = None,
+    enter_round: Callable[[int], None] = lambda number: None,
+) -> tuple[str, int]:
+    """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
+
+    `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
+    Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
+    agent: what the run folder says of it counts for nothing. `built` is called by a replica that joins others late,
+    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost.
+    """
+    across = control.rounds.across if control.rounds is not None else None
+    began_s, memory = time.monotonic(), MemoryMeter(device)
+    job = plan.job
+    plugins = load_plugins(job, allow_code=allow_code)
+    listening = listening_sockets()  # what plug-ins open is theirs
+    refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
+    engine = Engine(
+        job.model,
+        Settings.of(job, plan.layout, on_gpu=device.type == "cuda", allow_code=allow_code),
+        job.optim,
+        device=device,
+        state_dtype=job.precision.optimizer_state,
+        across=across,
+    )
+    if device.type == "cpu":
+        refuse_strangers(listening)
+    engine.spikes = SpikeDetector(job.train.spike_factor)
+    tell_communicators(
+        events,
+        store,
+        engine.meshes.group_times,
+        joined_s=joined_s,
+        epoch=control.epoch,
+        device=device,
+        notes=notes,
+    )
+    control.hooks.restoring(control.epoch, across.rank if across is not None else dist.get_rank())
+    if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
+        remove_drafts(folder.checkpoints)  # what dead processes left half done
+        if at_most is not None:
+            delete_commits_after(folder.checkpoints, at_most)
+    if built is not None:
+        engine.initialise_unsaved()
+        restored, source = RestoredRun(), "replica"
+    else:
+        restored, source = _restore_state(engine, folder, copies, at_most)
+        if job.train.weights and not restored.step:
+            load_hf_weights(engine, Path(job.train.weights))
+    loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
+    try:
+        if control.rounds is not None:
+            restored = _meet_replicas(control, engine, restored, built, enter_round)
+            if built is not None:  # what the process before left in memory is in that of the other replicas too
+                loop.checkpoints.safe_step = restored.step
+        if restored.data and restored.data != loop.data_digest:
+            raise _data_changed(job, before=restored.data, now=loop.data_digest)
+        loop.restore_extras(engine.restored_extras)
+        warnings = [*restored.warnings, *_size_warning(job, engine.settings)]
+        events.write(
+            "ready",
+            step=restored.step,
+            epoch=control.epoch,
+            source=source,
+            seconds=time.monotonic() - began_s,
+            warnings=warnings,
+        )
+        if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
+            control.keeper.reserve(checkpoint_shards(engine))
+            loop.checkpoints.saver.reserve(checkpoint_shards(engine))
+        control.progress(restored.step, Phase.BUILDING)  # the first step may compile
+        return loop.run(restored.step), loop.step
+    finally:
+        loop.close()
+
+
+def _meet_replicas(
+    control: RankControl,
+    engine: Engine,
+    restored: RestoredRun,
+    built: Callable[[], None] | None,
+    enter_round: Callable[[int], None],
+) -> RestoredRun:
+    """Connect to the other replicas for the first time; whoever is behind them takes their state."""
+    assert control.rounds is not None
+    if built is not None:
+        built()
+    else:
+        enter_round(0)
+    step = control.rounds.regroup(engine, restored.step)
+    control.check()
+    return restored if step == restored.step else replace(restored, step=step, data="")
+
+
+def _restore_state(
+    engine: Engine, folder: Run, copies: ReplicaSource | None, at_most: int | None
+) -> tuple[RestoredRun, str]:
+    """From memory, else from the disk, else first values; a copy that turns out damaged is no reason to stop."""
+    warnings: tuple[str, ...] = ()
+    engine.initialise_unsaved()
+    if copies is not None:
+        found = restore_from_replicas(engine, copies)
+        if not found.warnings:
+            return found, "memory"
+        warnings = found.warnings
+    found = restore_newest_checkpoint(engine, folder.checkpoints, at_most=at_most, run_id=folder.run_id)
+    if at_most is None and dist.get_rank() == 0:
+        warnings = (*warnings, *_lost_checkpoint_warning(folder, found.step))
+    if not found.step:
+        engine.initialise()
+        seed_random_state(engine.settings.seed, rank=dist.get_rank(), world=dist.get_world_size())
+    return replace(found, warnings=(*warnings, *found.warnings)), "disk" if found.step else "start"
+
+
+def _lost_checkpoint_warning(folder: Run, restored_step: int) -> list[str]:
+    """A warning where a newer step than the one restored was saved, and is no longer there."""
+    newest = folder.committed_step()
+    if newest is None or newest <= restored_step:
+        return []
+    if newest in {commit_step(place.name) for place in list_commits(folder.checkpoints)}:
+        return []  # damaged: the reason was told
+    what = f"the checkpoint of step {newest:,} was saved, and is gone"
+    why = f"training goes on from step {restored_step:,}" if restored_step else "training starts again from step 0"
+    return [Problem(where=str(folder.checkpoints), what=what, why=why).render()]
+
+
+def _data_changed(job: Job, *, before: str, now: str) -> UserError:
+    """The data is not what the checkpoint had learnt from; names the folder where digests differ."""
+    paths, old, new = job.data.paths, before.split("+"), now.split("+")
+    if job.plugins.data or not len(paths) == len(old) == len(new):
+        where, digests = job.plugins.data or ", ".join(paths), ""
+    else:
+        place = next(index for index, pair in enumerate(zip(old, new, strict=True)) if len(set(pair)) > 1)
+        where = str(Path(paths[place]) / MANIFEST)
+        digests = f": its digest is {new[place][:12]}…, and the checkpoint was trained on {old[place][:12]}…"
+    return mistake(
+        where,
+        f"holds other tokens than the run has learnt from so far{digests}",
+        why="the next batches would not be those that come next",
+        fix="put the old dataset back (phalanx data show prints its digest), or start a new run",
+    )
+
+
+def _size_warning(job: Job, settings: Settings) -> list[str]:
+    """A warning where a network of the user's own is not of the size that was planned."""
+    if not job.model.module:
+        return []
+    network = build_outline(job.model, allow_code=settings.allow_code)
+    found = differs_from_shape(network, job.model)
+    return [found.render()] if found is not None else []
