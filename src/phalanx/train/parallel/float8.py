@@ -56,7 +56,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ, and the bias."""
-        out = _split_fp8_product(x, self.weight) if isinstance(self.weight, DTensor) else _product(x, self.weight)
+        out = _split_product(x, self.weight) if isinstance(self.weight, DTensor) else _fp8_product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
 
