@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
 import threading
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import host_agent as hosting
-from phalanx.elastic.channel import Channel, connect
-from phalanx.elastic.coordinator import CROWD, AgentConnections, _greet
+from phalanx.elastic.channel import Channel
+from phalanx.elastic.coordinator import AgentConnections, _greet
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
@@ -24,7 +23,6 @@ from phalanx.elastic.handshake import make_secret
 from phalanx.elastic.host_agent import HostAgent
 from phalanx.elastic.listener import Listener
 from phalanx.elastic.local_launch import StopSignals
-from phalanx.elastic.socket_stream import ready
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
 from phalanx.train.prepare import load_job, plan_for_run
@@ -215,36 +213,3 @@ def test_an_agent_is_told_its_rhythm_with_the_answer_to_its_hello(run: Run, agen
     agent._hang_up()
     for one in (*channels, listener):
         one.close()
-
-
-def test_hosts_that_join_come_before_heartbeats_which_wait_but_are_not_lost(run: Run) -> None:
-    """After a lost coordinator everybody waits for the last host to be back."""
-    secret = hosting.read_secret(run.path / "secret")
-    listener = Listener("127.0.0.1", 0, secret, partial(_greet, 1), half_open=2 * CROWD)
-    agents, clients = AgentConnections(listener, beat_every_s=3600.0), list[Channel]()
-
-    def call(name: str) -> None:
-        hello = {"role": "agent", "host": name, "id": name, "time": 0.0}
-        clients.append(connect(listener.address, secret, hello, timeout_s=60.0))
-
-    callers = [threading.Thread(target=call, args=(f"host-{number}",)) for number in range(1 + CROWD)]
-    try:
-        callers[0].start()
-        while not agents.receive(0.1):
-            pass
-        callers[0].join()
-        for caller in callers[1:]:
-            caller.start()
-        while len(listener._guests) < CROWD:
-            listener._accept()
-        assert all(ready(guest, select.POLLIN, 60.0) for guest in listener._guests), "they said their hello"
-        clients[0].send({"kind": "beat"})
-        assert ready(agents._channels["host-0"]._sock, select.POLLIN, 60.0)
-        agents._is_crowded = True  # others came just before
-        assert [message["kind"] for _, message in agents.receive(1.0)] == ["joined"] * CROWD
-        assert agents.receive(1.0) == [("host-0", {"kind": "beat"})]
-    finally:
-        for caller in callers:
-            caller.join()
-        for one in (*clients, *agents._channels.values(), listener):
-            one.close()

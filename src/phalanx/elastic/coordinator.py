@@ -41,7 +41,6 @@ SETTLED_S = 0.05  # while all train: then only what was silent for seconds is lo
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
 PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
-CROWD = 16  # agents that join at once, from which on heartbeats wait for them
 
 
 def main(arguments: list[str]) -> int:
@@ -155,26 +154,16 @@ class AgentConnections:
         self._selector.register(listener, selectors.EVENT_READ)
         self._gauge = Gauge(self._selector)
         self._pumped_s = self._listened_s = -1e9
-        self._is_crowded = False  # many agents have just joined, and more may be at the door
         self._channels: dict[str, Channel] = {}
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
-        """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`.
-
-        Joins come first: while agents stream in, as all do after a lost coordinator, everybody waits for the last of
-        them, and the heartbeats of those who are there can wait for up to half of their interval.
-        """
+        """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         now = time.monotonic()
-        if self._is_crowded and now - self._listened_s < self._beat_every_s / 2:
-            heard = self._take_joins()
-            if self._is_crowded:
-                return heard
-        else:
-            heard = []
+        heard: list[tuple[str, dict[str, Any]]] = []
         self._listened_s = now
         is_due = now - self._pumped_s > PUMP_S  # it drops who is late
-        for key, _ in self._selector.select(timeout_s if not heard else 0):
+        for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 is_due = True
             elif key.data is self._gauge:
@@ -185,9 +174,7 @@ class AgentConnections:
 
     def _take_joins(self) -> list[tuple[str, dict[str, Any]]]:
         self._pumped_s = time.monotonic()
-        channels = self._listener.pump()
-        self._is_crowded = len(channels) >= CROWD
-        return [one for channel in channels for one in self._admit(channel)]
+        return [one for channel in self._listener.pump() for one in self._admit(channel)]
 
     @property
     def is_measuring(self) -> bool:
