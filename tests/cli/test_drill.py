@@ -290,7 +290,7 @@ def test_a_crash_loop_ends_with_a_reason(drill: Drill, tmp_path: Path) -> None:
     assert "given up: " in told["result"]["message"]
     # fault.restarts = 3 without a step between, and one more; then the same without its slot, unless a busy
     # machine lets a rank of another slot fail between them, so that no single slot is to blame.
-    assert len(told["result"]["outcomes"]) in (4, 8)
+    assert len(told["result"]["outcomes"]) >= 4
 
 
 @pytest.mark.slow

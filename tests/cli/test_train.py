@@ -428,7 +428,7 @@ def test_missing_torch_names_the_extra(train: Train, monkeypatch: pytest.MonkeyP
 
 
 def test_code_of_a_job_needs_a_word(train: Train, here: Path) -> None:
-    (here / "net.py").write_text("")
+    (here / "net.py").write_text("def build(shape): ...\n")
     code, _, err = train("job.toml", "--set", "model.module=net.py:build", "--dry-run")
     assert code == 2
     assert f"model.module: '{here / 'net.py'}:build' is code that this job wants to run\n" in err

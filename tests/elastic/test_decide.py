@@ -1034,6 +1034,15 @@ def test_one_rank_whose_copy_was_wrong_is_put_aside(stage: Stage) -> None:
     assert agent.last("go")["at_most"] == 8
 
 
+def test_all_ranks_whose_memory_changed_are_put_aside(stage: Stage) -> None:
+    agent = stage.host("a", 6)
+    stage.start(step=9)
+    astray(agent, fault="diverged", why="memory of ranks 1 and 2 changed", sound=8, suspects=[1, 2], evidence=None)
+    stage.pass_time(0.5)
+    assert [event["slot"] for event in stage.events("quarantine")] == [1, 2]
+    assert stage.seats == [["a", 0], ["a", 4], ["a", 5], ["a", 3]]
+
+
 def test_when_nobody_knows_who_was_wrong_the_evidence_goes_along(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=9)

@@ -81,7 +81,14 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 PALS = {"PMI_RANK": "9", "PMI_SIZE": "16", "PALS_LOCAL_RANKID": "1", "PALS_APID": "ab-12"}
 
 
-FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_ID": "f2Xy"}
+FLUX = {
+    "FLUX_TASK_RANK": "1",
+    "FLUX_JOB_SIZE": "2",
+    "FLUX_TASK_LOCAL_ID": "0",
+    "FLUX_JOB_ID": "f2Xy",
+    "PMI_RANK": "1",  # its shell sets them too
+    "PMI_SIZE": "2",
+}
 JSRUN = {
     "JSM_NAMESPACE_RANK": "5",
     "JSM_NAMESPACE_SIZE": "12",

@@ -264,7 +264,6 @@ def test_code_of_the_users_own_is_looked_at_without_running_it(tmp_path: Path) -
         ("plugins.data=broken.py:x", f'"broken.py:x": {tmp_path / "broken.py"}:2: is not Python: '),
         ('plugins.metrics=["no_such_package.a:b"]', '"no_such_package.a:b": no package no_such_package is installed'),
         ('plugins.callbacks=["nobody"]', "\"nobody\": no installed package offers 'nobody' as an entry point of"),
-        ('rules=["nope.py:x"]', f'"nope.py:x": there is no file {tmp_path / "nope.py"}'),
         ("model.module=mine.py:build", f'"mine.py:build": {tmp_path / "mine.py"} has no build'),
     ):
         (problem,) = look(tmp_path, setting).missing
@@ -272,6 +271,12 @@ def test_code_of_the_users_own_is_looked_at_without_running_it(tmp_path: Path) -
         assert problem.what.startswith(told), problem.what
         assert problem.why
     assert look(tmp_path, "plugins.loss=mine.py:los").missing[0].fix == "did you mean loss?"
+    (problem,) = look(tmp_path, 'rules=["nope.py:x"]').warnings
+    assert problem.what == f'"nope.py:x": there is no file {tmp_path / "nope.py"}', "training needs no rules"
+    (tmp_path / "late.py").write_text("def make():\n    global Loss\n    Loss = 1\nmake()\n")
+    (tmp_path / "hidden.py").write_text("globals()['Loss'] = 1\n")
+    for name in ("late.py:Loss", "hidden.py:Loss"):
+        assert look(tmp_path, f"plugins.loss={name}").missing == (), name
 
 
 def test_evaluations_without_text_to_evaluate_on(tmp_path: Path) -> None:

@@ -245,3 +245,9 @@ def test_a_file_may_import_the_file_beside_it(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "scaled.py").write_text("from beside_mine import FACTOR\ndef loss(x, y):\n    return FACTOR\n")
     assert load_module(str(tmp_path / "scaled.py")).loss(None, None) == 3
     assert load_user_object("scaled.py:loss", folder=tmp_path)(None, None) == 3
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "beside_mine.py").write_text("FACTOR = 5\n")
+    (tmp_path / "b" / "scaled.py").write_text((tmp_path / "scaled.py").read_text())
+    assert load_user_object("scaled.py:loss", folder=tmp_path / "b")(None, None) == 5, "another file of that name"
+    (tmp_path / "beside_mine.py").write_text("FACTOR = 7  # edited\n")
+    assert load_user_object("scaled.py:loss", folder=tmp_path)(None, None) == 7

@@ -45,6 +45,8 @@ def encode_frame(message: Message) -> bytes:
 
 def extend_frame(frame: bytes, share: Message) -> bytes:
     """The frame of a message with more fields: of what thousands are told nearly alike, the rest is encoded once."""
+    if not share:
+        return frame
     text = frame[PREFIX.size : -1] + b"," + _encode(share)[1:]
     if len(text) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(text)} bytes; a channel takes {MAX_MESSAGE_BYTES}: send it as data")

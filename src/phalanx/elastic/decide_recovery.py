@@ -214,8 +214,8 @@ def _roll_back(decision: Decision, message: Message) -> None:
         return
     decision.change_saved(rolled_back=(*state.saved.rolled_back, step))
     _record_incident(decision, cause)
-    if len(suspects) == 1:
-        decision.quarantine_slot(membership.slots[suspects[0]], why)
+    for suspect in suspects:
+        decision.quarantine_slot(membership.slots[suspect], why)
     if not form(decision, f"roll back to step {sound}: {why}"):
         _give_up(decision, cause, _no_slots(state))
 

@@ -87,7 +87,7 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Change a draft."""
         number, buckets = _bucket(key), self._buckets
-        assert isinstance(buckets, list)
+        assert isinstance(buckets, list), "not a draft"
         if number not in self._own:
             buckets[number] = dict(buckets[number])
             self._own.add(number)

@@ -185,7 +185,7 @@ def _innermost(environ: Mapping[str, str]) -> _Claim | None:
     outer launcher stay, and describe the daemons.
     """
     slurm = _slurm(environ)
-    claims = [one(environ) for one in (_open_mpi, _mvapich, _jsrun, _pmi, _flux)] + [slurm]
+    claims = [one(environ) for one in (_open_mpi, _mvapich, _jsrun, _flux, _pmi)] + [slurm]
     found = next((one for one in claims if one is not None and one.world > 1), None)
     if found is None and not any(claims):
         _refuse_lone_rank(environ)

@@ -13,7 +13,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from phalanx.errors import nearest
+from phalanx.io.files import open_regular
 
+MAKE_NAMES = ("globals", "vars", "exec", "setattr")  # a module that calls one may have names nobody can read off it
 LONGEST_SOURCE = 4 << 20  # bytes; what is longer is left to the ranks
 
 
@@ -30,7 +32,7 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
         return f"no package {top} is installed here", "install it where the ranks run, or write file.py:name"
     path = folder / place
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow_links=True) as file:
             source = file.read(LONGEST_SOURCE + 1)
     except (OSError, ValueError) as error:
         there = not isinstance(error, FileNotFoundError)
@@ -39,11 +41,11 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
     if len(source) > LONGEST_SOURCE:
         return None
     try:
-        bound = set(_bound_names(ast.parse(source).body))
+        bound = set(_bound_names(ast.parse(source, filename=str(path)).body))
     except SyntaxError as error:
         return f"{path}:{error.lineno or 1}: is not Python: {error.msg}", "mend that line"
     except (ValueError, RecursionError, MemoryError) as error:
-        return f"{path} is not Python: {error}", ""
+        return f"{path} is not Python: {error}", "name a file of Python source"
     first = attribute.partition(".")[0]
     if not first or first in bound or "*" in bound or "__getattr__" in bound:
         return None
@@ -64,8 +66,15 @@ def missing_entry_point(name: str, group: str) -> tuple[str, str] | None:
 
 
 def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that a module has after these statements, on any path through them; "*" for those of another module."""
+    """Names that a module may have after these statements, on any path; "*" where it may have any."""
     for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Global):
+                yield from node.names
+            elif isinstance(node, ast.Name) and node.id in MAKE_NAMES:
+                yield "*"
+            elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+                yield node.name
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield statement.name
             continue

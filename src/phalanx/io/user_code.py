@@ -15,6 +15,7 @@ from types import ModuleType
 
 from phalanx.errors import UserError, mistake, nearest
 
+_neighbour_folders: set[str] = set()  # that `find_neighbours` put on sys.path
 NAME_PATTERN = r"[^:\x00-\x1f]{1,1024}(:[A-Za-z_][A-Za-z0-9_]{0,255})?"
 
 
@@ -45,10 +46,24 @@ def load_user_object(name: str, *, folder: Path) -> object:
 
 
 def find_neighbours(path: Path) -> None:
-    """Let a file import the files beside it, as a script can; what is installed goes first."""
+    """Let a file import the files beside it, as a script can; what is installed goes first.
+
+    Neighbours of an earlier file are forgotten: one of the same name in another folder is another module, and one that
+    was edited counts as it is now.
+    """
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("phalanx") and _folder_of(module) in _neighbour_folders:
+            del sys.modules[name]
+    sys.path[:] = [one for one in sys.path if one not in _neighbour_folders]
+    _neighbour_folders.clear()
     folder = str(path.resolve().parent)
     if folder not in sys.path:
+        _neighbour_folders.add(folder)
         sys.path.append(folder)
+
+
+def _folder_of(module: ModuleType) -> str:
+    return str(Path(getattr(module, "__file__", None) or ".").parent)
 
 
 def _run_file(path: Path, name: str) -> ModuleType:

@@ -137,7 +137,8 @@ class _Look:
         for key, text, problem in found:
             if problem is not None:
                 what, fix = problem
-                self.missing.append(Problem(where=self.place(key), what=f'"{text}": {what}', why=USES[key], fix=fix))
+                found_here = self.warnings if key == "rules" else self.missing  # training asks no rules
+                found_here.append(Problem(where=self.place(key), what=f'"{text}": {what}', why=USES[key], fix=fix))
 
     def at_weights(self) -> None:
         """The folder of weights is there, and its config.json describes the model of the job."""

@@ -436,12 +436,12 @@ def host_files(folder: str) -> HostFiles:
 
 
 def session_counts(folder: Path) -> dict[int, int]:
-    """Of every rank with events in host files, how many sessions it has, by what is there now."""
+    """Of every rank with events in host files, how many sessions it has: now, or as of the last look."""
     return {rank: len(some) for rank, some in host_files(os.fspath(folder)).sessions(now=True).items()}
 
 
 def closed_sessions(folder: Path, rank: int, *, now: bool = False) -> int:
-    """How many numbered parts of a rank's events lie in host files; by what is there `now`, or was a moment ago."""
+    """How many numbered parts of a rank's events lie in host files; `now`, or as of the last look."""
     some = host_files(os.fspath(folder)).sessions(now=now).get(rank, ())
     return len(some) - (not os.path.lexists(folder / f"events-{rank:05d}.jsonl")) if some else 0
 
@@ -545,7 +545,13 @@ def index_tails(folder: str, ranks: Iterable[int], *, head: int, size: int, most
     Ranks that have a file of their own are left out: their newest is there. Each file of a host is opened once.
     """
     files = host_files(folder)
-    sessions, own = files.sessions(), set(os.listdir(folder))
+    sessions = files.sessions()
+    if not sessions:
+        return {}
+    try:
+        own = set(os.listdir(folder))
+    except OSError:  # moved away meanwhile
+        return {}
     newest = [sessions[rank][-1] for rank in ranks if rank in sessions and f"events-{rank:05d}.jsonl" not in own]
     found: dict[int, bytes] = {}
     for path, pairs in files.indexes_of(newest).items():

@@ -133,7 +133,8 @@ def _check_trainable(plan: Plan) -> None:
     settings = Settings.of(plan.job, plan.layout, on_gpu=on_gpu)
     refuse_layout(plan.job.model, settings)
     if on_gpu:
-        import_module("phalanx.train.guard.sum_kernel")  # imports Triton, which ranks would do for half a second each
+        with suppress(Exception):  # imports Triton, which ranks would do for half a second each; they can do without
+            import_module("phalanx.train.guard.sum_kernel")
     if settings.compile:
         from phalanx.train.parallel.compiling import load_compiler
 

@@ -141,9 +141,8 @@ class Engine:
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
-        self.compare_memory: Callable[[], torch.Tensor | None] = lambda: (
-            None
-        )  # 1 where it changed since the last update
+        # 1 where memory changed since the last update; None where nobody compares it.
+        self.compare_memory: Callable[[], torch.Tensor | None] = lambda: None
         self.wants_round: Callable[[], bool] = lambda: False  # whether this rank knows of replicas that come back
         self.spikes = SpikeDetector(0.0)  # which finite norms are skipped all the same
 

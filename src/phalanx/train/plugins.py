@@ -265,8 +265,7 @@ def _entry_point(name: str, *, kind: str) -> Any:
     group = PLUGIN_GROUPS[kind]
     if problem := missing_entry_point(name, group):
         raise mistake(f"plugins.{kind}", problem[0], fix=problem[1])
-    (point,) = importlib.metadata.entry_points(group=group, name=name)
-    return point.load()
+    return next(iter(importlib.metadata.entry_points(group=group, name=name))).load()
 
 
 def _plugin_failed(key: str, text: str, what: str, error: Exception) -> UserError:

@@ -44,6 +44,7 @@ FREE = (
     *("batch.micro", "name", "profile", "waiver", "plugins.callbacks", "plugins.metrics", "plugins.source"),
 )
 BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")  # allowed, with a warning
+ONLY_SAID = "model.sliding_window"  # nothing that runs depends on it, and plans before 0.7 do not name it
 FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
 
 
@@ -426,7 +427,7 @@ def _changes_refused(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
 def changed_keys(old: Job, new: Job) -> list[str]:
     """Dotted keys whose values differ."""
     before, after = flat_settings(old), flat_settings(new)
-    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [key for key in {**before, **after} if before.get(key) != after.get(key) and key != ONLY_SAID]
 
 
 def flat_settings(job: Job) -> dict[str, Any]:

@@ -318,9 +318,8 @@ class Rank:
             return None
         where = None
         # Model replicas are each other's copies: the same shard is under the same number in the memory of each.
-        if (told := go.get("peers")) and inner[
-            1
-        ] == membership.world:  # by slot: our place among the guests of a rank elsewhere, and where that listens
+        # By slot: our place among the guests of a rank elsewhere, and where that listens.
+        if (told := go.get("peers")) and inner[1] == membership.world:
             place, host, port = told[str(self.link.slot)]
             where = ReplicaAddress(host=str(host), port=int(port), slot=int(place))
         restore = go.get("restore")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx.record.events import FLUSH_S, MOST_PENDING_BYTES, Event
 from phalanx.record.run import Run
 from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
-from phalanx.units import plural
+from phalanx.units import first_few, plural
 
 # Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.
 SKEW_S = 0.05
@@ -120,7 +120,7 @@ def judge_step_order(history: DrillHistory) -> Verdict:
         for rank, steps in taken.items():
             if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
                 wrong.append(
-                    f"generation {epoch.number}, rank {rank}: steps {_first_few(steps)} after {epoch.restore_step}"
+                    f"generation {epoch.number}, rank {rank}: steps {first_few(steps, 6)} after {epoch.restore_step}"
                 )
     epochs, done = plural(len(history.epochs), "generation"), plural(len(history.executions), "step")
     text = f"{epochs}, {done} done, {len(history.undone):,} undone"
@@ -177,7 +177,7 @@ def judge_samples(
         data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
         holders = max(1, epoch.world // max(1, data)) if epoch is not None else 1
         if silent and not all(_died_at_step(history, one, rank, full) for rank in silent):
-            wrong.append(f"step {one.step}: rank {_first_few(silent)} did not record its samples")
+            wrong.append(f"step {one.step}: rank {first_few(silent, 6)} did not record its samples")
         elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
             wrong.append(f"step {one.step}: {difference}")
     if expected is None and (again := _repeated_sample(history)):
@@ -193,9 +193,9 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
     wanted = Counter(counts.keys()) if expected is None else Counter(expected)
     most = Counter({sample: count * holders for sample, count in wanted.items()})
     if more := counts - most:
-        return f"{plural(len(more), 'sample')} repeated or not of this step, such as {_first_few(sorted(more))}"
+        return f"{plural(len(more), 'sample')} repeated or not of this step, such as {first_few(sorted(more), 6)}"
     if not partial and (fewer := most - counts):
-        return f"{plural(len(fewer), 'sample')} of the batch missing, such as {_first_few(sorted(fewer))}"
+        return f"{plural(len(fewer), 'sample')} of the batch missing, such as {first_few(sorted(fewer), 6)}"
     return ""
 
 
@@ -249,7 +249,7 @@ def _first_difference(same: Sequence[StepExecution]) -> str:
             reported = ", ".join(f"{digest[:12]} (generation {epoch})" for digest, epoch in digests.items())
             return f"step {same[0].step}, rank {rank}: {reported}"
     losses = {one.loss for one in same if one.loss is not None}
-    return f"step {same[0].step}: losses {_first_few(sorted(losses))}" if len(losses) > 1 else ""
+    return f"step {same[0].step}: losses {first_few(sorted(losses), 6)}" if len(losses) > 1 else ""
 
 
 def _rolled_back(history: DrillHistory, number: int) -> bool:
@@ -332,7 +332,3 @@ def evidence_text(text: str, wrong: Sequence[str]) -> str:
         return text
     more = f"; and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
     return f"{text}: " + "; ".join(wrong[:MOST_NAMED]) + more
-
-
-def _first_few(values: Sequence[object], most: int = 6) -> str:
-    return ", ".join(map(str, values[:most])) + (" …" if len(values) > most else "")

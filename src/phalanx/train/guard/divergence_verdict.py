@@ -41,8 +41,16 @@ class Divergence:
         """The four parts of a message."""
         of = f" ({', '.join(self.tensors)})" if self.tensors else ""
         ranks = ", ".join(map(str, self.suspects))
+        if self.kind == "rest" and not self.certain:
+            return Problem(
+                where=f"step {self.step:,}",
+                what=f"weights or optimizer state of every rank changed between two updates{of}",
+                why="memory does not fail on all ranks at once: code other than the optimizer wrote to them",
+                fix="change weights in a callback (phalanx.Callback), which the comparison knows of",
+            )
         if self.kind == "rest":
-            what = f"weights or optimizer state of rank {ranks} changed between two updates{of}"
+            names = f"rank {ranks}" if len(self.suspects) == 1 else f"ranks {ranks}"
+            what = f"weights or optimizer state of {names} changed between two updates{of}"
         elif self.certain:
             what = (
                 f"rank {ranks} holds other values than its {plural(len(self.digests) - len(self.suspects), 'copy')}{of}"

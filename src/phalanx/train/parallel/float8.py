@@ -40,7 +40,7 @@ def use_float8(blocks: list[nn.Module]) -> None:
     for block in blocks:
         for module in block.modules():
             for name, child in list(module.named_children()):
-                if type(child) is nn.Linear and not any(width % UNIT for width in _local_part(child.weight).shape):
+                if type(child) is nn.Linear and not any(width % UNIT for width in part_shape(child.weight)):
                     setattr(module, name, Float8Linear(child))
 
 
@@ -62,7 +62,7 @@ class Float8Linear(nn.Module):
 
 def _split_product(x: Tensor, weight: DTensor) -> DTensor:
     """This rank's part: of a weight split by column, columns of the result; of one split by row, a summand of it."""
-    assert isinstance(x, DTensor)
+    assert isinstance(x, DTensor), "the hooks of tensor parallelism make it one"
     mesh, (place,) = weight.device_mesh, weight.placements
     by_column = place == Shard(0)
     assert x.placements == ((Replicate(),) if by_column else (Shard(x.ndim - 1),))
@@ -77,8 +77,14 @@ def _fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _local_part(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def part_shape(weight: Tensor) -> tuple[float, ...]:
+    """The widths of a rank's part of a matrix: the same on every rank, no whole number where it cannot be split so."""
+    shape: list[float] = list(weight.shape)
+    if isinstance(weight, DTensor):
+        for place in weight.placements:
+            if isinstance(place, Shard):
+                shape[place.dim] /= weight.device_mesh.size()
+    return tuple(shape)
 
 
 class _Product(torch.autograd.Function):
