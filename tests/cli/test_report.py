@@ -11,6 +11,7 @@ import pytest
 from synthetic import write_run
 
 from phalanx.cli.main import main
+from phalanx.io.packages import installed_version
 
 Output = pytest.CaptureFixture[str]
 
@@ -42,10 +43,12 @@ def test_from_a_source_tree_that_was_never_installed(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    installed_version.cache_clear()
     assert main(["report", str(folder), "--html", "-"]) == 0
     assert "phalanx unknown, report of " in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "phalanx unknown\n"
+    installed_version.cache_clear()
 
 
 def test_json(folder: Path, capsys: Output) -> None:

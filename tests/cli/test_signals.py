@@ -16,10 +16,10 @@ from phalanx.cli import main, signals
 
 INT, TERM = (lambda number=number: os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM))
 verb = types.ModuleType("slow")
-verb.configure = lambda parser: None
+verb.configure_parser = lambda parser: None
 def run(args):
 {body}
-verb.run = run
+verb.run_command = run
 sys.modules["slow"] = verb
 main.VERBS["slow"] = ("slow", "", "")
 sys.argv = ["phalanx", "slow"]

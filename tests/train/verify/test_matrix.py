@@ -49,7 +49,7 @@ def test_it_is_a_matrix():
     """As many combinations as were promised, each once, each either run or refused with a reason."""
     assert len(MATRIX_CASES) == len({case.name for case in MATRIX_CASES}) >= 60
     refused = {case.name: refusals(case, device="cuda") for case in MATRIX_CASES}
-    assert sum(bool(found) for found in refused.values()) == 9
+    assert sum(bool(found) for found in refused.values()) == 7
     assert all(problem.what and problem.fix for found in refused.values() for problem in found)
     runnable = [case for case in MATRIX_CASES if not refused[case.name]]
     assert {layout_of(case).devices for case in runnable} == {4, 8}
